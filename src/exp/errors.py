@@ -1,0 +1,75 @@
+"""Every error that a user can cause. Each carries its values and prints what is, what must be, and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One mistake in a config: the key, what is there, what must be, the cure, and where it was written."""
+
+    key: str
+    got: str
+    expected: str
+    cure: str | None = None
+    source: str | None = None
+
+    def __str__(self) -> str:
+        line = f"{self.key}: {self.got}; expected {self.expected}"
+        if self.cure:
+            line += f". {self.cure}"
+        return f"{line}  [{self.source}]" if self.source else line
+
+
+class ExpError(Exception):
+    """Base of all errors that are not bugs of exp."""
+
+    exit_status = 1
+
+
+class ConfigError(ExpError):
+    """A config with one or more faults. Nothing was built and nothing was written."""
+
+    exit_status = 2
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = tuple(faults)
+        count = len(self.faults)
+        title = f"{count} fault{'s' if count != 1 else ''} in the config; nothing was started."
+        super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults)]))
+
+
+class MissingExtraError(ExpError):
+    """A feature was asked for whose package is not installed."""
+
+    exit_status = 2
+
+    def __init__(self, *, feature: str, package: str, extra: str) -> None:
+        self.feature, self.package, self.extra = feature, package, extra
+        super().__init__(
+            f"{feature} needs the package {package}, which is not installed: pip install 'exp-framework[{extra}]'"
+        )
+
+
+class RunError(ExpError):
+    """A run that started and failed for a reason that its user can mend."""
+
+
+class RankError(RunError):
+    """A rank died. The message is that rank's own, not a neighbour's "connection closed"."""
+
+    def __init__(self, *, rank: int, reason: str, detail: str = "") -> None:
+        self.rank, self.reason, self.detail = rank, reason, detail
+        super().__init__(f"rank {rank} {reason}" + (f"\n{detail}" if detail else ""))
+
+
+class Interrupted(ExpError):
+    """A signal ended the run at a clean point, with its state saved."""
+
+    def __init__(self, *, signum: int, checkpoint: str | None) -> None:
+        self.signum, self.checkpoint = signum, checkpoint
+        self.exit_status = 128 + signum
+        where = f"the state is in {checkpoint}" if checkpoint else "no state was saved: no step had been done"
+        super().__init__(f"interrupted by signal {signum}; {where}")

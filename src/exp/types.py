@@ -1,0 +1,54 @@
+"""The words and letters that every room shares. Imports no torch at run time.
+
+Shapes are written `[B, T, C]`: B batch, T time steps, C channels or features, H height, W width, V vocabulary or
+classes, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Stage = Literal["train", "val", "test"]
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What a data set declares, so that a model can be sized and checked before any sample is read.
+
+    input_shape: of one sample, without B, such as (1, 8, 8).
+    input_dtype: torch's name without `torch.`, such as "float32" or "int64".
+    num_classes: of a classification (the vocabulary of a text); None for a regression.
+    num_outputs: how many numbers a model gives for a sample (or a token): the classes, or the width of the target.
+    """
+
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    num_classes: int | None
+    num_outputs: int
+
+
+class Batch(NamedTuple):
+    """This rank's share of one global batch.
+
+    data: what the data set gives: a pair (input, target) of tensors `[b, ...]`, or a mapping of names to tensors.
+    size: how many samples of it count, b; 0 where the rank holds one stand-in sample because the global batch is
+        smaller than the world, so that collectives still match.
+    global_size: samples of the global batch, B, over all ranks.
+    world_size: ranks that share it.
+    """
+
+    data: Sequence[Tensor] | Mapping[str, Tensor] | Any
+    size: int
+    global_size: int
+    world_size: int
+
+    @property
+    def weight(self) -> float:
+        """Factor on this rank's mean loss, so that the mean over ranks is the mean over samples."""
+        return self.size * self.world_size / self.global_size

@@ -1,0 +1,127 @@
+"""The run directory, made once and exclusively, and what is written into it before anything is built.
+
+config.yaml      the resolved config that every rank reads
+overrides.yaml   the command line's overrides, a list
+provenance.json  command, git revision and diff, versions, machine
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from exp.errors import RunError
+
+COMPOSITION = "_composition_"
+DISTRIBUTIONS = ("exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy")
+# A diff is for reading beside the figures; one that holds a data file by accident would fill the disk run by run.
+MAX_DIFF_CHARACTERS = 1_000_000
+
+
+def freeze(config: DictConfig) -> Path:
+    """Makes the run directory of a composed config and writes config.yaml, overrides.yaml and provenance.json.
+
+    A directory that stands already is never shared: `-2`, `-3` and so on are appended.
+
+    Returns: the absolute path of the new directory.
+    Raises: RunError where the directory cannot be made or written.
+    """
+    composition = config[COMPOSITION]
+    wanted = Path(composition.directory)
+    try:
+        directory = make_exclusively(wanted)
+        _write(directory / "config.yaml", frozen_yaml(config))
+        _write(directory / "overrides.yaml", OmegaConf.to_yaml(composition.overrides))
+        _write(directory / "provenance.json", json.dumps(provenance(list(composition.overrides)), indent=2) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"the run directory {wanted} cannot be written: {error.strerror or error}. "
+            "Free the place, or choose another with hydra.run.dir=outputs/elsewhere"
+        ) from error
+    return directory
+
+
+def make_exclusively(wanted: Path) -> Path:
+    """Makes `wanted`, or `wanted-2`, `wanted-3`, ... where it stands already. Two at once never get the same one."""
+    wanted = wanted.absolute()
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    count = 1
+    while True:
+        candidate = wanted if count == 1 else wanted.with_name(f"{wanted.name}-{count}")
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            count += 1
+
+
+def frozen_yaml(config: DictConfig) -> str:
+    """The config as YAML text, every interpolation resolved, without the record of its composition."""
+    plain = OmegaConf.to_container(config, resolve=True)
+    plain.pop(COMPOSITION, None)
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def read_frozen(directory: Path | str) -> DictConfig:
+    """The config that `freeze` wrote.
+
+    Raises: RunError where the directory holds none.
+    """
+    path = Path(directory) / "config.yaml"
+    if not path.is_file():
+        raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
+    return OmegaConf.load(path)
+
+
+def provenance(overrides: list[str]) -> dict[str, Any]:
+    """Where a run came from: plain values only."""
+    return {
+        "command": sys.argv,
+        "overrides": overrides,
+        "working_directory": os.getcwd(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git": _git(),
+        "versions": versions(),
+        "machine": {"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's numbers. Reads metadata; imports none of them."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _git() -> dict[str, str] | None:
+    """The revision and the uncommitted diff of the working directory; None outside a repository or without git."""
+    try:
+        revision = _git_output("rev-parse", "HEAD")
+        diff = _git_output("diff", "HEAD", "--no-ext-diff")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if len(diff) > MAX_DIFF_CHARACTERS:
+        diff = diff[:MAX_DIFF_CHARACTERS] + f"\n... cut here: the diff has {len(diff)} characters\n"
+    return {"revision": revision.strip(), "diff": diff}
+
+
+def _git_output(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace", timeout=5, check=True)
+    return done.stdout
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,135 @@
+"""The rules of the house: each is one short test over the source text."""
+
+import ast
+from pathlib import Path
+
+import exp
+
+ROOT = Path(exp.__file__).parent
+SOURCES = sorted(path for path in ROOT.rglob("*.py") if "conf" not in path.relative_to(ROOT).parts[:1])
+CONF = ROOT / "conf"
+
+RANKS = {
+    "errors": 0, "types": 0,
+    "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
+    "precision": 2, "strategies": 2, "hooks": 2, "tensorboard": 2, "engine": 2,
+    "plan": 3, "sweeps": 3, "build": 3, "report": 3, "validation": 3,
+    "run": 4,
+}  # fmt: skip
+ENTRY_RANK = 5
+
+PUBLIC = [
+    "ConfigError", "ExpError", "Fault", "Interrupted", "MissingExtraError", "RankError", "Report", "RunError",
+    "compose", "fit", "validate",
+]  # fmt: skip
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def rank(name: str) -> int:
+    return RANKS.get(name, ENTRY_RANK)
+
+
+def imports(path: Path, *, anywhere: bool = True) -> list[str]:
+    """Dotted names that a module imports, those inside functions included unless told otherwise."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if anywhere else tree.body
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "exp" else [node.module]
+    return found
+
+
+def exp_edges() -> set[tuple[str, str]]:
+    edges = set()
+    for path in SOURCES:
+        if path == ROOT / "__init__.py":
+            continue
+        for name in imports(path):
+            if name.startswith("exp."):
+                edges.add((room(path), name.split(".")[1]))
+    return edges
+
+
+def test_imports_only_go_down_in_rank():
+    wrong = [f"{here} -> {there}" for here, there in exp_edges() if here != there and rank(here) < rank(there)]
+    assert not wrong, f"these imports go up: {wrong}"
+
+
+def test_rooms_of_equal_rank_have_no_cycles():
+    edges = {(here, there) for here, there in exp_edges() if here != there}
+    reach = {here: {there for start, there in edges if start == here} for here, _ in edges}
+    for _ in range(len(reach)):
+        for here in reach:
+            reach[here] |= set().union(*(reach.get(there, set()) for there in reach[here]))
+    assert [here for here in reach if here in reach[here]] == []
+
+
+def test_walls_between_the_columns():
+    for path in SOURCES:
+        here = room(path)
+        names = imports(path)
+        roots = {name.split(".")[0] for name in names}
+        if here == "config":
+            top = {name.split(".")[0] for name in imports(path, anywhere=False)}
+            assert not top & {"torch", "lightning", "torchmetrics"}, f"{path} imports torch at module level"
+        if here in ("models", "functions", "data", "objectives", "optim"):
+            assert not roots & {"hydra", "omegaconf", "lightning"}, f"{path} knows Hydra or Lightning"
+        if "omegaconf" in roots or "hydra" in roots:
+            assert here in ("config", "build", "validation", "run", "plan", "sweeps") or rank(here) == ENTRY_RANK, path
+
+
+def test_package_inits_reexport_nothing():
+    for path in ROOT.rglob("__init__.py"):
+        if path != ROOT / "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text())) or not path.read_text().strip(), path
+            assert imports(path) == [], path
+
+
+def test_public_names_are_the_committed_ones():
+    assert sorted(exp.__all__) == sorted(PUBLIC)
+    modules = {path.stem for path in ROOT.glob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
+    assert not set(PUBLIC) & modules, "a public name equals a module's"
+    for name in PUBLIC:
+        assert getattr(exp, name) is not None
+
+
+def test_modules_and_functions_stay_small():
+    for path in SOURCES:
+        text = path.read_text()
+        assert text.count("\n") <= 310, f"{path} has {text.count(chr(10))} lines: split it by idea"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 62, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_no_file_is_a_drawer():
+    drawers = {"utils", "common", "misc", "helpers", "manager", "util", "helper"}
+    assert [path for path in SOURCES if path.stem in drawers] == []
+
+
+def test_no_config_get_with_a_default_and_no_bare_except():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path}:{node.lineno} bare except"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                owner = ast.unparse(node.func.value)
+                assert not (len(node.args) == 2 and owner.split(".")[0] in ("cfg", "config")), f"{path}:{node.lineno}"
+
+
+def test_every_yaml_begins_with_what_it_is_and_how_to_select_it():
+    files = sorted(CONF.rglob("*.yaml"))
+    assert files
+    for path in files:
+        lines = path.read_text().splitlines()
+        # Hydra reads `# @package` from the header, wherever in it that line stands.
+        comment = next(line for line in lines if not line.startswith("# @package"))
+        assert comment.startswith("# ") and len(comment) > 15, f"{path}: {comment!r}"

@@ -1,0 +1,56 @@
+"""The nearest right spellings of a mistyped word, and lists cut to what a reader can take in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+# Below this likeness a proposal is a guess that misleads: "lr" is not "seed".
+LIKENESS = 0.6
+
+
+def nearest(word: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+    """The `count` names of `known` most like `word`, best first; fewer, or none, where nothing is like it.
+
+    Case and the signs - and _ do not count, and a word that is the beginning or a whole part of a name is like it.
+    """
+    ranked = sorted(((-_likeness(word, name), name) for name in dict.fromkeys(known)), key=lambda pair: pair)
+    return [name for likeness, name in ranked if -likeness >= LIKENESS][:count]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """The cure of a typo, `Did you mean lr?`, or None where nothing is near."""
+    found = nearest(word, known)
+    return f"Did you mean {found[0]}?" if found else None
+
+
+def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
+    """A list for a message: all names where they are few, else the nearest to `word` and how many there are."""
+    names = list(dict.fromkeys(names))
+    if len(names) <= count:
+        return ", ".join(names) if names else "(nothing)"
+    near = nearest(word, names, count=count) if word else []
+    first = (near + [name for name in names if name not in near])[: count - 2]
+    return f"{', '.join(first)} ... ({len(names)} in all)"
+
+
+def _likeness(word: str, name: str) -> float:
+    plain, other = _plain(word), _plain(name)
+    if not plain or not other:
+        return 0.0
+    if plain == other:
+        return 1.0
+    ratio = SequenceMatcher(None, plain, other).ratio()
+    if len(plain) > 2 and (other.startswith(plain) or plain in _parts(name) or _plain(other) in _parts(word)):
+        ratio = max(ratio, 0.8)
+    if len(plain) == len(other) and sorted(plain) == sorted(other):  # two letters swapped
+        ratio = max(ratio, 0.85)
+    return ratio
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "").strip()
+
+
+def _parts(name: str) -> set[str]:
+    return {_plain(part) for part in name.replace(".", "_").split("_")}

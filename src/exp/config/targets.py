@@ -1,0 +1,217 @@
+"""The wall that every `_target_` passes: a dotted name becomes a class, or nothing is imported.
+
+1. The name itself is compared with the allowed packages, before any import.
+2. Only its module part is imported, and one attribute is taken out of that module's own namespace.
+3. It must be a class whose own name is the one written or, in a listed package, a public alias of a class that lives
+   in that package; or one of a short list of torch functions.
+4. It must be of its slot's base class: a Module for a layer, an Optimizer for the optimizer.
+
+So a name that an allowed module happens to import (`logging.os.system`) leads nowhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from exp.config.allowed import (
+    FUNCTIONS,
+    LISTED,
+    LISTED_CLASSES,
+    MOVED,
+    closed_packages,
+    plugin_packages,
+    stands_beside_conf,
+)
+from exp.config.spelling import among, nearest
+from exp.errors import ConfigError, ExpError, Fault
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)+", re.ASCII)
+
+
+class TargetError(ConfigError):
+    """A `_target_` that the wall refuses."""
+
+    def __init__(self, *, target: str, got: str, expected: str, cure: str | None = None) -> None:
+        self.target = target
+        super().__init__([Fault(key="_target_", got=got, expected=expected, cure=cure)])
+
+
+def resolve(dotted: str, *, base: str | Sequence[str] | None = None, allow: Sequence[str] = ()) -> Any:
+    """The class, or listed function, of a dotted name. Nothing outside the allowed packages is imported.
+
+    base: dotted name, or names, of the classes that its slot takes one of; None where any allowed class fits.
+    allow: packages that the command line allows, `security.allow`.
+    Raises: TargetError.
+    """
+    home = _home_of_name(dotted, allow=allow)
+    module_name, _, attribute = dotted.rpartition(".")
+    module = _import(module_name, dotted)
+    own = vars(module)
+    if attribute not in own or attribute.startswith("_"):
+        raise _absent(dotted, module_name, own)
+    value = own[attribute]
+    if dotted in FUNCTIONS:
+        found_by_list = True
+    else:
+        found_by_list = False
+        _require_class_at_home(dotted, value, home=home)
+    if base is not None:
+        _require_base(dotted, value, bases=[base] if isinstance(base, str) else list(base))
+    if not found_by_list and inspect.isabstract(value):
+        raise TargetError(
+            target=dotted,
+            got=f"{dotted}, an abstract class",
+            expected="a class that can be built",
+            cure=f"It lacks {among(sorted(value.__abstractmethods__))}",
+        )
+    return value
+
+
+def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
+    """The package in which the class must live, by the name alone; nothing is imported here."""
+    if not isinstance(dotted, str) or not NAME.fullmatch(dotted):
+        raise TargetError(
+            target=str(dotted), got=repr(dotted), expected="the dotted name of a class, such as torch.nn.Linear"
+        )
+    if dotted in LISTED_CLASSES:
+        return LISTED_CLASSES[dotted]
+    # From the right, so that the narrowest listed package that holds the name decides.
+    parts = dotted.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        package = ".".join(parts[:length])
+        if package in LISTED:
+            return LISTED[package]
+        if package in allow:
+            return package
+    if parts[0] in plugin_packages() or (parts[0] not in closed_packages() and stands_beside_conf(parts[0])):
+        return parts[0]
+    raise _outside(dotted)
+
+
+def _import(module_name: str, dotted: str) -> Any:
+    top, here = module_name.split(".")[0], str(Path.cwd())
+    if here not in sys.path and top not in closed_packages() and stands_beside_conf(top):
+        # At the end, and for good: what it imports later is found there, too, and nothing installed is hidden.
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except ExpError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise _absent_module(dotted, error.name) from error
+        raise _broken(dotted, module_name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _broken(dotted, module_name, error) from error
+
+
+def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
+    if not inspect.isclass(value):
+        kind = "a function" if callable(value) else f"a {type(value).__name__}"
+        raise TargetError(
+            target=dotted,
+            got=f"{dotted}, {kind}",
+            expected="a class",
+            cure="Wrap it in a class of your own" if callable(value) else None,
+        )
+    real = f"{value.__module__}.{value.__qualname__}"
+    if real != dotted and not _inside(real, home):
+        raise TargetError(
+            target=dotted,
+            got=f"{dotted}, which is {real}",
+            expected=f"a class of {home}",
+            cure=f"Write {real}" if _inside_listed(real) else None,
+        )
+
+
+def _require_base(dotted: str, value: Any, *, bases: list[str]) -> None:
+    classes = tuple(_load(base) for base in bases)
+    if not (inspect.isclass(value) and issubclass(value, classes)):
+        wanted = " or ".join(bases)
+        raise TargetError(target=dotted, got=f"{dotted}, which is no {wanted}", expected=f"a subclass of {wanted}")
+
+
+def _load(dotted: str) -> Any:
+    """A base class by a name of ours, never by one out of a config."""
+    module_name, _, attribute = dotted.rpartition(".")
+    return getattr(importlib.import_module(module_name), attribute)
+
+
+def _inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def _inside_listed(name: str) -> bool:
+    return any(_inside(name, package) for package in LISTED)
+
+
+def _outside(dotted: str) -> TargetError:
+    return TargetError(
+        target=dotted,
+        got=f"{dotted}, outside the allowed packages",
+        expected="a class of exp, torch.nn, torch.optim, torchmetrics, lightning.pytorch, or of yours",
+        cure=_cure_outside(dotted),
+    )
+
+
+def _cure_outside(dotted: str) -> str | None:
+    for wrong, right in MOVED.items():
+        if dotted == wrong or (wrong.endswith(".") and dotted.startswith(wrong)):
+            return f"Did you mean {right}{dotted[len(wrong) :]}?"
+    package, _, name = dotted.rpartition(".")
+    top = dotted.split(".")[0]
+    near = nearest(package, [listed for listed in LISTED if nearest(top, [listed.split(".")[0]])])
+    if near and name[0].isupper():
+        return f"Did you mean {near[0]}.{name}?"
+    if top in closed_packages() or top in sys.stdlib_module_names:
+        return None
+    return (
+        f"If it is yours, let {top}.py stand beside your own ./conf; "
+        f"if you trust the package, add 'security.allow=[{top}]' to the command"
+    )
+
+
+def _absent(dotted: str, module_name: str, own: dict[str, Any]) -> TargetError:
+    attribute = dotted.rpartition(".")[2]
+    classes = [name for name, value in own.items() if inspect.isclass(value) and not name.startswith("_")]
+    near = nearest(attribute, classes)
+    return TargetError(
+        target=dotted,
+        got=f"{dotted}, which is not there",
+        expected=f"a class of {module_name}",
+        cure=f"Did you mean {module_name}.{near[0]}?" if near else None,
+    )
+
+
+def _absent_module(dotted: str, missing: str) -> TargetError:
+    parent, _, word = missing.rpartition(".")
+    name = dotted.rpartition(".")[2]
+    cure = None
+    if parent in sys.modules:
+        own = vars(sys.modules[parent])
+        # Lists names of files; imports none of them.
+        siblings = [found.name for found in pkgutil.iter_modules(getattr(sys.modules[parent], "__path__", None) or [])]
+        near = nearest(word, siblings)
+        if word in own and inspect.isclass(own[word]):
+            cure = f"Did you mean {missing}?"
+        elif name in own:
+            cure = f"Did you mean {parent}.{name}?"
+        elif near:
+            cure = f"Did you mean {parent}.{near[0]}{dotted[len(missing) :]}?"
+    return TargetError(target=dotted, got=f"{dotted}: no module {missing}", expected="a class in a module", cure=cure)
+
+
+def _broken(dotted: str, module_name: str, error: BaseException) -> TargetError:
+    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return TargetError(
+        target=dotted,
+        got=f"{dotted}: importing {module_name} failed with {reason}",
+        expected="a module that can be imported",
+    )

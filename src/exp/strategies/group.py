@@ -1,0 +1,64 @@
+"""The process group of a run, made before Lightning looks, so that Lightning finds it and opens nothing itself.
+
+On one machine its store is a file in the run directory and its sockets are on loopback: no other machine can reach it.
+Under torchrun and SLURM it meets at the address that they give.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+from exp.strategies.placement import Placement
+from exp.strategies.rank import Rank
+
+
+def join(rank: Rank, placement: Placement, *, timeout_seconds: float) -> None:
+    """Makes the process group of a run of several ranks; a run of one rank has none.
+
+    timeout_seconds: how long a rank waits in a collective, and here for the others to come.
+    """
+    if placement.world_size == 1:
+        return
+    import torch
+    import torch.distributed
+
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    arguments: dict[str, Any] = {}
+    if placement.accelerator == "cuda":
+        device = torch.device(placement.device(rank.local_rank))
+        torch.cuda.set_device(device)
+        arguments["device_id"] = device
+    if rank.store is not None:
+        store = torch.distributed.FileStore(rank.store, rank.world_size)
+        store.set_timeout(timeout)
+        arguments["store"] = store
+    else:
+        _offer_rendezvous(rank)
+    torch.distributed.init_process_group(
+        placement.backend, rank=rank.global_rank, world_size=rank.world_size, timeout=timeout, **arguments
+    )
+
+
+def meet() -> None:
+    """A barrier, so that no rank leaves while another still talks to it."""
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if torch.distributed.get_backend() == "nccl":
+        torch.distributed.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        torch.distributed.barrier()
+
+
+def _offer_rendezvous(rank: Rank) -> None:
+    """SLURM names its nodes and no address: the first of them, and a port made of the job's number."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    slurm = SLURMEnvironment(auto_requeue=False)
+    os.environ["MASTER_ADDR"] = slurm.main_address
+    os.environ["MASTER_PORT"] = str(slurm.main_port)

@@ -51,16 +51,16 @@ def test_an_observer_sees_names_in_the_order_of_the_forward():
 
 def test_a_pattern_without_a_module_is_a_fault_that_names_the_modules():
     with pytest.raises(ConfigError) as caught:
-        Names(modules=["encoder.*", "0", "decoder"]).attach(network())
+        Names(modules=["encoder.*", "0", "decoder"]).attach(network(), name="mine")
     message = str(caught.value)
-    assert [fault.key for fault in caught.value.faults] == ["hooks.names.modules"] * 2
+    assert [fault.key for fault in caught.value.faults] == ["hooks.mine.modules"] * 2
     assert "'encoder.*'" in message
     assert "'decoder'" in message
     assert "there are 0, 1, 2, 2.0, 2.1" in message
 
 
-def test_a_period_below_one_is_a_fault():
-    with pytest.raises(ConfigError, match="every_n_steps: 0; expected a whole number of steps, 1 or more"):
+def test_a_period_below_one_is_refused():
+    with pytest.raises(ValueError, match="every_n_steps is 0; expected a whole number of steps, 1 or more"):
         Hook(every_n_steps=0)
 
 

@@ -54,7 +54,7 @@ class Hook:
 
     def __init__(self, *, every_n_steps: int = 1, modules: Sequence[str] = ("*",)) -> None:
         if every_n_steps < 1:
-            raise ConfigError([_fault(self, "every_n_steps", str(every_n_steps), "a whole number of steps, 1 or more")])
+            raise ValueError(f"every_n_steps is {every_n_steps}; expected a whole number of steps, 1 or more")
         self.every_n_steps = every_n_steps
         self.modules = tuple(modules)
         self._handles: list[Any] = []
@@ -91,15 +91,17 @@ class Hook:
         """Whether a subclass gave `method` a body: the engine calls no empty one."""
         return getattr(type(self), method) is not getattr(Hook, method)
 
-    def attach(self, network: nn.Module) -> None:
+    def attach(self, network: nn.Module, *, name: str | None = None) -> None:
         """Check the patterns, register `forward` where it is overridden, and call `setup`.
+
+        name: the hook's name in the config, for errors; by default its class's.
 
         Raises ConfigError: a pattern that matches no module, with the names that are there.
         """
-        matched = matching(network, self.modules, hook=self)
+        matched = matching(network, self.modules, key=f"hooks.{name or type(self).__name__.lower()}.modules")
         if self.overrides("forward"):
-            for name, module in matched.items():
-                self._handles.append(module.register_forward_hook(partial(self.forward, name)))
+            for path, module in matched.items():
+                self._handles.append(module.register_forward_hook(partial(self.forward, path)))
         self.setup(network)
 
     def detach(self) -> None:
@@ -109,10 +111,10 @@ class Hook:
         self.teardown()
 
 
-def matching(network: nn.Module, patterns: Sequence[str], *, hook: Hook) -> dict[str, nn.Module]:
+def matching(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
     """The modules below `network` whose names match one of `patterns`, by name, in the network's order.
 
-    The network itself has the empty name; it matches `*` only.
+    The network itself has the empty name; it matches `*` only. key: the patterns' key in the config.
 
     Raises ConfigError: all patterns that match no module, with the names that are there.
     """
@@ -122,9 +124,5 @@ def matching(network: nn.Module, patterns: Sequence[str], *, hook: Hook) -> dict
         names = [name for name in modules if name]
         there = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
         expected = f"a pattern of module names; there are {there or 'no modules below the network'}"
-        raise ConfigError([_fault(hook, "modules", repr(pattern), expected) for pattern in unmatched])
+        raise ConfigError([Fault(key=key, got=repr(pattern), expected=expected) for pattern in unmatched])
     return {name: module for name, module in modules.items() if any(fnmatchcase(name, one) for one in patterns)}
-
-
-def _fault(hook: Hook, key: str, got: str, expected: str) -> Fault:
-    return Fault(key=f"hooks.{type(hook).__name__.lower()}.{key}", got=got, expected=expected)

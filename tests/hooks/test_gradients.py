@@ -1,0 +1,107 @@
+"""Gradient norms against a float64 reference, and for which parameters there are any."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from exp.errors import ConfigError
+from exp.hooks.gradients import Gradients
+from exp.hooks.hook import Step
+from exp.hooks.norms import norms
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"encoder": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "head": nn.Linear(4, 3)}
+    )
+
+
+def backward(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    net["head"](net["encoder"](inputs)).square().sum().backward()
+
+
+def step(net: nn.Module) -> Step:
+    return Step(index=1, network=net, optimizers=[], batch_size=32, device=torch.device("cpu"))
+
+
+def logged(hook: Gradients, net: nn.Module) -> dict[str, float]:
+    hook.attach(net)
+    values = hook.after_backward(step(net))
+    hook.detach()
+    return {tag: value.item() for tag, value in (values or {}).items()}
+
+
+def test_norms_equal_a_float64_reference():
+    net, exact = network(), network().double()
+    backward(net)
+    backward(exact, torch.float64)
+    values = logged(Gradients(), net)
+    squares = 0.0
+    for name, parameter in exact.named_parameters():
+        square = sum(value * value for value in parameter.grad.flatten().tolist())
+        assert values.pop(f"gradients/norm/{name}") == pytest.approx(math.sqrt(square), rel=1e-5)
+        squares += square
+    assert values == {"gradients/norm/total": pytest.approx(math.sqrt(squares), rel=1e-5)}
+
+
+def test_patterns_choose_the_parameters_below_the_modules_they_match():
+    net = network()
+    backward(net)
+    tags = logged(Gradients(modules=["encoder"]), net).keys()
+    parts = ("encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias", "total")
+    assert list(tags) == [f"gradients/norm/{part}" for part in parts]
+
+
+def test_frozen_and_unused_parameters_have_no_value():
+    net = network()
+    net["encoder"][0].weight.requires_grad_(False)
+    backward(net)
+    net["head"].bias.grad = None
+    tags = logged(Gradients(), net).keys()
+    assert "gradients/norm/encoder.0.weight" not in tags
+    assert "gradients/norm/head.bias" not in tags
+    assert "gradients/norm/head.weight" in tags
+
+
+def test_without_any_gradient_nothing_is_logged():
+    assert logged(Gradients(), network()) == {}
+
+
+def test_a_pattern_without_a_module_is_refused_before_the_first_step():
+    with pytest.raises(ConfigError, match="'decoder'; expected a pattern of module names; there are encoder"):
+        Gradients(modules=["decoder"]).attach(network())
+
+
+def test_half_precision_gradients_have_norms_in_fp32():
+    net = network().bfloat16()
+    backward(net, torch.bfloat16)
+    hook = Gradients()
+    hook.attach(net)
+    values = hook.after_backward(step(net))
+    assert {value.dtype for value in values.values()} == {torch.float32}
+    reference = net["head"].weight.grad.double().norm().item()
+    assert values["gradients/norm/head.weight"].item() == pytest.approx(reference, rel=1e-5)
+
+
+def test_a_sparse_gradient_has_the_norm_of_its_dense_form():
+    table = nn.Embedding(10, 4, sparse=True)
+    (table(torch.tensor([1, 1, 3])) * torch.arange(4.0)).sum().backward()
+    assert table.weight.grad.is_sparse
+    dense = table.weight.grad.to_dense().norm().item()
+    assert logged(Gradients(), table)["gradients/norm/weight"] == pytest.approx(dense)
+
+
+def test_torch_s_private_foreach_norm_takes_an_order_and_a_dtype():
+    """Relied on in hooks/norms.py; seen in torch 2.13."""
+    tensors = [torch.randn(3, 5), torch.randn(7), torch.zeros(2)]
+    assert [one.shape for one in norms(tensors)] == [torch.Size([])] * 3
+    for ours, tensor in zip(norms(tensors), tensors, strict=True):
+        torch.testing.assert_close(ours, torch.linalg.vector_norm(tensor))
+    assert norms([torch.full((4,), 300.0, dtype=torch.float16)])[0].item() == 600.0
+    assert norms([]) == []

@@ -1,0 +1,101 @@
+"""The objective: a weighted sum of named terms. Its value is the loss that the network is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import RunError
+from exp.objectives.shapes import checked_target
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Term(nn.Module):
+    """One part of the objective: a loss of one output of the network against one target.
+
+    loss: a module called with (output, target) that gives a 0-d tensor, such as torch.nn.MSELoss.
+    weight: its factor in the sum.
+    output, target: which of the values it compares: `output` and `target`, or a name that the network's or the
+        data set's mapping has.
+    """
+
+    def __init__(self, *, loss: nn.Module, weight: float = 1.0, output: str = "output", target: str = "target") -> None:
+        super().__init__()
+        self.loss = loss
+        self.weight = weight
+        self.output = output
+        self.target = target
+
+    def forward(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
+
+        Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
+        """
+        output = _full(_pick(values, self.output, "output"))
+        target = checked_target(self.loss, output, _full(_pick(values, self.target, "target")))
+        loss = self.loss(output, target)
+        if loss.dim() != 0:
+            raise RunError(
+                f"{type(self.loss).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number. "
+                "Set its reduction to mean or sum"
+            )
+        return loss
+
+
+class Objective(nn.Module):
+    """The weighted sum of terms, computed in full precision whatever the network runs in.
+
+    terms: by name; a bare loss module becomes a term of weight 1. The names are those of the tags
+        `loss/<stage>/<term>`.
+    """
+
+    def __init__(self, terms: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        if not terms:
+            raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
+        self.terms = nn.ModuleDict()
+        for name, term in terms.items():
+            self.terms[name] = term if isinstance(term, Term) else Term(loss=term)
+
+    def forward(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its parts.
+
+        values: `output`, `target` and whatever else the network and the batch name.
+        Returns: the sum of weight times term, 0-d and with a gradient; and each term's own loss, 0-d, detached and
+            not weighted.
+        """
+        device = next(value.device.type for value in values.values() if isinstance(value, Tensor))
+        if torch.is_autocast_enabled(device):
+            # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
+            with torch.autocast(device, enabled=False):
+                return self._sum(values)
+        return self._sum(values)
+
+    def _sum(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        total: Tensor | None = None
+        parts: dict[str, Tensor] = {}
+        for name, term in self.terms.items():
+            loss = term(values)
+            parts[name] = loss.detach()
+            weighted = loss if term.weight == 1.0 else term.weight * loss
+            total = weighted if total is None else total + weighted
+        assert total is not None
+        return total, parts
+
+
+def _pick(values: Mapping[str, Tensor], name: str, role: str) -> Tensor:
+    if name in values:
+        return values[name]
+    nearest = get_close_matches(name, values, n=1)
+    hint = f". Nearest: {nearest[0]}" if nearest else ""
+    raise RunError(
+        f"a term's {role} is {name!r}, which neither network nor batch gives; there are {sorted(values)}{hint}"
+    )
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor

@@ -1,0 +1,72 @@
+"""What a loss may be given. torch stretches [B, 1] against [B] to [B, B] and trains on nonsense; we refuse it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from exp.errors import RunError
+
+# Losses that compare element by element.
+ELEMENTWISE = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.SoftMarginLoss,
+)
+
+
+def checked_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
+    """The target as the loss needs it: for an elementwise loss of the output's own shape, in its dtype.
+
+    Raises: RunError where the shapes differ.
+    """
+    if not isinstance(loss, ELEMENTWISE):
+        return target
+    if output.shape != target.shape:
+        name = type(loss).__name__
+        raise RunError(
+            f"{name} compares element by element: the output is {list(output.shape)}, the target {list(target.shape)}; "
+            f"both must have one shape. {_elementwise_cure(output, target)}"
+        )
+    return target if target.dtype == output.dtype else target.to(output.dtype)
+
+
+def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> None:
+    """Raises: RunError unless the output is `[..., V]` and the target `[...]` of integer class numbers."""
+    name = type(loss).__name__
+    if output.dim() < 2 or output.shape[:-1] != target.shape:
+        expected = list(output.shape[:-1])
+        raise RunError(
+            f"{name} reads classes from the last axis: the output is {list(output.shape)}, so that the target must be "
+            f"{expected}; it is {list(target.shape)}. {_classes_cure(output, target)}"
+        )
+    if target.is_floating_point():
+        raise RunError(
+            f"{name} needs class numbers (int64); the target is {str(target.dtype).removeprefix('torch.')}. For a "
+            "regression choose objective=[mse], for probabilities objective=[bce_with_logits]"
+        )
+
+
+def _elementwise_cure(output: Tensor, target: Tensor) -> str:
+    if output.shape == (*target.shape, 1):
+        return "End the model with {_target_: torch.nn.Flatten, start_dim: 0}, or give the target an axis of 1"
+    if target.shape == (*output.shape, 1):
+        return "Drop the target's last axis of 1, or let the model keep it"
+    if not target.is_floating_point() and output.dim() == target.dim() + 1:
+        return "Class numbers need objective=[cross_entropy]"
+    return f"The model's last layer must give {target.shape[-1] if target.dim() > 1 else 1} numbers for a sample"
+
+
+def _classes_cure(output: Tensor, target: Tensor) -> str:
+    if target.shape == (*output.shape[:-1], 1):
+        return "Drop the target's last axis of 1"
+    if output.dim() > 2 and output.shape[2:] == target.shape[1:]:
+        return "The classes seem to be on axis 1: move them to the last one (x.movedim(1, -1))"
+    if output.dim() > 2 and target.dim() == 1:
+        return "The model gives several predictions for a sample: pool or select one, as x.mean(1) or x[:, -1]"
+    return "The model must give one row of scores for each class number"

@@ -1,0 +1,84 @@
+"""From a network and the config's optimizer node to a torch optimizer, fused where torch has that."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from exp.errors import ConfigError, Fault
+from exp.optim.groups import parameter_groups
+
+
+def build_optimizer(
+    network: nn.Module,
+    factory: functools.partial[Optimizer],
+    *,
+    groups: Mapping[str, Mapping[str, Any]],
+    exempt_from_decay: Sequence[str],
+) -> Optimizer:
+    """The optimizer of a network's trained parameters.
+
+    factory: the optimizer's class with its options, all but the parameters.
+    groups, exempt_from_decay: see exp.optim.groups.parameter_groups.
+    Raises: ConfigError where the groups do not fit the network or the optimizer refuses its options.
+    """
+    split = parameter_groups(network, groups=groups, exempt_from_decay=exempt_from_decay)
+    _check_options(factory, split, decay=bool(exempt_from_decay))
+    options = dict(factory.keywords)
+    if _wants_fused(factory):
+        options["fused"] = has_fused([parameter for group in split for parameter in group["params"]]) or None
+    try:
+        return factory.func(split, *factory.args, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"{_name(factory)} refused its values ({error})"
+        raise ConfigError([Fault(key="optimizer", got=got, expected="values that it accepts")]) from error
+
+
+def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether torch can update all of these in one kernel. Seen in torch 2.13: cpu, cuda, mps, xpu and others."""
+    devices = _get_fused_kernels_supported_devices()
+    return all(parameter.device.type in devices and torch.is_floating_point(parameter) for parameter in parameters)
+
+
+def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
+    """`fused: null` stands for "where torch has it"; an explicit foreach or differentiable excludes it."""
+    if "fused" not in inspect.signature(factory.func).parameters:
+        return False
+    chosen = factory.keywords
+    return chosen.get("fused") is None and not chosen.get("foreach") and not chosen.get("differentiable")
+
+
+def _check_options(factory: functools.partial[Optimizer], split: Sequence[Mapping[str, Any]], *, decay: bool) -> None:
+    """torch accepts any key in a group and ignores the unknown in silence."""
+    known = list(inspect.signature(factory.func).parameters)[1:]
+    faults = [
+        Fault(
+            key=f"optimizer.groups.{group['name']}.{option}",
+            got=f"an option that {_name(factory)} does not have",
+            expected=f"one of {', '.join(known)}",
+        )
+        for group in split
+        for option in group
+        if option not in ("params", "name", "weight_decay", *known)
+    ]
+    if decay and "weight_decay" not in known:
+        faults.append(
+            Fault(
+                key="optimizer.exempt_from_decay",
+                got=f"{_name(factory)} has no weight_decay",
+                expected="an optimizer that decays weights, or an empty list",
+            )
+        )
+    if faults:
+        raise ConfigError(faults)
+
+
+def _name(factory: functools.partial[Optimizer]) -> str:
+    return factory.func.__name__

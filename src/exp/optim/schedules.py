@@ -1,0 +1,177 @@
+"""Schedules of the learning rate. Each is a function of the number of steps done, so that a resumed run is exact."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from exp.errors import ConfigError, Fault
+
+Interval = Literal["step", "epoch"]
+
+
+class Constant(LambdaLR):
+    """The learning rate as it is, after a linear warm-up.
+
+    warmup_steps: over which it rises; step n of them (from 0) has (n + 1) / (warmup_steps + 1) of the rate.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, warmup_steps: int = 0) -> None:
+        _require_steps("warmup_steps", warmup_steps)
+        # A function, not an object: LambdaLR would put an object's values into the checkpoint, and a resumed run
+        # could then not be made longer.
+        super().__init__(optimizer, lambda done: _warmup_factor(done, warmup_steps))
+
+
+class Cosine(LambdaLR):
+    """Linear warm-up, then half a cosine from the learning rate down to end_factor times it.
+
+    With w warm-up steps of T in all, after n steps: (n + 1) / (w + 1) for n < w, else
+    e + (1 - e) (1 + cos(pi (n - w) / (T - w))) / 2 (Loshchilov and Hutter, SGDR, eq. 5, one period), and e beyond T.
+
+    total_steps: T; null is the length of the run.
+    warmup_steps: w; or as a share of total_steps, warmup_fraction.
+    end_factor: e, the share of the learning rate that is left at the end.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        total_steps: int,
+        warmup_steps: int = 0,
+        warmup_fraction: float | None = None,
+        end_factor: float = 0.0,
+    ) -> None:
+        warmup = _warmup_steps(total_steps, warmup_steps, warmup_fraction)
+        super().__init__(optimizer, lambda done: _cosine_factor(done, total_steps, warmup, end_factor))
+
+
+class OneCycle(OneCycleLR):
+    """torch's OneCycleLR with each group's own learning rate as its peak.
+
+    total_steps: null is the length of the run. The other parameters are torch's.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        total_steps: int,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float = 0.85,
+        max_momentum: float = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=total_steps,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            three_phase=three_phase,
+        )
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    factory: Callable[..., LRScheduler],
+    *,
+    interval: Interval,
+    total_steps: int | None,
+) -> LRScheduler:
+    """The schedule of an optimizer.
+
+    factory: a functools.partial of the schedule's class.
+    interval: what one of its steps is: an optimizer step or an epoch.
+    total_steps: of the whole run, in that unit; stands in where the schedule takes total_steps and the config leaves
+        it null. None where the run has no known end.
+    Raises: ConfigError where the length is needed and not known, or the schedule refuses its values.
+    """
+    options: dict[str, Any] = {}
+    if needs_total(factory):
+        if total_steps is None:
+            raise ConfigError([_unknown_length(interval)])
+        options["total_steps"] = total_steps
+    try:
+        return factory(optimizer, **options)
+    except (TypeError, ValueError) as error:
+        got = f"{_function(factory).__name__} refused its values ({error})"
+        raise ConfigError([Fault(key="scheduler", got=got, expected="values that it accepts")]) from error
+
+
+def needs_total(factory: Callable[..., LRScheduler]) -> bool:
+    """Whether the schedule takes total_steps and the config leaves it open."""
+    given = factory.keywords if isinstance(factory, functools.partial) else {}
+    return "total_steps" in inspect.signature(_function(factory)).parameters and given.get("total_steps") is None
+
+
+def changes_nothing(factory: Callable[..., LRScheduler]) -> bool:
+    """Whether the schedule leaves the learning rate alone, so that no step has to pay for it."""
+    if _function(factory) is not Constant:
+        return False
+    return not isinstance(factory, functools.partial) or not factory.keywords.get("warmup_steps")
+
+
+def _function(factory: Callable[..., LRScheduler]) -> Callable[..., LRScheduler]:
+    return factory.func if isinstance(factory, functools.partial) else factory
+
+
+def _warmup_factor(done: int, warmup_steps: int) -> float:
+    return (done + 1) / (warmup_steps + 1) if done < warmup_steps else 1.0
+
+
+def _cosine_factor(done: int, total_steps: int, warmup_steps: int, end_factor: float) -> float:
+    if done < warmup_steps:
+        return _warmup_factor(done, warmup_steps)
+    if done >= total_steps:
+        return end_factor
+    progress = (done - warmup_steps) / (total_steps - warmup_steps)
+    return end_factor + (1.0 - end_factor) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+def _warmup_steps(total_steps: int, warmup_steps: int, warmup_fraction: float | None) -> int:
+    if warmup_fraction is not None:
+        if warmup_steps:
+            raise _fault("warmup_fraction", f"{warmup_fraction} beside warmup_steps {warmup_steps}", "one of the two")
+        if not 0.0 <= warmup_fraction < 1.0:
+            raise _fault("warmup_fraction", str(warmup_fraction), "a share of the run, 0 or more and below 1")
+        warmup_steps = round(warmup_fraction * total_steps)
+    _require_steps("warmup_steps", warmup_steps)
+    if warmup_steps >= total_steps > 0:
+        raise _fault("warmup_steps", str(warmup_steps), f"fewer than the {total_steps} steps of the run")
+    return warmup_steps
+
+
+def _require_steps(name: str, steps: int) -> None:
+    if steps < 0:
+        raise _fault(name, str(steps), "a number of steps, 0 or more")
+
+
+def _fault(name: str, got: str, expected: str) -> ConfigError:
+    return ConfigError([Fault(key=f"scheduler.{name}", got=got, expected=expected)])
+
+
+def _unknown_length(interval: Interval) -> Fault:
+    limit = "trainer.max_epochs" if interval == "epoch" else "trainer.max_epochs or trainer.max_steps"
+    return Fault(
+        key="scheduler.total_steps",
+        got="null, and the length of the run is not known",
+        expected=f"a number of {interval}s",
+        cure=f"Or set {limit}",
+    )

@@ -262,16 +262,11 @@ def test_each_word_gives_its_plugin() -> None:
     bf16 = build_precision("bf16", device_type="cuda")
     assert isinstance(bf16, MixedPrecision)
     assert bf16.scaler is None
-    fp16 = build_precision("fp16", device_type="cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7, enabled=True)  # fmt: skip # noqa: E501
+    settings = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    fp16 = build_precision("fp16", device_type="cpu", enabled=True, **settings)
     assert isinstance(fp16, ScaledPrecision)
-    scaler = fp16.scaler
-    settings = (
-        scaler.get_scale(),
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    )
-    assert settings == (8.0, 3.0, 0.25, 7)
+    state = fp16.scaler.state_dict()
+    assert {"init_scale": state["scale"], **{key: state[key] for key in list(settings)[1:]}} == settings
 
 
 def test_an_unknown_word_and_a_scaler_without_need_are_faults() -> None:

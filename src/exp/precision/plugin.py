@@ -49,7 +49,7 @@ class ScaledPrecision(MixedPrecision):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last optimizer step changed nothing: a schedule should not advance either. Waits for the device."""
+        """Whether the last optimizer step changed nothing: a schedule should not move. Waits for the device."""
         return self.scaler.last_step_skipped
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -132,7 +132,7 @@ def build_precision(
 
 
 class _FullPrecisionLSTM(nn.LSTM):
-    """An LSTM that leaves autocast: mkldnn has no float16 one ("could not create a primitive descriptor", torch 2.13)."""
+    """An LSTM that leaves autocast: mkldnn has none in float16 ("could not create a primitive", torch 2.13)."""
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         states = None if hx is None else (hx[0].float(), hx[1].float())

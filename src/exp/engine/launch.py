@@ -13,3 +13,98 @@ and in a rank (exp.worker calls `run.run(directory, rank=rank, resume=resume)`, 
     adopted(rank, config.strategy.name, devices=..., nodes=..., accelerator=...) -> Placement
     trainer_arguments(construct(config.strategy), placement=placement, rank=rank) -> dict    exp.strategies.strategy
 """
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+from exp.engine.failure import Failure
+from exp.engine.spawn import start_ranks
+from exp.engine.supervise import collected_signals, supervise
+from exp.errors import Interrupted, RunError
+from exp.strategies.placement import Placement
+
+LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+# A fault that a second start would meet again.
+FINAL = ("config", "known", "interrupted")
+
+log = logging.getLogger(__name__)
+
+
+def in_process(placement: Placement, *, max_restarts: int = 0) -> bool:
+    """Whether the run needs no process of its own: one rank, and nobody who would start it again."""
+    return placement.world_size == 1 and max_restarts == 0
+
+
+def launch(
+    directory: Path | str,
+    *,
+    placement: Placement,
+    max_restarts: int = 0,
+    threads: int | None = None,
+    worker: str = "exp.worker",
+) -> None:
+    """Starts the ranks of a frozen run on this machine and returns when all of them have ended well.
+
+    Each is `python -m <worker> DIRECTORY`, with `--resume CHECKPOINT` when it is started again. The ranks see nothing
+    of another job's variables, and nothing of theirs stays in this process.
+
+    max_restarts: how often all ranks are started again, from checkpoints/last.ckpt, after one of them died.
+    threads: of each rank's operators; None shares the cores.
+    Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
+        Interrupted after SIGINT or SIGTERM, to this process or to a rank; RunError for several nodes.
+    """
+    directory = Path(directory).absolute()
+    if placement.nodes > 1:
+        raise RunError(_several_nodes(directory, placement))
+    resume: Path | None = None
+    for restart in itertools.count():
+        failure = _once(directory, placement, threads=threads, worker=worker, resume=resume)
+        if failure is None:
+            return
+        if failure.kind in FINAL or restart >= max_restarts:
+            raise failure.error()
+        last = directory / LAST_CHECKPOINT
+        resume = last if last.is_file() else None
+        log.warning(
+            "rank %d %s; restart %d of %d from %s",
+            *(failure.rank, failure.reason, restart + 1, max_restarts, resume or "the start"),
+        )
+
+
+def _once(
+    directory: Path, placement: Placement, *, threads: int | None, worker: str, resume: Path | None
+) -> Failure | None:
+    exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
+    command = ["-m", worker, str(directory), *([] if resume is None else ["--resume", str(resume)])]
+    try:
+        with collected_signals() as received:
+            ranks = start_ranks(
+                directory=directory,
+                world_size=placement.world_size,
+                exchange=exchange,
+                threads=threads,
+                command=command,
+            )
+            failure = supervise(ranks, exchange=exchange, received=received)
+            if failure is None and received:
+                # The run was done before the signal came to it; whoever started it asked for the end all the same.
+                last = directory / LAST_CHECKPOINT
+                raise Interrupted(signum=received[0], checkpoint=str(last) if last.is_file() else None)
+            return failure
+    finally:
+        shutil.rmtree(exchange)
+
+
+def _several_nodes(directory: Path, placement: Placement) -> str:
+    nodes, ranks = placement.nodes, placement.ranks_per_node
+    return (
+        f"launch.nodes={nodes}: exp starts the ranks of one machine. The run is frozen in {directory}; start it with\n"
+        f"  torchrun --nnodes={nodes} --nproc-per-node={ranks} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "
+        f"-m exp.worker {directory}      (on every node)\n"
+        f"  srun --nodes={nodes} --ntasks-per-node={ranks} python -m exp.worker {directory}      (under SLURM)"
+    )

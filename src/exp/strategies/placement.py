@@ -167,7 +167,9 @@ def _faults_of_words(*, devices: Any, nodes: Any, accelerator: Any) -> list[Faul
     )
     if not (devices == "auto" or number or listed):
         faults.append(
-            Fault(key="launch.devices", got=repr(devices), expected="auto, 1 or more, or a list of different GPU indices")
+            Fault(
+                key="launch.devices", got=repr(devices), expected="auto, 1 or more, or a list of different GPU indices"
+            )
         )
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
         faults.append(Fault(key="launch.nodes", got=repr(nodes), expected="1 or more"))
@@ -179,9 +181,7 @@ def _faults_of_words(*, devices: Any, nodes: Any, accelerator: Any) -> list[Faul
     return faults
 
 
-def _faults_of_placement(
-    placed: Placement, *, devices: Devices, accelerator: str, machine: Machine
-) -> list[Fault]:
+def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: str, machine: Machine) -> list[Fault]:
     faults = []
     count = placed.ranks_per_node
     listed = devices != "auto" and not isinstance(devices, int)

@@ -74,7 +74,7 @@ def _torchrun(environment: Mapping[str, str]) -> Rank:
         world_size=world_size,
         local_world_size=local_world_size,
         node_rank=global_rank // max(1, local_world_size),
-        store=environment[STORE] if STORE in environment else None,
+        store=environment.get(STORE),
     )
 
 

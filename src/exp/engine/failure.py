@@ -1,0 +1,154 @@
+"""Why a rank ended: written by the rank itself as one JSON file, read by the process that started it.
+
+The first cause is found among several: a rank that dies takes its neighbours with it, and they say "connection closed".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError
+
+# What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
+NEIGHBOUR = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out waiting|gloo/transport|socket ?timeout|"
+    r"ncclRemoteError|ncclSystemError|remote process exited|wait timeout after|watchdog caught|"
+    r"collective operation timeout|store.*(timeout|timed out)",
+    re.IGNORECASE,
+)
+TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why one rank ended otherwise than well.
+
+    time: seconds since the epoch, of this machine's clock.
+    kind: config (a fault in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
+        failed because of another rank), death (a signal, or an exit without a word), interrupted.
+    detail: a traceback, a stack or the end of a log; empty for known errors.
+    """
+
+    rank: int
+    time: float
+    kind: Literal["config", "known", "bug", "neighbour", "death", "interrupted"]
+    reason: str
+    detail: str = ""
+    exit_status: int = 1
+    faults: Sequence[dict[str, Any]] = ()
+    signum: int | None = None
+    checkpoint: str | None = None
+
+    def error(self) -> ExpError:
+        """The exception that the parent raises for it."""
+        if self.kind == "interrupted" and self.signum is not None:
+            return Interrupted(signum=self.signum, checkpoint=self.checkpoint)
+        if self.kind == "config" and self.faults:
+            return ConfigError([Fault(**fault) for fault in self.faults])
+        error = RankError(rank=self.rank, reason=self.reason, detail=self.detail)
+        error.exit_status = self.exit_status
+        return error
+
+
+def failure_of(error: BaseException, *, rank: int) -> Failure:
+    """What a rank has to say about the exception that ends it."""
+    now = time.time()
+    if isinstance(error, Interrupted):
+        return Failure(
+            rank=rank,
+            time=now,
+            kind="interrupted",
+            reason=str(error),
+            exit_status=error.exit_status,
+            signum=error.signum,
+            checkpoint=error.checkpoint,
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
+    if isinstance(error, ExpError):
+        faults = [dataclasses.asdict(fault) for fault in error.faults] if isinstance(error, ConfigError) else []
+        kind: Literal["config", "known"] = "config" if faults else "known"
+        reason = f"failed: {error}"
+        return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, faults=faults)
+    text = "".join(traceback.format_exception(error)).rstrip()
+    said = traceback.format_exception_only(error)[-1].strip()
+    return Failure(
+        rank=rank,
+        time=now,
+        kind="neighbour" if isinstance(error, RuntimeError) and NEIGHBOUR.search(str(error)) else "bug",
+        reason=f"failed with {said.splitlines()[0]}",
+        detail=text,
+    )
+
+
+def death(*, rank: int, returncode: int, detail: str) -> Failure:
+    """What the parent knows of a rank that said nothing. returncode: subprocess's, -9 for a killed one."""
+    if returncode < 0:
+        number = -returncode
+        reason = f"was killed by {_signal_name(number)}"
+        if number == signal.SIGKILL:
+            reason += " (the system does so when the memory is used up)"
+    else:
+        reason = f"ended with status {returncode} without a word"
+    return Failure(rank=rank, time=time.time(), kind="death", reason=reason, detail=detail)
+
+
+def write_failure(failure: Failure, directory: Path) -> None:
+    """Writes it whole or not at all."""
+    temporary = directory / f".rank{failure.rank}.tmp"
+    temporary.write_text(json.dumps(dataclasses.asdict(failure)), encoding="utf-8")
+    os.replace(temporary, directory / f"rank{failure.rank}.json")
+
+
+def read_failure(directory: Path, *, rank: int) -> Failure | None:
+    """What the rank wrote; None where it wrote nothing."""
+    path = directory / f"rank{rank}.json"
+    if not path.is_file():
+        return None
+    return Failure(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
+    """The failure that the others follow from.
+
+    A death beats a report, because neighbours report it before the parent can see it; the earliest report wins among
+    the others; a neighbour's complaint counts where there is nothing else. Where it is a complaint that a rank did not
+    come, one of those that were still running is to blame.
+
+    silent: the ranks that had not ended, nor reported, when the first failure was seen.
+    """
+    deaths = [failure for failure in failures if failure.kind == "death"]
+    reports = [failure for failure in failures if failure.kind not in ("death", "neighbour", "interrupted")]
+    found = sorted(reports, key=lambda failure: failure.time)
+    if deaths:
+        return min(deaths, key=lambda failure: failure.time)
+    if found:
+        return found[0]
+    complaints = sorted(failures, key=lambda failure: (failure.kind == "interrupted", failure.time))
+    first = complaints[0]
+    if first.kind == "neighbour" and silent and TIMEOUT.search(first.reason):
+        names = ", ".join(str(rank) for rank in silent)
+        return dataclasses.replace(
+            first,
+            rank=silent[0],
+            reason=f"does not answer (silent: {names}); rank {first.rank} waited for it in vain, and {first.reason}",
+            detail="",
+        )
+    return first
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,112 @@
+"""What surrounds a run in each of its ranks: end with the parent, say why it failed, leave together."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from exp.engine.failure import Failure, failure_of, write_failure
+from exp.engine.spawn import EXCHANGE, PARENT
+from exp.errors import Interrupted
+from exp.strategies.group import meet
+from exp.strategies.rank import ALONE, Rank, rank_of
+
+PR_SET_PDEATHSIG = 1
+
+
+def live(body: Callable[[Rank], None]) -> NoReturn:
+    """Runs `body` as this process's rank, and ends the process.
+
+    Exit status: 0 done, 1 failed, 2 a fault in the config, 130 and 143 interrupted with the state saved. The process is
+    left by os._exit: threads of collectives may keep an interpreter from ending, or abort it (seen with DTensor).
+    """
+    status = 1
+    try:
+        _end_with_parent()
+        status = _status_of(body)
+        if status == 0:
+            # What libraries do at exit (an upload, a flush) still happens.
+            atexit._run_exitfuncs()
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _status_of(body: Callable[[Rank], None]) -> int:
+    rank = ALONE
+    try:
+        _install_first_handlers()
+        rank = rank_of()
+        _write_stack_on_request(rank)
+        body(rank)
+        meet()
+    except BaseException as error:
+        failure = failure_of(error, rank=rank.global_rank)
+        _tell(failure, error)
+        return failure.exit_status
+    return 0
+
+
+def _tell(failure: Failure, error: BaseException) -> None:
+    """To exp's launcher by a file; to torchrun by its own, and to whoever reads the output."""
+    if EXCHANGE in os.environ:
+        write_failure(failure, Path(os.environ[EXCHANGE]))
+        if failure.rank == 0:
+            return  # the parent says it on the same terminal
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)
+    print(f"rank {failure.rank} {failure.reason}\n{failure.detail}".rstrip(), file=sys.stderr)
+
+
+def _install_first_handlers() -> None:
+    """Until the engine has its own, a signal ends a rank at once: nothing has been done that could be saved."""
+
+    def leave(signum: int, frame: Any) -> None:
+        raise Interrupted(signum=signum, checkpoint=None)
+
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _write_stack_on_request(rank: Rank) -> None:
+    faulthandler.enable()
+    if EXCHANGE in os.environ:
+        # Open as long as the process: faulthandler writes to the descriptor from a signal handler.
+        file = (Path(os.environ[EXCHANGE]) / f"rank{rank.global_rank}.stack").open("w", encoding="utf-8")
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed takes its ranks along."""
+    if PARENT not in os.environ:
+        return
+    parent = int(os.environ[PARENT])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    # It may have died before this rank could ask to be told.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,118 @@
+"""Fresh interpreters for the ranks of one machine, each in a clean environment and in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exp.strategies.rank import STORE
+
+# How a rank finds its parent and the folder in which the two exchange words.
+PARENT = "EXP_PARENT"
+EXCHANGE = "EXP_EXCHANGE"
+
+# Another job's variables would tell a rank that it is somebody else.
+FOREIGN = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+    | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+    | {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
+    | {STORE, PARENT, EXCHANGE}
+)
+FOREIGN_PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JSM_")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """A started rank. log: where its output goes; None for rank 0, which has the parent's terminal."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+
+
+def rank_environment(
+    *, rank: int, world_size: int, exchange: Path, threads: int | None, outer: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of one rank: the outer one without another job's variables, and torchrun's names for this one.
+
+    threads: of each rank's operators; None shares the cores evenly, or leaves OMP_NUM_THREADS where it is set.
+    """
+    environment = {
+        name: value for name, value in outer.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
+    }
+    if threads is not None or "OMP_NUM_THREADS" not in outer:
+        environment["OMP_NUM_THREADS"] = str(threads if threads is not None else max(1, _cores() // world_size))
+    return environment | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        # Nobody listens there: the process group meets in a file. Libraries want to read them, though.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "TORCHELASTIC_RUN_ID": exchange.name,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        "PYTHONPATH": os.pathsep.join(import_path()),
+        STORE: str(exchange / "store"),
+        PARENT: str(os.getpid()),
+        EXCHANGE: str(exchange),
+    }
+
+
+def start_ranks(
+    *, directory: Path, world_size: int, exchange: Path, threads: int | None, command: Sequence[str]
+) -> list[RankProcess]:
+    """Starts the ranks, rank 0 on this process's output, the others on train.rank<n>.log in the run directory."""
+    started: list[RankProcess] = []
+    try:
+        for rank in range(world_size):
+            environment = rank_environment(rank=rank, world_size=world_size, exchange=exchange, threads=threads)
+            log = directory / f"train.rank{rank}.log" if rank else None
+            started.append(RankProcess(rank=rank, process=_start(command, environment, log), log=log))
+    except BaseException:
+        for one in started:
+            one.process.kill()
+            one.process.wait()
+        raise
+    return started
+
+
+def import_path() -> list[str]:
+    """Folders that this process imports from and a fresh one would not: the ranks must find the same modules."""
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    standard = sysconfig.get_path("stdlib")
+    return [
+        folder
+        for folder in dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+        if folder not in own and not folder.startswith(standard + os.sep) and os.path.exists(folder)
+    ]
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    # -P: the folder of `-m` is in PYTHONPATH already where the parent imports from it, and must not be where not.
+    line = [sys.executable, "-P", "-u", *command]
+    if log is None:
+        return subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            line,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,41 @@
+"""One rank of a frozen run: `python -m exp.worker RUN_DIR`, started by exp itself, by torchrun or by SLURM."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from exp.engine.rank_life import live
+from exp.strategies.rank import Rank
+
+
+def main() -> None:
+    """Reads the command line and lives the rank's life; does not return."""
+    parser = argparse.ArgumentParser(prog="python -m exp.worker", description=__doc__)
+    parser.add_argument("directory", type=Path, help="a run directory with a frozen config.yaml")
+    parser.add_argument("--resume", type=Path, default=None, help="a checkpoint to go on from, instead of the config's")
+    arguments = parser.parse_args()
+    live(lambda rank: work(rank, directory=arguments.directory, resume=arguments.resume))
+
+
+def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
+    """Joins the run's process group and runs it."""
+    from exp import run
+    from exp.config.freeze import read_frozen
+    from exp.strategies.group import join
+    from exp.strategies.placement import adopted
+
+    config = read_frozen(directory)
+    placement = adopted(
+        rank,
+        config.strategy.name,
+        devices=config.launch.devices,
+        nodes=config.launch.nodes,
+        accelerator=config.launch.accelerator,
+    )
+    join(rank, placement, timeout_seconds=config.launch.timeout_seconds)
+    run.run(directory, rank=rank, resume=resume)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""From overrides to the config of one job: Hydra's composition on our search path, all faults of the overrides at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from exp.config.diagnosis import diagnose, fault_of
+from exp.config.environment import load_env_file
+from exp.config.freeze import COMPOSITION
+from exp.config.groups import Vocabulary
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config
+from exp.config.hydra_node import chosen_and_ignored, directory_faults, hydra_node_faults, is_inside
+from exp.config.overrides import Line, for_hydra, line_faults, read_lines
+from exp.config.search_path import make_importable, search_places
+from exp.errors import ConfigError, Fault
+
+PRIMARY = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """A composed config with its hydra node, and what it was made of."""
+
+    config: DictConfig
+    loader: Loader
+    overrides: tuple[str, ...]
+    config_name: str
+    config_dir: str | None
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self.loader.layers
+
+
+def compose(
+    overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = PRIMARY
+) -> DictConfig:
+    """The config of one job, as `python -m exp.train OVERRIDES` composes it.
+
+    config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
+    The reserved node `_composition_` says where it came from: overrides, directory, config_dir, config_name.
+    Raises: ConfigError with every fault of the overrides and of the composition.
+    """
+    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name))
+
+
+def composition_of(
+    overrides: Sequence[str],
+    *,
+    config_dir: str | None = None,
+    config_name: str = PRIMARY,
+    multirun: bool = False,
+) -> Composition:
+    """Composes, with the hydra node kept. multirun: overrides may hold several values, which are then left out.
+
+    Raises: ConfigError with every fault.
+    """
+    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
+    lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
+    try:
+        config = loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary), multirun=multirun)
+    except ConfigError as error:
+        raise ConfigError([*faults, *error.faults]) from error
+    except HYDRA_ERRORS as error:
+        found = diagnose(loader, vocabulary, lines, config_name=config_name, multirun=multirun)
+        raise ConfigError([*faults, *(found or [fault_of(error)])]) from error
+    faults += _after_faults(config, lines, loader, multirun=multirun)
+    if faults:
+        raise ConfigError(faults)
+    return Composition(
+        config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
+    )
+
+
+def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loader, Vocabulary]:
+    """The loader of this working directory and the words that its configs know."""
+    load_env_file()
+    make_importable()
+    loader = Loader(search_places(config_dir=config_dir))
+    return loader, Vocabulary(loader, config_name=config_name)
+
+
+def checked_lines(
+    overrides: Sequence[str], vocabulary: Vocabulary, *, multirun: bool
+) -> tuple[list[Line], list[Fault]]:
+    """The overrides that may be right, and the faults of the others."""
+    lines, faults = read_lines(overrides, vocabulary)
+    wrong = line_faults(lines, vocabulary, multirun=multirun)
+    refused = [line for line, _ in wrong]
+    return [line for line in lines if line not in refused], [*faults, *(fault for _, fault in wrong)]
+
+
+def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
+    """The job's config without the hydra node. In a sweep: job is its number, sweep the sweep's directory.
+
+    Raises: ConfigError where a directory or an interpolation of Hydra's own values leads nowhere.
+    """
+    config = composition.config
+    with open_dict(config.hydra):
+        if job is not None:
+            config.hydra.job.num = job
+            config.hydra.job.id = str(job)
+    with hydra_config(config):
+        directory = _directory(config, sweep=sweep)
+        _resolve_hydra_values(config)
+        tasks = [line for line in composition.overrides if not line.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    OmegaConf.set_readonly(config, False)
+    with open_dict(config):
+        del config["hydra"]
+        config[COMPOSITION] = {
+            "overrides": tasks, "directory": directory,
+            "config_dir": composition.config_dir, "config_name": composition.config_name,
+        }  # fmt: skip
+    return config
+
+
+def _directory(config: DictConfig, *, sweep: str | None) -> str:
+    if sweep is None:
+        return os.path.abspath(config.hydra.run.dir)
+    faults = directory_faults(config, "hydra.sweep.subdir")
+    if faults:
+        raise ConfigError(faults)
+    directory = os.path.join(sweep, config.hydra.sweep.subdir)
+    if not is_inside(directory) or not os.path.abspath(directory).startswith(os.path.abspath(sweep) + os.sep):
+        raise ConfigError([Fault(
+            key="hydra.sweep.subdir", got=config.hydra.sweep.subdir, expected="a directory below the sweep's own"
+        )])  # fmt: skip
+    return os.path.abspath(directory)
+
+
+def _resolve_hydra_values(config: DictConfig) -> None:
+    """Puts values in the place of `${hydra:...}` and `${hydra....}`, for the hydra node does not go with the job."""
+    faults = []
+    for key, text in _strings(config, ""):
+        if "${hydra:" in text or "${hydra." in text:
+            try:
+                OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))
+            except HYDRA_ERRORS as error:
+                faults.append(Fault(
+                    key=key, got=f"{text}: {str(error).splitlines()[0]}", expected="a value that Hydra knows before the run"
+                ))  # fmt: skip
+    if faults:
+        raise ConfigError(faults)
+
+
+def _strings(node: DictConfig, prefix: str) -> list[tuple[str, str]]:
+    found = []
+    for key in node:
+        raw = node._get_node(key)
+        if prefix == "" and key == "hydra":
+            continue
+        if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+            found += _strings(raw, f"{prefix}{key}.")
+        elif raw is not None and isinstance(raw._value(), str):
+            found.append((f"{prefix}{key}", raw._value()))
+    return found
+
+
+def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:
+    with hydra_config(config):
+        faults = hydra_node_faults(config, multirun=multirun)
+    OmegaConf.set_readonly(config.hydra, False)
+    last = {line.group: line for line in lines if line.group and not line.is_sweep and line.sign == ""}
+    added = [line for line in lines if line.group and not line.is_sweep and line.sign == "+"]
+    chosen = []
+    for line in [*last.values(), *added]:
+        if line.parsed.package is None:
+            values = line.value if isinstance(line.value, list) else [line.value]
+            chosen += [(line.group, str(value)) for value in values]
+    return faults + chosen_and_ignored(chosen, [layer.config_path for layer in loader.layers])

@@ -1,0 +1,108 @@
+"""What Hydra stumbled over, override by override: Hydra stops at the first, a person wants all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from exp.config.groups import COMMAND_LINE, Vocabulary
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader
+from exp.config.overrides import Line, for_hydra, missing_key_fault
+from exp.errors import ConfigError, Fault
+
+MAX_MESSAGE = 300
+
+
+def diagnose(
+    loader: Loader, vocabulary: Vocabulary, lines: Sequence[Line], *, config_name: str, multirun: bool
+) -> list[Fault]:
+    """Composes with the choices of groups alone, then applies the values one by one, and says which of them fail."""
+    choices = [line for line in lines if line.group]
+    try:
+        config = loader.compose(
+            config_name=config_name, overrides=for_hydra(choices, vocabulary), multirun=multirun
+        )
+    except ConfigError as error:
+        return list(error.faults)
+    except HYDRA_ERRORS as error:
+        return [fault_of(error)]
+    faults = []
+    for line in lines:
+        if not line.group and not line.is_sweep:
+            try:
+                loader.apply(line.parsed, config)
+            except HYDRA_ERRORS as error:
+                faults.append(_value_fault(line, config, error))
+    return faults
+
+
+def fault_of(error: Exception) -> Fault:
+    """One fault from what Hydra or OmegaConf raised."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    told = [text for text in (_short(cause) for cause in causes) if text]
+    key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
+    detail = "; ".join(dict.fromkeys(told)) or type(error).__name__
+    return Fault(key=str(key) or "config", got=detail, expected="a config that can be composed")
+
+
+def _value_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
+    parent, node = _longest_part(config, line.key)
+    if parent == line.key and line.sign == "+":
+        return Fault(
+            key=line.key, got="+ on a key that is there", expected="= to change it", cure=f"Write {line.text[1:]}",
+            source=COMMAND_LINE,
+        )  # fmt: skip
+    if parent == line.key:
+        return Fault(
+            key=line.key, got=f"{line.text}: {fault_of(error).got}", expected="a value that fits", source=COMMAND_LINE
+        )
+    if isinstance(node, DictConfig):
+        siblings = [str(key) for key in node if key != "hydra"]
+        target = str(node["_target_"]) if "_target_" in node else None
+        return missing_key_fault(line, list(_keys(config, "")), parent=parent, siblings=siblings, target=target)
+    return missing_key_fault(line, list(_keys(config, "")), parent=parent, siblings=[], target=None)
+
+
+def _longest_part(config: DictConfig, key: str) -> tuple[str, object]:
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        part = ".".join(parts[:count])
+        try:
+            node = OmegaConf.select(config, part, throw_on_missing=False)
+        except HYDRA_ERRORS:
+            node = None
+        if node is not None or _holds(config, part):
+            return part, node
+    return "", config
+
+
+def _holds(config: DictConfig, key: str) -> bool:
+    parent, _, last = key.rpartition(".")
+    try:
+        node = OmegaConf.select(config, parent) if parent else config
+    except HYDRA_ERRORS:
+        return False
+    return isinstance(node, DictConfig) and last in node.keys()
+
+
+def _keys(node: DictConfig, prefix: str) -> list[str]:
+    found = []
+    for key in node:
+        if prefix == "" and key == "hydra":
+            continue
+        found.append(f"{prefix}{key}")
+        raw = node._get_node(key)
+        if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+            found += _keys(raw, f"{prefix}{key}.")
+    return found
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).partition("\nConfig search path:")[0].partition("\nTo append to your")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return " ".join(kept)[:MAX_MESSAGE]

@@ -1,0 +1,89 @@
+"""The config groups and their three kinds: `=` replaces, `+` adds.
+
+one   owns the node of its name: model=mlp
+many  named entries: hooks=[gradients,memory] replaces the set, +hooks=memory adds one
+axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 are one command
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exp.config.hydra_adapter import Loader
+from exp.config.spelling import among, did_you_mean
+from exp.errors import Fault
+
+ONE = ("model", "data", "optimizer", "scheduler", "trainer", "strategy", "launch", "sweep")
+MANY = ("hooks", "callbacks", "objective", "metrics", "logger")
+AXIS = ("experiment", "debug", "precision", "local")
+# Hydra's own groups that have a meaning here; the others set up what exp does not use.
+HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
+COMMAND_LINE = "command line"
+
+
+class Vocabulary:
+    """The words that a command line may use on one search path: groups, their options, keys at the top."""
+
+    def __init__(self, loader: Loader, *, config_name: str) -> None:
+        self.loader = loader
+        keys, declared = loader.primary(config_name)
+        groups = [group for group in declared if not group.startswith("hydra/")]
+        self.groups = sorted(set(groups))
+        self.keys = sorted((set(keys) | set(groups)) - {"experiment", "debug", "local", "hydra", "defaults"})
+
+    def kind(self, group: str) -> str:
+        """`one`, `many` or `axis`; a group that only the user's own train.yaml declares is a `one`."""
+        if group in MANY:
+            return "many"
+        return "axis" if group in AXIS else "one"
+
+    def options(self, group: str) -> list[str]:
+        return self.loader.options(group)
+
+    def words(self) -> list[str]:
+        return sorted({*self.groups, *self.keys})
+
+    def option_fault(self, group: str, option: object) -> Fault | None:
+        """What is wrong with one option of a group, or None."""
+        if isinstance(option, str) and self.loader.has_option(group, option):
+            return None
+        options = self.options(group)
+        got = f"there is no option {option!r}" if isinstance(option, str) else f"{option!r} is not the name of an option"
+        return Fault(
+            key=group, got=got, expected=f"one of {among(options, word=str(option))}" if options else "an option: it has none",
+            cure=did_you_mean(str(option), options), source=COMMAND_LINE,
+        )  # fmt: skip
+
+    def in_use(self, group: str) -> bool:
+        return group in self.groups or group in HYDRA_GROUPS
+
+    def example(self, group: str) -> str:
+        """A right command for this group."""
+        options = self.options(group) or ["..."]
+        return f"{group}=[{','.join(options[:2])}]" if self.kind(group) == "many" else f"{group}={options[0]}"
+
+
+def normalised(lines: Sequence[tuple[str, str, object]], texts: Sequence[str], vocabulary: Vocabulary) -> list[str]:
+    """Overrides as Hydra should see them, so that `+` means one thing whatever else stands on the command line.
+
+    lines: (sign, group, value) of each override that chooses options, ("", "", None) of the others; texts: as typed.
+    An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each other and with
+    its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
+    """
+    replaced = {group: value for sign, group, value in lines if group and sign == ""}
+    added: dict[str, list[str]] = {}
+    result = []
+    for (sign, group, value), text in zip(lines, texts, strict=True):
+        if sign != "+" or not group:
+            result.append(text)
+        elif vocabulary.kind(group) == "axis":
+            result.append(text.removeprefix("+"))
+        else:
+            added.setdefault(group, []).extend(value if isinstance(value, list) else [str(value)])
+    for group, options in added.items():
+        if group in replaced:
+            base = replaced[group]
+            options = [*(base if isinstance(base, list) else [str(base)]), *options]
+        sign = "" if group in replaced else "+"
+        result.append(f"{sign}{group}=[{','.join(dict.fromkeys(options))}]")
+    return result

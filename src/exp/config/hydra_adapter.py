@@ -1,0 +1,235 @@
+"""The one place that knows Hydra's private parts. Seen: Hydra 1.3.8; tests/config/test_hydra_adapter.py says what of it.
+
+Relied upon: ConfigLoaderImpl (`_compose_config_from_defaults_list`, `_apply_overrides_to_config`), ConfigRepository
+(`initialize_sources`, `load_config`), FileConfigSource, ConfigSearchPathImpl, the override parser, Plugins, HydraConfig,
+VersionBase, ConfigStore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import GroupDefault, ResultDefault
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from exp.config.search_path import Place
+from exp.config.yaml_files import read_yaml
+from exp.errors import ConfigError, Fault
+
+VERSION_BASE = "1.3"
+# What Hydra and OmegaConf raise on a faulty config or override; the last four come out of their asserts and conversions.
+HYDRA_ERRORS = (
+    HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One file of the defaults list, in the order of merging: `model/mlp` merged at `model`."""
+
+    config_path: str
+    package: str
+    file: Path | None
+    header_package: str | None
+
+
+class BoundedFileSource(FileConfigSource):
+    """Hydra's reader of files, with our bounds on a YAML file and our messages."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = self.file(config_path)
+        content = read_yaml(file)
+        if content is not None and not isinstance(content, dict | list):
+            raise ConfigError([Fault(
+                key=config_path, got=f"one value, {content!r}", expected="keys and values", source=str(file)
+            )])  # fmt: skip
+        with file.open(encoding="utf-8") as opened:
+            header = ConfigSource._get_header_dict(opened.read(512))
+        config = OmegaConf.create({} if content is None else content)
+        return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
+
+    def file(self, config_path: str) -> Path:
+        return Path(self.path) / self._normalize_file_name(config_path)
+
+
+class _Repository(ConfigRepository):
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        super().initialize_sources(config_search_path)
+        self.sources = [
+            BoundedFileSource(source.provider, source.full_path()) if type(source) is FileConfigSource else source
+            for source in self.sources
+        ]
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's own loader on our search path. It remembers the layers of its last composition."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        with hydra_base():
+            path = create_config_search_path(None)
+            schema = path.get_path().pop()
+            for place in places:
+                path.append(place.provider, f"file://{place.directory}")
+            path.append(schema.provider, schema.path)
+            super().__init__(path)
+            self.repository = _Repository(path)
+        self.layers: list[Layer] = []
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+        self.layers = [self._layer(default, repo) for default in defaults]
+        return super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+
+    def _layer(self, default: ResultDefault, repo: Any) -> Layer:
+        loaded = repo.load_config(default.config_path)
+        file = None
+        if loaded.path.startswith("file://"):
+            directory = loaded.path.removeprefix("file://")
+            file = BoundedFileSource(loaded.provider, directory).file(default.config_path)
+        return Layer(
+            config_path=default.config_path, package=default.package or "", file=file,
+            header_package=loaded.header["package"],
+        )  # fmt: skip
+
+    def compose(self, *, config_name: str, overrides: Sequence[str], multirun: bool = False) -> DictConfig:
+        """The whole config, the hydra node included. Raises one of HYDRA_ERRORS or ConfigError."""
+        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        with hydra_base(), _warnings_as_faults():
+            setup_globals()
+            return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)
+
+    def apply(self, override: Override, config: DictConfig) -> None:
+        """Changes a composed config by one override that is no choice of a group."""
+        with hydra_base():
+            self._apply_overrides_to_config([override], config)
+
+    def primary(self, config_name: str) -> tuple[list[str], list[str]]:
+        """Top-level keys and groups that the primary config declares."""
+        with hydra_base():
+            loaded = self.repository.load_config(config_name)
+        if loaded is None:
+            raise ConfigError([Fault(
+                key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf"
+            )])  # fmt: skip
+        groups = [default.group for default in loaded.defaults_list if isinstance(default, GroupDefault)]
+        return [str(key) for key in loaded.config], groups
+
+    def group_exists(self, group: str) -> bool:
+        with hydra_base():
+            return self.repository.group_exists(group)
+
+    def options(self, group: str) -> list[str]:
+        with hydra_base():
+            return self.repository.get_group_options(group, ObjectType.CONFIG)
+
+    def groups(self, parent: str = "") -> list[str]:
+        with hydra_base():
+            return self.repository.get_group_options(parent, ObjectType.GROUP)
+
+    def has_option(self, group: str, option: str) -> bool:
+        """Whether a group holds an option; of a folder within it, too (`model=mine/small`)."""
+        if not option or option.startswith("/") or ".." in option.split("/"):
+            return False
+        with hydra_base():
+            return self.repository.config_exists(f"{group}/{option}")
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_override(text: str) -> Override:
+    """Raises: HydraException where it is none, RecursionError where it nests too deeply. Do not change the result."""
+    with hydra_base():
+        return _parser().parse_overrides([text])[0]
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@contextlib.contextmanager
+def hydra_base() -> Iterator[None]:
+    """Hydra keeps the behaviour it emulates in a global; another Hydra program in this process keeps its own."""
+    kept = version.VersionBase.instance().version_base
+    version.setbase(VERSION_BASE)
+    try:
+        yield
+    finally:
+        version.VersionBase.instance().version_base = kept
+
+
+@contextlib.contextmanager
+def hydra_config(config: DictConfig) -> Iterator[None]:
+    """Lets `${hydra:...}` find the hydra node of this config, and puts back what was there."""
+    kept = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = kept
+
+
+@contextlib.contextmanager
+def _warnings_as_faults() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    # Hydra's own warnings (a search path that is not there, a defaults list without _self_) are plain UserWarnings.
+    told = [warning for warning in caught if warning.category is UserWarning]
+    if told:
+        raise ConfigError([
+            Fault(key="config", got=" ".join(str(warning.message).split()), expected="a config without this")
+            for warning in told
+        ])  # fmt: skip
+
+
+def registered_targets() -> set[str]:
+    """Every `_target_` that installed Hydra plug-ins brought with them, and the plug-in classes themselves."""
+    found = set(Plugins.instance().class_name_to_class)
+
+    def collect(node: Any) -> None:
+        if isinstance(node, dict):
+            for value in node.values():
+                collect(value)
+        elif hasattr(node, "node"):
+            plain = OmegaConf.to_container(node.node, resolve=False, throw_on_missing=False)
+            found.update(targets_in(plain))
+
+    with hydra_base():
+        collect(ConfigStore.instance().repo["hydra"])
+    return found
+
+
+def targets_in(plain: Any) -> Iterator[str]:
+    """Every `_target_` in plain values, at any depth."""
+    if isinstance(plain, dict):
+        if "_target_" in plain:
+            yield str(plain["_target_"])
+        for value in plain.values():
+            yield from targets_in(value)
+    elif isinstance(plain, list):
+        for value in plain:
+            yield from targets_in(value)

@@ -1,0 +1,220 @@
+"""What can be said of the command line's overrides before anything is composed: all faults, each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.errors import HydraException
+
+from exp.config.groups import AXIS, COMMAND_LINE, HYDRA_GROUPS, Vocabulary, normalised
+from exp.config.habits import cure_of_key, cure_of_option
+from exp.config.hydra_adapter import Override, parse_override
+from exp.config.hydra_node import hydra_key_fault
+from exp.config.spelling import among, did_you_mean, nearest
+from exp.errors import Fault
+
+MAX_CHARACTERS = 20_000
+SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One override as typed, and what it says. key: without a sign; group: the group it chooses from, or "" """
+
+    text: str
+    parsed: Override
+    sign: str
+    key: str
+    group: str
+
+    @property
+    def value(self) -> Any:
+        return self.parsed.value()
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.parsed.is_sweep_override()
+
+    @property
+    def value_text(self) -> str:
+        return self.text.partition("=")[2]
+
+
+def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[Line], list[Fault]]:
+    """The overrides that can be read, and a fault for each that cannot."""
+    lines, faults = [], []
+    for text in overrides:
+        try:
+            if len(text) > MAX_CHARACTERS:
+                raise ValueError(f"{len(text)} characters")
+            parsed = parse_override(text)
+        except (HydraException, RecursionError, ValueError) as error:
+            faults.append(_syntax_fault(text, error))
+            continue
+        # Hydra takes a mapping given to a group for values of the node.
+        chooses = vocabulary.loader.group_exists(parsed.key_or_group) and not isinstance(parsed.value(), dict)
+        lines.append(Line(
+            text=text, parsed=parsed, sign=SIGNS[parsed.type.value], key=parsed.key_or_group,
+            group=parsed.key_or_group if chooses else "",
+        ))  # fmt: skip
+    return lines, faults
+
+
+def line_faults(lines: Sequence[Line], vocabulary: Vocabulary, *, multirun: bool) -> list[tuple[Line, Fault]]:
+    """Every override that cannot be right, with what is wrong with it."""
+    found = []
+    chosen: dict[str, Line] = {}
+    for line in lines:
+        fault = _line_fault(line, vocabulary, multirun=multirun)
+        if fault is None and line.group in AXIS and line.group in chosen and "+" in (line.sign, chosen[line.group].sign):
+            fault = _fault(line.group, f"chosen twice, {chosen[line.group].text} and {line.text}", "one choice")
+        if fault is None and line.sign == "+" and line.group and line.is_sweep and vocabulary.kind(line.group) == "many":
+            others = [other.text for other in lines if other.group == line.group and other is not line]
+            if others:
+                fault = _fault(line.group, f"swept by {line.text} beside {others[0]}", "one of the two")
+        if fault is None:
+            chosen[line.group] = line
+        else:
+            found.append((line, fault))
+    return found
+
+
+def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
+    """The overrides to hand to Hydra; see groups.normalised."""
+    triples = []
+    for line in lines:
+        joins = line.group and (not line.is_sweep or vocabulary.kind(line.group) == "axis")
+        triples.append((line.sign, line.group, line.value) if joins else ("", "", None))
+    return normalised(triples, [line.text for line in lines], vocabulary)
+
+
+def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault | None:
+    top = line.key.replace("/", ".").partition(".")[0]
+    cure = cure_of_key(line.key, line.value_text)
+    if top == "hydra":
+        fault = hydra_key_fault(line.key, vocabulary.loader.options, value=line.value, sweep=line.is_sweep)
+        if fault is not None or line.group not in HYDRA_GROUPS:
+            return fault
+    elif cure is not None and line.group == "":
+        return _fault(line.key, "this key has another name here", "a key of exp", cure[0].upper() + cure[1:])
+    elif top not in vocabulary.words():
+        return _unknown_word(line, top, vocabulary)
+    if line.parsed.package is not None and line.parsed.package.partition(".")[0] not in vocabulary.keys:
+        return _fault(f"{line.key}@{line.parsed.package}", "a place outside the known keys", "a group alone, without @")
+    if line.is_sweep and not multirun:
+        return _fault(
+            line.key, f"several values, {line.value_text}", "one value without -m",
+            f"Put -m in front to run one job for each, write a list as {line.key}=[{line.value_text}], or quote the text "
+            f"twice: '{line.key}=\"{line.value_text}\"'",
+        )  # fmt: skip
+    return _choice_fault(line, vocabulary) if line.group else _value_fault(line, vocabulary)
+
+
+def _choice_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
+    group, kind = line.group, vocabulary.kind(line.group)
+    example = vocabulary.example(group)
+    if not vocabulary.in_use(group) and line.parsed.package is None:
+        return _fault(group, "no group of train.yaml", f"one of {among(vocabulary.groups, word=group)}")
+    if line.sign == "++":
+        return _fault(group, f"++ on a group, {line.text}", "= to replace or + to add", f"Write {line.text[2:]}")
+    if line.sign == "~":
+        cure = f"Write {group}=[] for none, ~{group}.NAME for one less" if kind != "one" else f"Write {example}"
+        return _fault(group, "~ on a group", "a choice: a group cannot be removed", cure)
+    if line.sign == "+" and kind == "one" and line.parsed.package is None:
+        return _fault(group, f"+ on {group}, of which there is one", "= to replace it", f"Write {line.text[1:]}")
+    values = _elements(line)
+    if values is None:
+        return None
+    for value in values:
+        fault = _chosen_value_fault(line, value, vocabulary, example)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example: str) -> Fault | None:
+    group, kind = line.group, vocabulary.kind(line.group)
+    if value is None:
+        cure = f"Write {group}=[] for none" if kind != "one" else f"Write {example}"
+        return _fault(group, "null", f"one of {among(vocabulary.options(group))}", cure)
+    if isinstance(value, list):
+        if kind == "one" or (kind == "axis" and value):
+            wanted = "one option" if kind == "one" else "one option, for it tunes the whole config"
+            return _fault(group, f"a list, {line.value_text}", wanted, f"Write {example}")
+        options = value
+    else:
+        options = [value]
+    for option in options:
+        fault = vocabulary.option_fault(group, option)
+        if fault is not None:
+            cure = cure_of_option(group, option)
+            return _fault(group, fault.got, fault.expected, cure[0].upper() + cure[1:]) if cure else fault
+    return None
+
+
+def _elements(line: Line) -> list[Any] | None:
+    """The single values of a choice, the swept ones one by one; None where only a sweeper can list them."""
+    if not line.is_sweep:
+        return [line.value]
+    if not line.parsed.is_choice_sweep() or not hasattr(line.value, "list"):
+        return None
+    return [parse_override(f"{line.group}={text}").value() for text in line.parsed.sweep_string_iterator()]
+
+
+def _value_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
+    if "/" in line.key:
+        group = line.key.rpartition("/")[0]
+        return _fault(line.key, "no such group", f"one of {among(vocabulary.groups, word=group)}")
+    if line.key in vocabulary.groups and line.key not in vocabulary.keys:
+        return vocabulary.option_fault(line.key, line.value)
+    if line.sign == "~" and "." not in line.key:
+        return _fault(line.key, "~ on a key at the top", "a value", f"Write {line.key}=...")
+    return None
+
+
+def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
+    what = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
+    cure = did_you_mean(top, vocabulary.words())
+    return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top, count=40)}", cure)
+
+
+def missing_key_fault(line: Line, keys: Sequence[str], *, parent: str, siblings: Sequence[str], target: str | None) -> Fault:
+    """A fault for a key that the composed config does not hold.
+
+    keys: all dotted keys of the config; parent: the longest part of the key that is there; siblings: what it holds.
+    target: the class below whose node the key was meant to be.
+    """
+    last = line.key.rpartition(".")[2]
+    word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key
+    near = nearest(word, siblings)
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
+    cure = None
+    if near:
+        cure = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?"
+    elif elsewhere:
+        cure = f"Did you mean {elsewhere[0]}?"
+    if target and line.sign == "":
+        cure = f"{cure + ' ' if cure else ''}To pass {last} on to {target}, write +{line.text}"
+    where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
+    return _fault(line.key, "there is no such key", where, cure)
+
+
+def _syntax_fault(text: str, error: Exception) -> Fault:
+    short = text if len(text) <= 60 else text[:57] + "..."
+    key = short.lstrip("+~").partition("=")[0] or "overrides"
+    if isinstance(error, RecursionError):
+        return _fault(key, "nested too deeply", "a value of a few levels")
+    if "=" not in text:
+        return _fault(key, f"{short!r} has no =", "key=value", "Flags begin with -, see --help")
+    problem = str(error).split("\nSee ")[0].splitlines()
+    detail = problem[0][:120] if problem else type(error).__name__
+    return _fault(
+        key, f"{short!r} cannot be read: {detail}", "key=value",
+        f"Quote a value with spaces or signs twice: '{key}=\"...\"'",
+    )  # fmt: skip
+
+
+def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
+    return Fault(key=key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)

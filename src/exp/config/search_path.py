@@ -1,0 +1,103 @@
+"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. Files are looked at, never run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from exp.config.allowed import ENTRY_POINTS, is_users_conf
+from exp.errors import ConfigError, Fault
+
+OWN_CONF = Path(__file__).parent.parent / "conf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One directory of configs. An earlier place wins over a later one."""
+
+    provider: str
+    directory: Path
+
+
+def search_places(*, config_dir: str | None = None) -> list[Place]:
+    """The places of this working directory, best first.
+
+    config_dir: of --config-dir; behind the user's ./conf and before exp's own.
+    Raises: ConfigError where config_dir is not a directory.
+    """
+    places = []
+    own = users_conf()
+    if own is not None:
+        places.append(Place(provider="user", directory=own))
+    if config_dir is not None:
+        directory = Path(config_dir)
+        if not directory.is_dir():
+            raise ConfigError([Fault(
+                key="--config-dir", got=f"{config_dir} is not a directory", expected="a directory of config groups",
+                source="command line",
+            )])  # fmt: skip
+        places.append(Place(provider="command-line", directory=directory.absolute()))
+    # Hydra takes the provider called main for the one that must be there.
+    places.append(Place(provider="main", directory=OWN_CONF))
+    return places + plugin_places()
+
+
+def users_conf() -> Path | None:
+    """The user's own ./conf where it counts as one: it holds a group of exp's, and it is not exp's own."""
+    directory = Path.cwd() / "conf"
+    return directory if is_users_conf(directory) else None
+
+
+def make_importable() -> None:
+    """Lets the modules beside the user's ./conf be imported; `python -m` does so by itself, a console script does not.
+
+    The working directory goes to the end of the path, so that no file in it hides an installed package.
+    """
+    here = str(Path.cwd())
+    if users_conf() is not None and here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+
+
+def plugin_places() -> list[Place]:
+    """The conf directories of installed packages with an `exp.conf` entry point, by name.
+
+    An entry point names a package: its `conf` directory counts or, where it has none, the package itself.
+    """
+    points = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
+    places = []
+    for point in points:
+        directory = _conf_of(point.module)
+        if directory is None:
+            print(f"exp: the plug-in {point.name} names {point.value}, where no directory of configs is", file=sys.stderr)
+        else:
+            places.append(Place(provider=point.name, directory=directory))
+    return places
+
+
+def _conf_of(dotted: str) -> Path | None:
+    top, *rest = dotted.split(".")
+    # Only the top package is looked up: a dotted name would import its parents.
+    found = importlib.util.find_spec(top)
+    if found is None or found.submodule_search_locations is None:
+        return None
+    for location in found.submodule_search_locations:
+        package = Path(location).joinpath(*rest)
+        for directory in (package / "conf", package):
+            if directory.is_dir():
+                return directory
+    return None
+
+
+def shown(path: Path | str) -> str:
+    """A config file as a reader knows it: relative to the working directory, `exp/conf/...` where it is installed."""
+    path = Path(path)
+    for base in (Path.cwd(), Path.cwd().resolve()):
+        for candidate in (path, path.resolve()):
+            if candidate.is_relative_to(base):
+                return str(candidate.relative_to(base))
+    if path.is_relative_to(OWN_CONF):
+        return str("exp/conf" / path.relative_to(OWN_CONF))
+    return str(path)

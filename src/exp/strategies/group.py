@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 from typing import Any
 
 from exp.strategies.placement import Placement
@@ -43,6 +44,8 @@ def join(rank: Rank, placement: Placement, *, timeout_seconds: float) -> None:
 
 def meet() -> None:
     """A barrier, so that no rank leaves while another still talks to it."""
+    if "torch.distributed" not in sys.modules:
+        return  # no process group without it, and importing torch to find that out would cost a second
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -1,0 +1,54 @@
+"""`launched(program)`: a program lived by every rank of a fresh run directory, through the real launcher."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from exp.engine.launch import launch
+from exp.strategies.placement import Machine, placement
+
+HEAD = """
+import json, os, pathlib, signal, sys, time
+from exp.engine.rank_life import live
+from exp.errors import ConfigError, Fault, Interrupted, RunError
+directory = pathlib.Path(sys.argv[1])
+
+def note(rank, value):
+    (directory / f"note{rank.global_rank}").write_text(json.dumps(value))
+
+def joined(rank, timeout_seconds=60):
+    import torch
+    from exp.strategies.group import join
+    from exp.strategies.placement import Machine, adopted
+    join(rank, adopted(rank, "ddp", machine=Machine(gpus=0)), timeout_seconds=timeout_seconds)
+    return torch
+
+def body(rank):
+"""
+
+
+def write_program(folder: Path, body: str) -> None:
+    """Writes `rank_program`, a module of the test's own whose body every rank runs."""
+    text = HEAD + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n\nlive(body)\n"
+    (folder / "rank_program.py").write_text(text)
+
+
+@pytest.fixture
+def run_directory(tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def launched(tmp_path, run_directory, monkeypatch):
+    """A function that launches a program's ranks in `run_directory`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def launched(body: str, *, ranks: int = 2, **options):
+        write_program(tmp_path, body)
+        placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))
+        launch(run_directory, placement=placed, worker="rank_program", **options)
+
+    return launched

@@ -1,0 +1,160 @@
+"""A rank that fails ends its job within seconds, and the error is its own."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from exp.errors import ConfigError, RankError
+
+
+def failing(launched, body, *, seconds, **options) -> RankError:
+    begun = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launched(body, **options)
+    assert time.monotonic() - begun < seconds
+    return caught.value
+
+
+def test_an_exception_in_one_rank_ends_the_one_that_would_go_on(launched):
+    error = failing(
+        launched,
+        """
+        if rank.global_rank == 1:
+            raise ValueError("no such colour")
+        time.sleep(60)
+        """,
+        seconds=8,
+    )
+    assert error.rank == 1
+    assert error.reason == "failed with ValueError: no such colour"
+    assert 'raise ValueError("no such colour")' in error.detail
+    assert error.exit_status == 1
+
+
+def test_a_killed_rank_is_named_and_not_the_neighbour_that_lost_its_connection(launched):
+    error = failing(
+        launched,
+        """
+        torch = joined(rank)
+        torch.distributed.barrier()
+        if rank.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(torch.ones(1))
+        """,
+        seconds=20,
+    )
+    assert error.rank == 1
+    assert "was killed by SIGKILL" in error.reason
+
+
+def test_the_first_exception_is_told_and_not_what_it_did_to_the_neighbour(launched):
+    error = failing(
+        launched,
+        """
+        torch = joined(rank)
+        torch.distributed.barrier()
+        if rank.global_rank == 1:
+            raise ZeroDivisionError("mine")
+        torch.distributed.all_reduce(torch.ones(1))
+        """,
+        seconds=20,
+    )
+    assert (error.rank, error.reason) == (1, "failed with ZeroDivisionError: mine")
+
+
+def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs(launched):
+    error = failing(
+        launched,
+        """
+        torch = joined(rank, timeout_seconds=2)
+        torch.distributed.barrier()
+        def stuck():
+            time.sleep(60)
+        if rank.global_rank == 1:
+            stuck()
+        torch.distributed.all_reduce(torch.ones(1))
+        """,
+        seconds=25,
+    )
+    assert error.rank == 1
+    assert "does not answer" in error.reason
+    assert "in stuck" in error.detail
+
+
+def test_a_rank_that_does_not_come_is_named(launched):
+    error = failing(
+        launched,
+        """
+        if rank.global_rank == 1:
+            time.sleep(60)
+        joined(rank, timeout_seconds=2)
+        """,
+        seconds=25,
+    )
+    assert (error.rank, "does not answer" in error.reason) == (1, True)
+
+
+def test_a_rank_that_leaves_without_a_word_shows_the_end_of_its_log(launched):
+    error = failing(
+        launched,
+        """
+        if rank.global_rank == 1:
+            print("something odd", flush=True)
+            os._exit(7)
+        time.sleep(60)
+        """,
+        seconds=8,
+    )
+    assert error.reason == "ended with status 7 without a word"
+    assert "something odd" in error.detail
+
+
+def test_a_known_error_has_no_traceback(launched):
+    error = failing(launched, 'raise RunError("the disk is full. Free 3 GB")', seconds=8)
+    assert "the disk is full. Free 3 GB" in str(error)
+    assert "Traceback" not in str(error)
+
+
+def test_a_fault_in_the_config_that_a_rank_finds_comes_back_whole(launched):
+    with pytest.raises(ConfigError) as caught:
+        launched('raise ConfigError([Fault(key="data.path", got="a", expected="b", cure="c")])')
+    assert [(fault.key, fault.got, fault.cure) for fault in caught.value.faults] == [("data.path", "a", "c")]
+    assert caught.value.exit_status == 2
+
+
+def test_a_rank_that_cannot_be_imported_says_so(launched, run_directory):
+    from exp.engine.launch import launch
+    from exp.strategies.placement import Machine, placement
+
+    with pytest.raises(RankError, match="without a word"):
+        launch(run_directory, placement=placement("ddp", machine=Machine(gpus=0)), worker="no_such_module")
+    assert "no_such_module" in Path(run_directory, "train.rank1.log").read_text()
+
+
+def test_children_of_a_killed_rank_go_with_it(launched, run_directory):
+    error = failing(
+        launched,
+        """
+        import subprocess
+        if rank.global_rank == 1:
+            note(rank, subprocess.Popen(["sleep", "60"]).pid)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """,
+        seconds=8,
+    )
+    assert error.rank == 1
+    child = int((run_directory / "note1").read_text())
+    deadline = time.monotonic() + 5
+    while running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(child)
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

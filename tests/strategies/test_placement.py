@@ -1,0 +1,139 @@
+"""Where the ranks of a run go, as a table of machines and wishes."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exp.errors import ConfigError
+from exp.strategies.placement import ACCELERATORS, Machine, Placement, adopted, placement
+from exp.strategies.rank import ALONE, Rank
+
+LAPTOP = Machine(gpus=0)
+ONE_GPU = Machine(gpus=1)
+FOUR_GPUS = Machine(gpus=4)
+MAC = Machine(gpus=0, mps=True)
+
+
+def said(placed: Placement) -> tuple[str, str, str | None, int]:
+    return placed.strategy, placed.accelerator, placed.backend, placed.world_size
+
+
+@pytest.mark.parametrize(
+    ("machine", "strategy", "devices", "expected"),
+    [
+        (LAPTOP, "auto", "auto", ("single", "cpu", None, 1)),
+        (LAPTOP, "auto", 3, ("ddp", "cpu", "gloo", 3)),
+        (LAPTOP, "ddp", "auto", ("ddp", "cpu", "gloo", 2)),
+        (LAPTOP, "ddp", 4, ("ddp", "cpu", "gloo", 4)),
+        (LAPTOP, "ddp", 1, ("ddp", "cpu", None, 1)),
+        (LAPTOP, "single", "auto", ("single", "cpu", None, 1)),
+        (ONE_GPU, "auto", "auto", ("single", "cuda", None, 1)),
+        (ONE_GPU, "ddp", "auto", ("ddp", "cuda", None, 1)),
+        (FOUR_GPUS, "auto", "auto", ("ddp", "cuda", "nccl", 4)),
+        (FOUR_GPUS, "auto", 1, ("single", "cuda", None, 1)),
+        (FOUR_GPUS, "auto", [2, 3], ("ddp", "cuda", "nccl", 2)),
+        (FOUR_GPUS, "ddp", "auto", ("ddp", "cuda", "nccl", 4)),
+        (FOUR_GPUS, "single", "auto", ("single", "cuda", None, 1)),
+        (FOUR_GPUS, "mine", "auto", ("mine", "cuda", "nccl", 4)),
+        (MAC, "auto", "auto", ("single", "mps", None, 1)),
+        (MAC, "ddp", "auto", ("ddp", "cpu", "gloo", 2)),
+        (MAC, "auto", 2, ("ddp", "cpu", "gloo", 2)),
+    ],
+)
+def test_a_strategy_takes_the_devices_of_the_machine(machine, strategy, devices, expected):
+    assert said(placement(strategy, devices=devices, machine=machine)) == expected
+
+
+def test_the_accelerator_can_be_held_to_the_cpu():
+    assert said(placement("ddp", accelerator="cpu", machine=FOUR_GPUS)) == ("ddp", "cpu", "gloo", 2)
+
+
+def test_listed_gpus_go_to_the_local_ranks_in_their_order():
+    placed = placement("ddp", devices=[3, 1], machine=FOUR_GPUS)
+    assert [placed.device(0), placed.device(1)] == ["cuda:3", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "machine", "key", "cure"),
+    [
+        ({"devices": 8}, FOUR_GPUS, "launch.devices", "launch.accelerator=cpu"),
+        ({"devices": [0, 9]}, FOUR_GPUS, "launch.devices", "launch.accelerator=cpu"),
+        ({"devices": [0, 1]}, LAPTOP, "launch.devices", "launch.devices=2"),
+        ({"devices": 0}, LAPTOP, "launch.devices", None),
+        ({"devices": -1}, LAPTOP, "launch.devices", None),
+        ({"devices": True}, LAPTOP, "launch.devices", None),
+        ({"devices": "all"}, LAPTOP, "launch.devices", None),
+        ({"devices": [0, 0]}, FOUR_GPUS, "launch.devices", None),
+        ({"devices": []}, FOUR_GPUS, "launch.devices", None),
+        ({"nodes": 0}, LAPTOP, "launch.nodes", None),
+        ({"accelerator": "gpu"}, FOUR_GPUS, "launch.accelerator", "launch.accelerator=cuda"),
+        ({"accelerator": "cuda"}, LAPTOP, "launch.accelerator", "launch.accelerator=cpu"),
+        ({"accelerator": "mps"}, LAPTOP, "launch.accelerator", None),
+        ({"accelerator": "mps", "devices": 2}, MAC, "launch.accelerator", "launch.accelerator=cpu"),
+    ],
+)
+def test_a_wish_that_the_machine_cannot_grant_names_its_key_and_the_cure(wish, machine, key, cure):
+    with pytest.raises(ConfigError) as caught:
+        placement("ddp", **wish, machine=machine)
+    faults = [fault for fault in caught.value.faults if fault.key == key]
+    assert faults
+    assert cure is None or cure in faults[0].cure
+
+
+def test_single_refuses_several_ranks():
+    with pytest.raises(ConfigError, match="strategy=ddp"):
+        placement("single", devices=2, machine=LAPTOP)
+
+
+def test_all_faults_come_at_once():
+    with pytest.raises(ConfigError) as caught:
+        placement("ddp", devices="many", nodes=0, accelerator="tpu", machine=LAPTOP)
+    assert [fault.key for fault in caught.value.faults] == ["launch.devices", "launch.nodes", "launch.accelerator"]
+
+
+@given(
+    strategy=st.sampled_from(["auto", "single", "ddp", "mine"]),
+    devices=st.one_of(st.just("auto"), st.integers(-2, 9), st.lists(st.integers(-1, 9)), st.text(max_size=3), st.none()),
+    nodes=st.integers(-1, 3),
+    accelerator=st.sampled_from([*ACCELERATORS, "gpu", None]),
+    machine=st.builds(Machine, gpus=st.integers(0, 8), mps=st.booleans()),
+)
+def test_every_wish_is_granted_within_the_machine_or_refused_with_its_keys(
+    strategy, devices, nodes, accelerator, machine
+):
+    try:
+        placed = placement(strategy, devices=devices, nodes=nodes, accelerator=accelerator, machine=machine)
+    except ConfigError as error:
+        assert all(fault.key.partition(".")[0] in ("launch", "strategy") for fault in error.faults)
+        return
+    assert placed.world_size == placed.nodes * placed.ranks_per_node >= 1
+    assert (placed.backend is None) == (placed.world_size == 1)
+    assert len(placed.device_indices) == (placed.ranks_per_node if placed.accelerator == "cuda" else 0)
+    assert all(0 <= index < machine.gpus for index in placed.device_indices)
+    assert devices == "auto" or placed.ranks_per_node == (devices if isinstance(devices, int) else len(devices))
+
+
+def test_a_rank_adopts_what_its_launcher_started():
+    rank = Rank(global_rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
+    assert said(adopted(rank, "auto", machine=LAPTOP)) == ("ddp", "cpu", "gloo", 8)
+    assert adopted(rank, "ddp", machine=LAPTOP).nodes == 2
+    assert said(adopted(ALONE, "auto", machine=FOUR_GPUS)) == ("single", "cuda", None, 1)
+
+
+@pytest.mark.parametrize("wish", [{"devices": 2}, {"devices": 4, "nodes": 3}, {"devices": [0, 1]}])
+def test_a_rank_refuses_numbers_that_were_not_started(wish):
+    rank = Rank(global_rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
+    with pytest.raises(ConfigError, match="what was started: 4 ranks on each of 2 nodes"):
+        adopted(rank, "ddp", **wish, machine=FOUR_GPUS)
+
+
+def test_placing_on_a_known_machine_imports_no_torch():
+    program = (
+        "import sys; from exp.strategies.placement import Machine, placement\n"
+        "placement('ddp', machine=Machine(gpus=0)); from exp.strategies import auto, ddp, single\n"
+        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,58 @@
+"""Which rank a process is, in the environments of the launchers."""
+
+import pytest
+
+from exp.errors import RunError
+from exp.strategies.rank import ALONE, Rank, rank_of
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NAME": "train",
+}
+FOURTH = Rank(global_rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1)
+
+
+def test_torchrun():
+    assert rank_of(TORCHRUN) == FOURTH
+
+
+def test_slurm():
+    assert rank_of(SLURM) == FOURTH
+
+
+def test_torchrun_inside_a_slurm_job_goes_first():
+    assert rank_of(TORCHRUN | SLURM | {"SLURM_PROCID": "0"}) == FOURTH
+
+
+def test_nobody_started_it():
+    assert rank_of({}) == ALONE
+
+
+def test_a_shell_in_an_allocation_is_not_one_of_its_tasks():
+    assert rank_of(SLURM | {"SLURM_JOB_NAME": "interactive"}) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"RANK": "four"}, "RANK is 'four'"),
+        ({"RANK": "4"}, "rank 4 of 4"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "same number of ranks on every node"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(broken, message):
+    with pytest.raises(RunError, match=message):
+        rank_of(TORCHRUN | broken)

@@ -1,0 +1,206 @@
+"""The data of a run: its parts, what they hold, and a loader of each for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import Indexed
+from exp.data.indexed import IndexedLoader
+from exp.data.loader import Loader
+from exp.data.parts import make_parts
+from exp.data.randomness import generators_kept
+from exp.data.sampler import GlobalBatches
+from exp.data.samples import SampleSource, collated, transformed
+from exp.data.spec import Declared, read_spec, stated_classes
+from exp.data.streams import StreamLoader, StreamPlan
+from exp.data.workers import Fetching, WorkerLoader
+from exp.errors import RunError
+from exp.types import DataSpec, Stage
+
+
+class Data:
+    """Data sets for train, val and test, and how they are batched.
+
+    Data in memory (torch's TensorDataset, or any data set with `gather(indices)`) is batched by index. Any other
+    Dataset, and data with transforms, goes sample by sample through torch's DataLoader; so does an IterableDataset.
+
+    dataset: one data set, divided into parts. train, val, test: a data set for one part, instead of a divided one.
+    parts: size of each part of `dataset`: a fraction, or a whole number of samples. parts_seed: chooses them; not the
+        run's seed, so that a checkpoint is never tested on what another seed trained it on.
+    batch_size: samples of a global batch, over all ranks. drop_last: leave out the short last batch of training.
+    num_workers, prefetch_factor, persistent_workers, multiprocessing_context: DataLoader's own.
+    pin_memory: None means where there is a CUDA device.
+    shuffle_buffer: samples among which the order of a stream is random.
+    transforms: applied in turn to the input of each sample. train_transforms: the same before them, in training only.
+    collate: list of samples to batch; None means torch's own.
+    input_shape, input_dtype, num_classes, num_outputs: see DataSpec; None leaves them to the data.
+    seed: of the run.
+
+    Raises: ConfigError that names the key.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: Any = None,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        parts: Mapping[str, float] | None = None,
+        parts_seed: int = 0,
+        batch_size: int = 64,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = True,
+        multiprocessing_context: str | None = None,
+        shuffle_buffer: int = 1000,
+        transforms: Mapping[str, Any] | None = None,
+        train_transforms: Mapping[str, Any] | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        input_shape: Sequence[int] | None = None,
+        input_dtype: str | None = None,
+        num_classes: int | None = None,
+        num_outputs: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        for key, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+            if value < least:
+                raise data_fault(key, got=str(value), expected=f"{least} or more")
+        self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
+        self.shuffle_buffer = shuffle_buffer
+        self._transforms = tuple((transforms or {}).values())
+        self._train_transforms = tuple((train_transforms or {}).values())
+        self._collate = collate or collated
+        self._fetching = Fetching(
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+        )
+        self._parts = make_parts(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
+        self._check_batches()
+        declared = Declared(
+            input_shape=None if input_shape is None else tuple(input_shape),
+            input_dtype=input_dtype,
+            num_classes=num_classes,
+            num_outputs=num_outputs,
+        )
+        self.spec = self._spec(declared)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that have a part."""
+        return tuple(self._parts)
+
+    def part(self, stage: Stage) -> Any:
+        """The data set of one stage.
+
+        Raises: RunError where there is none.
+        """
+        if stage not in self._parts:
+            raise RunError(
+                f"data has no {stage} part; expected one of {', '.join(self._parts)}. "
+                f"Give data.parts.{stage} a size, or data.{stage} a data set"
+            )
+        return self._parts[stage]
+
+    def loader(self, stage: Stage, *, rank: int = 0, world_size: int = 1) -> Loader:
+        """One rank's batches of one stage. Training is shuffled by (seed, epoch), the others are in order.
+
+        Raises: RunError where there is no such part.
+        """
+        dataset = self.part(stage)
+        train = stage == "train"
+        transforms = self._transforms_of(stage)
+        if isinstance(dataset, IterableDataset):
+            return StreamLoader(
+                stage=stage,
+                dataset=dataset,
+                plan=StreamPlan(
+                    batch_size=self.batch_size,
+                    drop_last=self.drop_last and train,
+                    shuffle_buffer=self.shuffle_buffer if self.shuffle and train else 0,
+                    seed=self.seed,
+                    rank=rank,
+                    world_size=world_size,
+                ),
+                fetching=self._fetching,
+                transforms=transforms,
+                collate=self._collate,
+            )
+        batches = self._batches_of(stage)
+        if self._by_index(stage):
+            return IndexedLoader(
+                stage=stage,
+                dataset=dataset,
+                batches=batches,
+                rank=rank,
+                world_size=world_size,
+                pin_memory=self._fetching.pin_memory,
+            )
+        return WorkerLoader(
+            stage=stage,
+            source=SampleSource(dataset=dataset, transforms=transforms, seed=self.seed),
+            batches=batches,
+            rank=rank,
+            world_size=world_size,
+            fetching=self._fetching,
+            collate=self._collate,
+        )
+
+    def _transforms_of(self, stage: Stage) -> tuple[Callable[[Any], Any], ...]:
+        return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
+
+    def _by_index(self, stage: Stage) -> bool:
+        return isinstance(self._parts[stage], Indexed) and not self._transforms_of(stage)
+
+    def _batches_of(self, stage: Stage) -> GlobalBatches:
+        train = stage == "train"
+        return GlobalBatches(
+            length=len(self._parts[stage]),
+            batch_size=self.batch_size,
+            shuffle=self.shuffle and train,
+            drop_last=self.drop_last and train,
+            seed=self.seed,
+        )
+
+    def _check_batches(self) -> None:
+        for stage, part in self._parts.items():
+            if isinstance(part, IterableDataset):
+                continue
+            if not len(part):
+                raise data_fault(stage, got="an empty data set", expected="at least one sample")
+            if not len(self._batches_of(stage)):
+                raise data_fault(
+                    "batch_size",
+                    got=f"{self.batch_size} with drop_last=true, and {len(part)} training samples: no batch at all",
+                    expected=f"{len(part)} or less",
+                    cure="Make the batch smaller, or keep the short one with data.drop_last=false",
+                )
+
+    def _spec(self, declared: Declared) -> DataSpec:
+        stage, part = next(iter(self._parts.items()))
+        if isinstance(part, IterableDataset) and declared.whole is not None:
+            # A stream may be slow to open, and may be read once only.
+            return declared.whole
+        with generators_kept():
+            batch = self._first(stage, part)
+        return read_spec(declared, batch, num_classes=stated_classes(self._parts, declared.num_classes))
+
+    def _first(self, stage: Stage, part: Any) -> Any:
+        """A batch of one sample."""
+        if self._by_index(stage):
+            return part.gather(torch.zeros(1, dtype=torch.int64))
+        transforms = self._transforms_of(stage)
+        if isinstance(part, IterableDataset):
+            return self._collate([transformed(next(iter(part)), transforms)])
+        return self._collate([SampleSource(dataset=part, transforms=transforms, seed=self.seed)[0, 0]])

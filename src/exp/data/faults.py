@@ -1,0 +1,22 @@
+"""What this room refuses: every fault of the data node carries its key, like a fault of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from exp.errors import ConfigError, Fault
+
+
+def data_fault(key: str, *, got: str, expected: str, cure: str | None = None) -> ConfigError:
+    """The error to raise for one fault below `data`. key: dotted, below `data.`."""
+    return ConfigError([Fault(key=f"data.{key}" if key else "data", got=got, expected=expected, cure=cure)])
+
+
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """A cure that proposes the nearest spelling, or lists the names where none is near."""
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    shown = sorted(names)
+    return f"There is: {', '.join(shown[:12])}{', ...' if len(shown) > 12 else ''}" if shown else None

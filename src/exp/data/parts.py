@@ -1,0 +1,151 @@
+"""How a data set becomes a train, a val and a test part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import Divided, Indexed, Prepared, Selection, Tensors, as_indexed
+from exp.data.randomness import seed_for
+from exp.types import Stage
+
+STAGES: tuple[Stage, ...] = ("train", "val", "test")
+DEFAULT_PARTS: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
+
+
+def make_parts(
+    dataset: Any, given: Mapping[Stage, Any], *, sizes: Mapping[str, float] | None, seed: int
+) -> dict[Stage, Any]:
+    """The data set of each stage: a part of `dataset`, or the one that is given for it.
+
+    Parts that take something from the training part, such as a mean, have done so.
+    Raises: ConfigError where there is no data at all, or a stage has two data sets.
+    """
+    parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
+    if dataset is None and not parts:
+        raise data_fault(
+            "dataset", got="null", expected="a data set here, or one each in data.train, data.val, data.test"
+        )
+    if dataset is not None:
+        # Without sizes, a data set is divided among the stages that have none of their own.
+        sizes = sizes or {stage: size for stage, size in DEFAULT_PARTS.items() if stage not in parts}
+        for name, part in divide(as_indexed(dataset), sizes, seed=seed).items():
+            if name in parts:
+                raise data_fault(
+                    name,
+                    got=f"a data set of its own, and a part of data.dataset in data.parts.{name}",
+                    expected="one of the two",
+                    cure=f"Leave it out of the parts with data.parts.{name}=0",
+                )
+            parts[name] = part
+    return prepared({stage: parts[stage] for stage in STAGES if stage in parts})
+
+
+def prepared(parts: Mapping[Stage, Any]) -> dict[Stage, Any]:
+    """The parts, each made ready with what the training part knows."""
+    ready = dict(parts)
+    for stage, part in parts.items():
+        if isinstance(part, Prepared):
+            if "train" not in parts or type(parts["train"]) is not type(part):
+                raise data_fault(
+                    "train",
+                    got="no training part of the same kind",
+                    expected=f"one: the {stage} part is scaled or encoded with what training has seen",
+                )
+            ready[stage] = part.prepare(parts["train"])
+    return ready
+
+
+def checked_sizes(sizes: Mapping[str, int | float]) -> dict[str, int | float]:
+    """The sizes of the parts that are asked for, in the order train, val, test; parts of size 0 left out.
+
+    Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
+    """
+    for name, size in sizes.items():
+        if name not in STAGES:
+            raise data_fault(f"parts.{name}", got="a part", expected="train, val and test alone")
+        if isinstance(size, bool) or not isinstance(size, int | float) or size < 0 or (size > 1 and size != int(size)):
+            raise data_fault(
+                f"parts.{name}", got=repr(size), expected="a fraction between 0 and 1, or a whole number of samples"
+            )
+    fractions = sum(size for size in sizes.values() if isinstance(size, float) and size <= 1)
+    if fractions > 1 + 1e-9:
+        raise data_fault(
+            "parts", got=f"fractions that add up to {fractions:g}", expected="1 at most", cure="Make one part smaller"
+        )
+    # A float above 1 comes from a command line such as parts.val=1e3.
+    return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
+
+
+def lengths(sizes: Mapping[str, int | float], length: int) -> dict[str, int]:
+    """Samples of each part of `length` samples. Fractions are rounded along the sum, so that 1 leaves none over.
+
+    Raises: ConfigError for a part without a sample, and for more samples than there are.
+    """
+    counts: dict[str, int] = {}
+    along, reached = 0.0, 0
+    for name, size in sizes.items():
+        if isinstance(size, int):
+            counts[name] = size
+        else:
+            along += size
+            stop = round(along * length)
+            counts[name], reached = stop - reached, stop
+    if sum(counts.values()) > length:
+        raise data_fault(
+            "parts", got=f"{sum(counts.values())} samples asked for", expected=f"{length} at most, the whole data set"
+        )
+    for name, count in counts.items():
+        if not count:
+            raise data_fault(
+                f"parts.{name}",
+                got=f"{sizes[name]} of {length} samples, an empty part",
+                expected="at least one sample",
+                cure=f"Ask for more, or for no such part with data.parts.{name}=0",
+            )
+    return counts
+
+
+def divide(dataset: Dataset | Indexed, sizes: Mapping[str, int | float], *, seed: int) -> dict[str, Dataset | Indexed]:
+    """The parts of a data set, disjoint, chosen by the seed alone.
+
+    Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
+    """
+    sizes = checked_sizes(sizes)
+    if isinstance(dataset, Divided):
+        return dict(dataset.divide(sizes))
+    if isinstance(dataset, IterableDataset):
+        raise data_fault(
+            "dataset",
+            got=f"{type(dataset).__name__}, a stream of samples",
+            expected="a data set with an index, to choose parts from",
+            cure="Give data.train, data.val and data.test a stream each",
+        )
+    return {
+        name: _select(dataset, indices) for name, indices in random_parts(sizes, length=len(dataset), seed=seed).items()
+    }
+
+
+def random_parts(sizes: Mapping[str, int | float], *, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Disjoint sorted indices of each part, int64."""
+    counts = lengths(sizes, length)
+    generator = torch.Generator().manual_seed(seed_for(seed, "parts"))
+    chosen = torch.randperm(length, generator=generator)[: sum(counts.values())]
+    pieces = chosen.split(list(counts.values()))
+    return {name: piece.sort().values for name, piece in zip(counts, pieces, strict=True)}
+
+
+def _select(dataset: Dataset | Indexed, indices: torch.Tensor) -> Dataset | Indexed:
+    if isinstance(dataset, Tensors):
+        return dataset.select(indices)
+    if isinstance(dataset, Indexed):
+        return Selection(source=dataset, indices=indices)
+    return Subset(dataset, indices.tolist())
+
+
+def _plain(size: int | float) -> int | float:
+    return int(size) if size > 1 else size

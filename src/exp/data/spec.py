@@ -1,0 +1,122 @@
+"""What the data is, read from it, against what the config declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import Tensors
+from exp.types import DataSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """The four keys of the data node; None where the data is to say."""
+
+    input_shape: tuple[int, ...] | None
+    input_dtype: str | None
+    num_classes: int | None
+    num_outputs: int | None
+
+    @property
+    def whole(self) -> DataSpec | None:
+        """The spec where nothing is left to the data."""
+        if self.input_shape is None or self.input_dtype is None or self.num_outputs is None:
+            return None
+        return DataSpec(
+            input_shape=self.input_shape,
+            input_dtype=self.input_dtype,
+            num_classes=self.num_classes,
+            num_outputs=self.num_outputs,
+        )
+
+
+def read_spec(declared: Declared, batch: Any, *, num_classes: int | None) -> DataSpec:
+    """The spec of the data, checked against what is declared.
+
+    batch: a batch of one sample, as a model would get it. num_classes: what the data set says of itself; None where
+    it says nothing.
+    Raises: ConfigError that names the key whose value is not what the data holds, or that the data cannot tell.
+    """
+    values, target = input_and_target(batch)
+    if not isinstance(values, Tensor):
+        raise data_fault(
+            "dataset",
+            got=f"samples whose input is {type(values).__name__}",
+            expected="a tensor, an array or a number",
+            cure="Turn it into one in data.transforms or in the data set",
+        )
+    shape = _agreed("input_shape", declared.input_shape, tuple(values.shape[1:]))
+    dtype = _agreed("input_dtype", declared.input_dtype, str(values.dtype).removeprefix("torch."))
+    classes = _agreed("num_classes", declared.num_classes, num_classes)
+    # Declared outputs are taken as they are: two classes may need one output, a regression two.
+    outputs = declared.num_outputs if declared.num_outputs is not None else classes
+    if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
+        outputs = target.shape[-1] if target.dim() > 1 else 1
+    if outputs is None:
+        raise data_fault(
+            "num_classes",
+            got="null, and the data set does not say it",
+            expected="the number of classes, or data.num_outputs for a regression",
+        )
+    return DataSpec(input_shape=shape, input_dtype=dtype, num_classes=classes, num_outputs=outputs)
+
+
+def stated_classes(parts: Mapping[str, Any], declared: int | None) -> int | None:
+    """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold.
+
+    Raises: ConfigError for a target that is not below the declared number.
+    """
+    stated = {part.num_classes for part in parts.values() if getattr(part, "num_classes", None) is not None}
+    if stated:
+        return max(stated)
+    found = [classes_in(input_and_target(part.entries)[1]) for part in parts.values() if isinstance(part, Tensors)]
+    largest = max((classes for classes in found if classes is not None), default=None)
+    if declared is None or largest is None:
+        return largest if declared is None else declared
+    if largest > declared:
+        raise data_fault(
+            "num_classes", got=str(declared), expected=f"{largest} or more: the data holds the class {largest - 1}"
+        )
+    return declared
+
+
+def input_and_target(batch: Any) -> tuple[Any, Any]:
+    """The two that every model and objective use; None for a target that is not there."""
+    if isinstance(batch, Mapping):
+        if "input" not in batch:
+            raise data_fault(
+                "dataset", got=f"samples with the entries {sorted(batch)}", expected="an entry named input among them"
+            )
+        return batch["input"], batch.get("target")
+    if isinstance(batch, tuple | list):
+        return batch[0], batch[1] if len(batch) > 1 else None
+    return batch, None
+
+
+def classes_in(targets: Any) -> int | None:
+    """The number of classes that whole targets hold: one more than the largest. None where they are not whole."""
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
+        return None
+    return int(targets.max()) + 1
+
+
+def _agreed(key: str, declared: Any, found: Any) -> Any:
+    """The value of a key, from whoever says it.
+
+    Raises: ConfigError where both say it and differ.
+    """
+    if declared is None or found is None or declared == found:
+        return found if declared is None else declared
+    shown = list(declared) if isinstance(declared, tuple) else declared
+    raise data_fault(
+        key,
+        got=str(shown),
+        expected=f"{list(found) if isinstance(found, tuple) else found}, which is what the data holds",
+        cure=f"Correct it, or leave it to the data with data.{key}=null",
+    )

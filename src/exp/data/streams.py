@@ -1,0 +1,163 @@
+"""Batches of an IterableDataset: every rank reads the whole stream and keeps its share of each global batch.
+
+So every rank has the same number of batches whatever the stream's length, which need not be known, and each sample
+counts once. Reading costs more than it would in shards, but what is costly, the transforms and the collation, is done
+only for a rank's own samples. With workers, each one reads the stream, too, and makes every num_workers-th batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import IterableDataset, _utils, get_worker_info
+
+from exp.data.loader import Loader
+from exp.data.randomness import reseed_sample, sample_generator
+from exp.data.sampler import share
+from exp.data.samples import Transform, transformed
+from exp.data.workers import Fetching, kept_apart
+from exp.types import Batch, Stage
+
+
+@runtime_checkable
+class Epochs(Protocol):
+    """A stream that wants to know its epoch before it is read."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """What of a stream becomes which batch."""
+
+    batch_size: int
+    drop_last: bool
+    shuffle_buffer: int
+    seed: int
+    rank: int
+    world_size: int
+
+
+class StreamLoader(Loader):
+    """This rank's shares of the global batches of a stream."""
+
+    def __init__(
+        self,
+        *,
+        stage: Stage,
+        dataset: IterableDataset,
+        plan: StreamPlan,
+        fetching: Fetching,
+        transforms: Sequence[Transform],
+        collate: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(stage=stage)
+        self.dataset = dataset
+        self.plan = plan
+        self._fetching = fetching
+        self._transforms = tuple(transforms)
+        self._collate = collate
+
+    def _length(self) -> int | None:
+        try:
+            samples = len(self.dataset)
+        except (TypeError, NotImplementedError):
+            return None
+        return samples // self.plan.batch_size if self.plan.drop_last else -(-samples // self.plan.batch_size)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        stream = ShareOfStream(
+            dataset=self.dataset,
+            plan=self.plan,
+            transforms=self._transforms,
+            collate=self._collate,
+            epoch=epoch,
+            start=start,
+        )
+        # A stream is copied into its workers once an epoch, with that epoch in it: they cannot persist.
+        fetching = Fetching(**{**vars(self._fetching), "persistent_workers": False})
+        iterator = iter(fetching.dataloader(stream, batch_size=None))
+        for data, size, global_size in kept_apart(iterator, in_process=not fetching.num_workers):
+            yield Batch(data, size, global_size, self.plan.world_size)
+
+
+class ShareOfStream(IterableDataset):
+    """Yields (collated data, size, global size) for each batch that this worker makes."""
+
+    def __init__(
+        self,
+        *,
+        dataset: IterableDataset,
+        plan: StreamPlan,
+        transforms: Sequence[Transform],
+        collate: Callable[[Any], Any],
+        epoch: int,
+        start: int,
+    ) -> None:
+        self.dataset, self.plan, self.epoch, self.start = dataset, plan, epoch, start
+        self.transforms, self.collate = transforms, collate
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        hide_worker()
+        if isinstance(self.dataset, Epochs):
+            self.dataset.set_epoch(self.epoch)
+        plan = self.plan
+        samples = enumerate(self._shuffled(self._seeded()))
+        batch = 0
+        while group := list(islice(samples, plan.batch_size)):
+            if len(group) < plan.batch_size and plan.drop_last:
+                return
+            if batch >= self.start and (batch - self.start) % workers == number:
+                mine = share(size=len(group), rank=plan.rank, world_size=plan.world_size)
+                yield (
+                    self.collate([self._sample(*pair) for pair in group[mine.start : mine.stop]]),
+                    mine.size,
+                    len(group),
+                )
+            batch += 1
+
+    def _seeded(self) -> Iterator[Any]:
+        """The stream, with the generators set to (seed, epoch, index) before each sample is read."""
+        reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=0)
+        iterator, index = iter(self.dataset), 0
+        while True:
+            reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return
+            yield sample
+            index += 1
+
+    def _shuffled(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """The samples in an order that is random within a buffer, a function of (seed, epoch)."""
+        size = self.plan.shuffle_buffer
+        if size < 2:
+            yield from samples
+            return
+        buffer = list(islice(samples, size))
+        # One draw a sample from one generator: every rank and worker walks the whole stream, so all agree.
+        generator = sample_generator(seed=self.plan.seed, epoch=self.epoch, index=-1)
+        for sample in samples:
+            place = int(generator.integers(size))
+            buffer[place], sample = sample, buffer[place]
+            yield sample
+        for place in generator.permutation(len(buffer)):
+            yield buffer[place]
+
+    def _sample(self, index: int, sample: Any) -> Any:
+        reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
+        return transformed(sample, self.transforms)
+
+
+def hide_worker() -> None:
+    """Lets a stream that shards itself over workers believe that it is read by one process.
+
+    torch keeps what get_worker_info gives in this private place (seen in torch 2.11 to 2.13; a test holds it there).
+    """
+    _utils.worker._worker_info = None

@@ -1,0 +1,138 @@
+"""Tables of numbers, standardised by the training part, and the three that scikit-learn ships."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import Tensors
+from exp.data.shipped import shipped_table
+
+
+class Table(Tensors):
+    """Rows of F features, float32 `[F]`, with a class, int64 `[]`, or a number to predict, float32 `[1]`.
+
+    Standardised with the mean and the standard deviation of the training part's rows, so that nothing of the others is
+    known to it: each feature, and a regression's target, whose loss and errors are then in standard deviations.
+
+    columns: the features' names, in order. classes: the labels' names, in order; None for a regression.
+    """
+
+    def __init__(
+        self,
+        *,
+        features: np.ndarray,
+        targets: np.ndarray,
+        columns: tuple[str, ...],
+        classes: tuple[str, ...] | None,
+        standardise: bool = True,
+    ) -> None:
+        self.columns, self.classes, self.standardise = columns, classes, standardise
+        if classes is None:
+            entries = (_doubles(features), _doubles(targets).reshape(-1, 1))
+        else:
+            entries = (_doubles(features), torch.as_tensor(targets, dtype=torch.int64))
+        super().__init__(entries=entries, num_classes=None if classes is None else len(classes))
+
+    def select(self, indices: Tensor) -> Table:
+        features, targets = self.gather(indices)
+        return Table(
+            features=features.numpy(),
+            targets=targets.numpy(),
+            columns=self.columns,
+            classes=self.classes,
+            standardise=self.standardise,
+        )
+
+    def prepare(self, train: Table) -> Tensors:
+        """The rows as a model sees them.
+
+        Raises: ConfigError where the training part has other columns or classes.
+        """
+        for name, mine, theirs in (("columns", self.columns, train.columns), ("classes", self.classes, train.classes)):
+            if mine != theirs:
+                raise data_fault("", got=f"a part with the {name} {mine}", expected=f"those of training, {theirs}")
+        features, targets = self.entries
+        if self.standardise:
+            features = _standardised(features, train.entries[0])
+            targets = _standardised(targets, train.entries[1]) if self.classes is None else targets
+        return Tensors(
+            entries=(features.float(), targets.float() if self.classes is None else targets),
+            num_classes=self.num_classes,
+        )
+
+
+class BreastCancer(Table):
+    """Breast cancer Wisconsin (diagnostic): 569 rows, 30 features, malignant (0) or benign (1)."""
+
+    def __init__(self, *, standardise: bool = True) -> None:
+        table = shipped_table("breast_cancer.csv", skip_lines=1)
+        if table is None:
+            from sklearn.datasets import load_breast_cancer
+
+            table = np.column_stack(load_breast_cancer(return_X_y=True))
+        super().__init__(
+            features=table[:, :-1],
+            targets=table[:, -1],
+            columns=BREAST_CANCER_COLUMNS,
+            classes=("malignant", "benign"),
+            standardise=standardise,
+        )
+
+
+class Wine(Table):
+    """Wine recognition: 178 rows, 13 features of a chemical analysis, three growers."""
+
+    def __init__(self, *, standardise: bool = True) -> None:
+        table = shipped_table("wine_data.csv", skip_lines=1)
+        if table is None:
+            from sklearn.datasets import load_wine
+
+            table = np.column_stack(load_wine(return_X_y=True))
+        super().__init__(
+            features=table[:, :-1],
+            targets=table[:, -1],
+            columns=WINE_COLUMNS,
+            classes=("class_0", "class_1", "class_2"),
+            standardise=standardise,
+        )
+
+
+class Diabetes(Table):
+    """Diabetes of Efron et al. (Least Angle Regression, 2004): 442 rows, 10 features, progression after a year."""
+
+    def __init__(self, *, standardise: bool = True) -> None:
+        features = shipped_table("diabetes_data_raw.csv.gz", delimiter=None)
+        targets = shipped_table("diabetes_target.csv.gz", delimiter=None)
+        if features is None or targets is None:
+            from sklearn.datasets import load_diabetes
+
+            features, targets = load_diabetes(return_X_y=True, scaled=False)
+        super().__init__(
+            features=features, targets=targets, columns=DIABETES_COLUMNS, classes=None, standardise=standardise
+        )
+
+
+_MEASURED = (
+    "radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity", "concave_points", "symmetry",
+    "fractal_dimension",
+)  # fmt: skip
+BREAST_CANCER_COLUMNS = tuple(f"{kind}_{name}" for kind in ("mean", "error", "worst") for name in _MEASURED)
+WINE_COLUMNS = (
+    "alcohol", "malic_acid", "ash", "alcalinity_of_ash", "magnesium", "total_phenols", "flavanoids",
+    "nonflavanoid_phenols", "proanthocyanins", "color_intensity", "hue", "od280_od315", "proline",
+)  # fmt: skip
+DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
+
+
+def _doubles(values: np.ndarray) -> Tensor:
+    # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+
+
+def _standardised(values: Tensor, by: Tensor) -> Tensor:
+    spread = by.std(0, correction=0)
+    # A column that never changes in training tells nothing; it becomes 0 there, not a division by 0.
+    return (values - by.mean(0)) / torch.where(spread > 0, spread, 1.0)

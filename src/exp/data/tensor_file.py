@@ -1,0 +1,109 @@
+"""Arrays from a file: .npz of NumPy, .pt of torch."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exp.data.faults import data_fault, nearest
+from exp.data.files import data_file
+from exp.data.in_memory import Tensors
+from exp.data.spec import classes_in
+
+
+class TensorFile(Tensors):
+    """Two arrays of a file. Nothing in a file is executed: no pickles in .npz, weights only in .pt.
+
+    Inputs `[N, ...]`: floating numbers and bytes (pixels) become float32, other whole numbers (tokens) int64.
+    Targets `[N, ...]`: whole numbers are classes, int64; floating numbers are to be predicted, float32, `[N]` as
+    `[N, 1]`.
+
+    path: relative to the current folder, or else to directory. input, target: the names of the two arrays; a .pt file
+    may hold a pair instead. scale: factor on floating inputs, 0.00392 for pixels between 0 and 1.
+
+    Raises: ConfigError for a file or a name that is not there, arrays of unequal length, numbers that are not finite.
+    """
+
+    def __init__(
+        self, *, path: str, directory: str = "data", input: str = "input", target: str = "target", scale: float = 1.0
+    ) -> None:
+        file = data_file(path, directory=directory)
+        arrays = read_arrays(file, names={"input": input, "target": target})
+        inputs, targets = arrays["input"], arrays["target"]
+        if len(inputs) != len(targets):
+            raise data_fault(
+                "dataset.path",
+                got=f"{file} with {len(inputs)} inputs and {len(targets)} targets",
+                expected="as many of the one as of the other",
+            )
+        for name, tensor in (("input", inputs), ("target", targets)):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                row = (
+                    int((~tensor.isfinite()).flatten(1).any(1).nonzero()[0])
+                    if tensor.dim() > 1
+                    else int((~tensor.isfinite()).nonzero()[0])
+                )
+                raise data_fault(
+                    "dataset.path",
+                    got=f"{file} with a number in {name} {row} that is not finite",
+                    expected="finite numbers",
+                )
+        inputs = inputs.float() * scale if inputs.is_floating_point() or inputs.dtype == torch.uint8 else inputs.long()
+        if targets.is_floating_point():
+            targets = targets.float().reshape(len(targets), -1) if targets.dim() == 1 else targets.float()
+        else:
+            targets = targets.long()
+        super().__init__(entries=(inputs, targets), num_classes=classes_in(targets))
+
+
+def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The named arrays of a file, by role."""
+    if file.suffix == ".npz":
+        held = _read_npz(file)
+    elif file.suffix in (".pt", ".pth"):
+        held = _read_pt(file, tuple(names.values()))
+    else:
+        raise data_fault("dataset.path", got=str(file), expected="a file that ends in .npz, .pt or .pth")
+    found = {}
+    for role, name in names.items():
+        if name not in held:
+            raise data_fault(
+                f"dataset.{role}", got=name, expected=f"an array that {file} holds", cure=nearest(name, list(held))
+            )
+        found[role] = held[name]
+    return found
+
+
+def _read_npz(file: Path) -> dict[str, Tensor]:
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            return {name: torch.from_numpy(np.atleast_1d(archive[name])) for name in archive.files}
+    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+        raise data_fault(
+            "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
+        ) from error
+
+
+def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise data_fault(
+            "dataset.path", got=f"{file} ({reason})", expected="tensors alone, saved by torch.save"
+        ) from error
+    if isinstance(held, tuple | list) and len(held) == len(names):
+        held = dict(zip(names, held, strict=True))
+    if not isinstance(held, Mapping) or not all(isinstance(value, Tensor) for value in held.values()):
+        raise data_fault(
+            "dataset.path",
+            got=f"{file} with {type(held).__name__}",
+            expected="a mapping of names to tensors, or a pair",
+        )
+    return dict(held)

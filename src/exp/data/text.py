@@ -1,0 +1,193 @@
+"""Text as blocks of characters, each to be predicted from those before it."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import Entries
+from exp.data.parts import lengths
+from exp.data.randomness import seed_for
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Text(Dataset):
+    """A text, or a contiguous part of one, before it is encoded.
+
+    files: a file, a glob (`books/**/*.txt`), or several of them; None is the top level of Python's own standard
+        library, 4.7 million characters that are on every machine. They are joined in the order of their names.
+    block_size: characters of a sample, T.
+    vocabulary_size: how many characters to know, the most frequent ones of the training part; None for all of them.
+        All others are one unknown character, which counts besides.
+
+    Raises: ConfigError where no file is found, or one is not UTF-8.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: str | Sequence[str] | None = None,
+        block_size: int = 64,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        for key, value in (("block_size", block_size), ("vocabulary_size", vocabulary_size)):
+            if value is not None and value < 1:
+                raise data_fault(f"dataset.{key}", got=str(value), expected="1 or more")
+        self.block_size, self.vocabulary_size = block_size, vocabulary_size
+        self.codes = code_points("".join(read_text(path) for path in found_files(files)))
+
+    def __len__(self) -> int:
+        """Blocks in it."""
+        return max(0, (len(self.codes) - 1) // self.block_size)
+
+    def divide(self, sizes: Mapping[str, int | float]) -> dict[str, Text]:
+        """Contiguous parts, in the order of the text, so that no character of one is seen in another.
+
+        sizes: fractions of the characters, or whole numbers of blocks.
+        """
+        block = self.block_size
+        counts = lengths(
+            {name: size * block if isinstance(size, int) else size for name, size in sizes.items()}, len(self.codes)
+        )
+        parts, start = {}, 0
+        for name, count in counts.items():
+            parts[name] = self._part(self.codes[start : start + count])
+            start += count
+        return parts
+
+    def prepare(self, train: Text) -> TextBlocks:
+        """This part in the training part's vocabulary.
+
+        Raises: ConfigError where it is shorter than a block.
+        """
+        tokens = train.vocabulary.encode_codes(self.codes)
+        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=train.vocabulary)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(codes=self.codes, size=self.vocabulary_size)
+
+    def _part(self, codes: np.ndarray) -> Text:
+        part = Text.__new__(Text)
+        part.block_size, part.vocabulary_size, part.codes = self.block_size, self.vocabulary_size, codes
+        return part
+
+
+class Vocabulary:
+    """Characters by number. 0 is the unknown one; the others are in the order of Unicode.
+
+    codes: the code points to know the characters of. size: the most frequent ones only; None for all.
+    """
+
+    def __init__(self, *, codes: np.ndarray, size: int | None = None) -> None:
+        counts = np.bincount(codes)
+        known = np.flatnonzero(counts)
+        if size is not None and size < len(known):
+            # A stable sort of the negative counts: of two equally frequent ones, the first in Unicode.
+            known = np.sort(known[np.argsort(-counts[known], kind="stable")[:size]])
+        self.characters = UNKNOWN + "".join(map(chr, known))
+        self._numbers = np.zeros(len(counts), dtype=smallest_dtype(len(self.characters)))
+        self._numbers[known] = np.arange(1, len(known) + 1)
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> Tensor:
+        """Numbers of the characters, int64 `[T]`."""
+        return self.encode_codes(code_points(text)).long()
+
+    def decode(self, tokens: Tensor) -> str:
+        return "".join(self.characters[token] for token in tokens.tolist())
+
+    def encode_codes(self, codes: np.ndarray) -> Tensor:
+        """Numbers of the code points in the smallest dtype that holds them, `[T]`."""
+        beyond = len(self._numbers)
+        numbers = np.append(self._numbers, self._numbers.dtype.type(0))
+        return torch.from_numpy(numbers[np.minimum(codes, beyond)])
+
+
+class TextBlocks(Dataset):
+    """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the same one character on.
+
+    In training, every epoch cuts the text at another offset, below T, so that a character is not always seen with the
+    same context; the last block then goes on at the beginning of the text.
+    """
+
+    def __init__(self, *, tokens: Tensor, block_size: int, vocabulary: Vocabulary, offset: int = 0) -> None:
+        self.tokens, self.block_size, self.vocabulary = tokens, block_size, vocabulary
+        self.num_classes = len(vocabulary)
+        if len(tokens) <= block_size:
+            raise data_fault(
+                "dataset.block_size",
+                got=f"{block_size}, and a part of {len(tokens)} characters",
+                expected=f"{max(1, len(tokens) - 1)} at most: a block and the character behind it",
+            )
+        circle = torch.cat([tokens, tokens[:block_size]]) if offset else tokens
+        # Overlap by the one character that is a target in one block and an input in the next; a view, not a copy.
+        self._windows = circle[offset:].unfold(0, block_size + 1, block_size)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.block_size
+
+    def __getitem__(self, index: int) -> Entries:
+        inputs, targets = self.gather(torch.tensor([index]))
+        return inputs[0], targets[0]
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        windows = self._windows.index_select(0, indices)
+        return windows[:, :-1].long(), windows[:, 1:].long()
+
+    def at_epoch(self, *, seed: int, epoch: int) -> TextBlocks:
+        offset = seed_for(seed, "offset", epoch) % self.block_size
+        return TextBlocks(tokens=self.tokens, block_size=self.block_size, vocabulary=self.vocabulary, offset=offset)
+
+
+def found_files(files: str | Sequence[str] | None) -> list[Path]:
+    """The files of a pattern, sorted by name.
+
+    Raises: ConfigError where a pattern finds none.
+    """
+    if files is None:
+        files = f"{sysconfig.get_path('stdlib')}/*.py"
+    patterns = [files] if isinstance(files, str) else files
+    found: set[Path] = set()
+    for pattern in patterns:
+        matches = [
+            path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()
+        ]
+        if not matches:
+            raise data_fault(
+                "dataset.files",
+                got=f"{pattern}, which is no file in {Path.cwd()}",
+                expected="a file or a glob that finds one",
+            )
+        found.update(matches)
+    return sorted(found, key=str)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise data_fault(
+            "dataset.files", got=f"{path}, which is not UTF-8 at byte {error.start}", expected="text in UTF-8"
+        ) from error
+
+
+def code_points(text: str) -> np.ndarray:
+    """uint32 `[T]`"""
+    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+
+
+def smallest_dtype(size: int) -> type[np.integer]:
+    return np.uint8 if size <= 2**8 else np.int32

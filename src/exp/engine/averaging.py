@@ -1,0 +1,155 @@
+"""An exponential moving average of the weights, which is what is validated, tested and kept in checkpoints.
+
+Lightning 2.6 has EMAWeightAveraging; with it `trainer.test(ckpt_path="best")` after fit loads the weights that are not
+averaged, it deep-copies the whole LightningModule with all that hooks hang on it, and it averages tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from exp.errors import ConfigError, Fault
+
+log = logging.getLogger(__name__)
+
+# Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
+CURRENT = "current_model_state"
+
+
+class ExponentialMovingAverage(Callback):
+    """After every n-th optimizer step: average = d average + (1 - d) weights; the first one takes the weights.
+
+    Floating point buffers, such as BatchNorm's statistics, are averaged alike; integer ones are copied. Validation
+    within fit, the checkpoints' `state_dict` and the module after fit have the averages; training goes on with, and a
+    resumed run gets back, the weights themselves.
+
+    decay: d, 0 or more and below 1.
+    every_n_steps: optimizer steps from one update to the next.
+    start_step: the optimizer step, counted from 1, of the first update.
+    warmup: take min(decay, (1 + n) / (10 + n)) after n updates, so that a short run is not all beginning (the rule of
+        TensorFlow's ExponentialMovingAverage with num_updates).
+    """
+
+    def __init__(
+        self, *, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 1, warmup: bool = True
+    ) -> None:
+        faults = [
+            Fault(key=f"callbacks.ema.{key}", got=str(got), expected=expected)
+            for key, got, right, expected in (
+                ("decay", decay, 0.0 <= decay < 1.0, "0 or more and below 1"),
+                ("every_n_steps", every_n_steps, every_n_steps >= 1, "a whole number of steps, 1 or more"),
+                ("start_step", start_step, start_step >= 1, "an optimizer step, 1 or more"),
+            )
+            if not right
+        ]
+        if faults:
+            raise ConfigError(faults)
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
+        self.warmup = warmup
+        self._updates = 0
+        self._latest_step = 0
+        self._average: dict[str, Tensor] = {}
+        self._current: dict[str, Tensor] = {}
+
+    @property
+    def average(self) -> Mapping[str, Tensor]:
+        """The averaged values by the names of the module's state dict; empty before the first update."""
+        return self._average
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Restored before the strategy moved the module to its device; and fit may be called again.
+        self._swap_out(pl_module)
+        own = _tensors(pl_module)
+        self._average = {name: tensor.to(own[name].device) for name, tensor in self._average.items()}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        # Between two optimizer steps of accumulated batches there is nothing new.
+        if step == self._latest_step or step < self.start_step or (step - self.start_step) % self.every_n_steps:
+            return
+        self._latest_step = step
+        self._update(_tensors(pl_module))
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._swap_in(pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._swap_out(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._swap_in(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if not self._average:
+            return
+        own = checkpoint["state_dict"]
+        checkpoint[CURRENT] = {name: self._current.get(name, tensor) for name, tensor in own.items()}
+        checkpoint["state_dict"] = {name: self._average.get(name, tensor) for name, tensor in own.items()}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return  # to evaluate: the state_dict, which was loaded, holds the averages
+        self._current = {}
+        if CURRENT not in checkpoint:
+            self._average = {}
+            log.warning("the checkpoint has no averaged weights; the average starts with the weights that it has")
+            return
+        own = checkpoint["state_dict"]
+        self._average = {name: own[name].clone() for name in _tensors(pl_module)}
+        pl_module.load_state_dict(checkpoint[CURRENT])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self._updates, "latest_step": self._latest_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._updates = state_dict["updates"]
+        self._latest_step = state_dict["latest_step"]
+
+    @torch.no_grad()
+    def _update(self, own: Mapping[str, Tensor]) -> None:
+        if not self._average:
+            self._average = {name: tensor.detach().clone() for name, tensor in own.items()}
+            self._updates = 1
+            return
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
+        real = [name for name, tensor in own.items() if tensor.is_floating_point()]
+        torch._foreach_lerp_([self._average[name] for name in real], [own[name] for name in real], 1.0 - decay)
+        for name in own.keys() - set(real):
+            self._average[name].copy_(own[name])
+        self._updates += 1
+
+    def _swap_in(self, module: LightningModule) -> None:
+        """The averages into the module; its own values are set aside."""
+        if self._average and not self._current:
+            own = _tensors(module)
+            self._current = {name: tensor.detach().clone() for name, tensor in own.items()}
+            _copy(own, self._average)
+
+    def _swap_out(self, module: LightningModule) -> None:
+        if self._current:
+            _copy(_tensors(module), self._current)
+            self._current = {}
+
+
+def _tensors(module: LightningModule) -> dict[str, Tensor]:
+    """What a module's state dict holds, as the module's own tensors. Tied ones are there under each name."""
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+@torch.no_grad()
+def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    names: Iterable[str] = targets.keys()
+    torch._foreach_copy_([targets[name] for name in names], [sources[name] for name in names])

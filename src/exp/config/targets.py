@@ -17,7 +17,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from exp.config.allowed import (
@@ -29,6 +28,7 @@ from exp.config.allowed import (
     plugin_packages,
     stands_beside_conf,
 )
+from exp.config.search_path import make_importable
 from exp.config.spelling import among, nearest
 from exp.errors import ConfigError, ExpError, Fault
 
@@ -96,10 +96,8 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
 
 
 def _import(module_name: str, dotted: str) -> Any:
-    top, here = module_name.split(".")[0], str(Path.cwd())
-    if here not in sys.path and top not in closed_packages() and stands_beside_conf(top):
-        # At the end, and for good: what it imports later is found there, too, and nothing installed is hidden.
-        sys.path.append(here)
+    if module_name.split(".")[0] not in closed_packages():
+        make_importable()
     try:
         return importlib.import_module(module_name)
     except ExpError:

@@ -1,0 +1,70 @@
+"""The check of a composed config: every fault at once, without building anything.
+
+The first stage imports no torch: values and interpolations (reading), keys, kinds and bounds (structure), rules between
+keys (rules). The second imports what the targets name: signatures (parameters), forward programs (programs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from exp.config.freeze import COMPOSITION
+from exp.config.reading import read
+from exp.config.rules import rule_faults
+from exp.config.structure import structure_faults
+from exp.errors import Fault
+
+
+def config_faults(config: DictConfig) -> list[Fault]:
+    """The faults of both stages, each with the file it came from."""
+    return located(config, [*first_stage(config), *second_stage(config)])
+
+
+def first_stage(config: DictConfig) -> list[Fault]:
+    """The faults that can be seen without importing torch."""
+    plain, faults = read(config)
+    return once([*faults, *structure_faults(plain), *rule_faults(plain)])
+
+
+def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
+    """The faults of targets, their parameters and forward programs.
+
+    only: of this key at the top alone, such as data.
+    """
+    from exp.config.parameters import target_faults
+    from exp.config.programs import program_faults
+
+    plain, _ = read(config)
+    allow = allowed(plain)
+    if only is not None:
+        plain = {only: plain[only]} if only in plain else {}
+    plain.pop(COMPOSITION, None)
+    return once([*target_faults(plain, allow=allow), *program_faults(plain)])
+
+
+def allowed(plain: dict[str, Any]) -> list[str]:
+    """The packages that `security.allow` names; none where the node is itself at fault."""
+    security = plain.get("security")
+    allow = security.get("allow") if isinstance(security, dict) else None
+    return [package for package in allow if isinstance(package, str)] if isinstance(allow, list) else []
+
+
+def once(faults: Sequence[Fault]) -> list[Fault]:
+    """One fault a key, the first: a later stage stumbles over what an earlier one has named."""
+    first: dict[str, Fault] = {}
+    for fault in faults:
+        first.setdefault(fault.key, fault)
+    return list(first.values())
+
+
+def located(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
+    """The same faults, each with the file that set its key, where one did."""
+    if not faults or COMPOSITION not in config:
+        return list(faults)
+    from exp.config.sources import source_of
+
+    return [fault if fault.source else replace(fault, source=source_of(config, fault.key)) for fault in faults]

@@ -1,0 +1,135 @@
+"""The second stage of the check: every `_target_` is resolved, and its values are held against its signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from exp.config.kinds import UNKNOWN, fits, worded, words_of
+from exp.config.signature import EMPTY, Parameter, Signature, signature_of
+from exp.config.slots import RESERVED_IN_NODE, Slot, nodes_in, slot_of
+from exp.config.spelling import among, did_you_mean, nearest
+from exp.config.structure import value_fault
+from exp.config.targets import TargetError, resolve
+from exp.errors import ConfigError, Fault, MissingExtraError
+
+HYDRAS_OWN = {
+    "_args_": "a list",
+    "_convert_": "nothing: values arrive as plain dicts and lists",
+    "_recursive_": "nothing: inner nodes are always built first",
+}
+
+
+def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
+    """The faults of every node with a `_target_`: the name itself, then its parameters."""
+    return [fault for key, node in nodes_in(plain) for fault in node_faults(key, node, allow=allow)]
+
+
+def node_faults(key: str, node: dict[str, Any], *, allow: Sequence[str]) -> Iterator[Fault]:
+    """The faults of one node, those of nodes within it left out."""
+    slot = slot_of(key)
+    if node["_target_"] is UNKNOWN:
+        return
+    try:
+        target = resolve(node["_target_"], base=slot.bases or None, allow=allow)
+    except TargetError as error:
+        yield _placed(error.faults[0], f"{key}._target_")
+        return
+    except MissingExtraError as error:
+        yield Fault(key=f"{key}._target_", got=str(error), expected="an installed package")
+        return
+    except ConfigError as error:
+        yield from error.faults
+        return
+    yield from _reserved(key, node)
+    given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
+    signature = signature_of(_sized_later(target, given))
+    yield from _unknown(key, node, given, signature, slot)
+    yield from _absent(key, node, given, signature, slot)
+    for name in given:
+        if name in signature.parameters and name not in slot.reserved and name not in slot.refused:
+            yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
+
+
+def _placed(fault: Fault, key: str) -> Fault:
+    return Fault(key=key, got=fault.got, expected=fault.expected, cure=fault.cure)
+
+
+def _sized_later(target: Any, given: list[str]) -> Any:
+    """The lazy class that stands in for a layer whose input size is left to the data."""
+    from exp.models.inference import lazy_class
+
+    return (lazy_class(target, set(given)) or target) if inspect.isclass(target) else target
+
+
+def _reserved(key: str, node: dict[str, Any]) -> Iterator[Fault]:
+    for name, expected in HYDRAS_OWN.items():
+        if name in node and not (name == "_args_" and isinstance(node[name], list)):
+            yield Fault(key=f"{key}.{name}", got="a key of Hydra's instantiate", expected=expected, cure="Leave it out")
+    if "_partial_" in node and not isinstance(node["_partial_"], bool) and node["_partial_"] is not UNKNOWN:
+        yield value_fault(f"{key}._partial_", node["_partial_"], expected="true or false")
+
+
+def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
+    known = [name for name in signature.parameters if name not in slot.filled and name not in slot.refused]
+    known += [name for name in slot.reserved if name not in known]
+    for name in given:
+        if name in slot.refused:
+            yield Fault(
+                key=f"{key}.{name}",
+                got="decided elsewhere",
+                expected=f"{slot.refused[name]}",
+                cure=f"Leave {key}.{name} out",
+            )
+        elif name not in known and name not in signature.parameters and not signature.open:
+            near = nearest(str(name), known)
+            cure = f"Did you mean {key}.{near[0]}?" if near else _cure_of_unknown(key, str(name), slot)
+            yield Fault(
+                key=f"{key}.{name}",
+                got=f"no parameter of {node['_target_']}",
+                expected=f"one of {among(known, word=str(name))}" if known else "no parameter at all",
+                cure=cure,
+            )
+
+
+def _cure_of_unknown(key: str, name: str, slot: Slot) -> str | None:
+    if slot.pattern == "objective.*" and name in ("weight", "output", "target"):
+        return f"Make {key} a exp.objectives.objective.Term with {name} and loss"
+    return None
+
+
+def _absent(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
+    if node.get("_partial_") is True or (slot.pattern == "**" and node.get("_partial_") is UNKNOWN):
+        return
+    positional = len(node["_args_"]) if isinstance(node.get("_args_"), list) else 0
+    for index, parameter in enumerate(signature.parameters.values()):
+        name = parameter.name
+        if not parameter.required or name in given or name in slot.filled or index < positional:
+            continue
+        cure = None
+        if not any(nearest(str(other), [name]) for other in given if other not in signature.parameters):
+            cure = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
+        yield Fault(
+            key=f"{key}.{name}",
+            got="nothing",
+            expected=f"{_words(parameter)}: {node['_target_']} needs it",
+            cure=cure,
+        )
+
+
+def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[Fault]:
+    if (filled and value is None) or fits(value, parameter.annotation, parameter.default):
+        return
+    words = words_of(parameter.annotation) if parameter.annotation is not EMPTY else []
+    fault = value_fault(key, value, expected=_words(parameter), words=words)
+    if fault.cure is None and isinstance(value, str):
+        yield Fault(key=key, got=fault.got, expected=fault.expected, cure=did_you_mean(value, words))
+    else:
+        yield fault
+
+
+def _words(parameter: Parameter) -> str:
+    if parameter.annotation is EMPTY and parameter.default is EMPTY:
+        return "a value"
+    return worded(parameter.annotation, parameter.default)

@@ -1,0 +1,139 @@
+"""A composed config as plain dicts and lists, every interpolation resolved, and a fault for each leaf without a value.
+
+A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, so that one mistake is one fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from exp.config.kinds import UNKNOWN
+from exp.config.spelling import nearest
+from exp.errors import Fault
+
+MAX_NODES = 20_000
+MAX_DEPTH = 60
+# References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
+MAX_REFERENCES = 1_000
+REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
+ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
+
+
+def read(config: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
+    """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
+    reader = _Reader(config)
+    return reader.mapping(config, "", 0), reader.faults
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a plain tree with its value, inner nodes included, the root left out."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in items:
+        path = f"{key}.{name}" if key else str(name)
+        yield path, child
+        yield from leaves(child, path)
+
+
+class _Reader:
+    def __init__(self, config: DictConfig) -> None:
+        self.config, self.faults, self.count = config, [], 0
+        self.raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+        self.costs: dict[str, int] = {}
+
+    def mapping(self, node: DictConfig, key: str, depth: int) -> dict[str, Any]:
+        raw = OmegaConf.to_container(node, resolve=False)
+        return {name: self.child(node, name, raw, f"{key}.{name}" if key else str(name), depth) for name in node}
+
+    def sequence(self, node: ListConfig, key: str, depth: int) -> list[Any]:
+        raw = OmegaConf.to_container(node, resolve=False)
+        return [self.child(node, index, raw, f"{key}.{index}", depth) for index in range(len(raw))]
+
+    def child(self, node: DictConfig | ListConfig, name: Any, raw: Any, key: str, depth: int) -> Any:
+        self.count += 1
+        if self.count > MAX_NODES or depth > MAX_DEPTH:
+            return self.too_large(key)
+        text = raw[name]
+        if isinstance(text, str) and text == "???":
+            self.fault(key, got="??? (no value yet)", expected="a value", cure=f"Add {key}=VALUE to the command")
+            return UNKNOWN
+        value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else node[name]
+        if isinstance(value, DictConfig):
+            return self.mapping(value, key, depth + 1)
+        if isinstance(value, ListConfig):
+            return self.sequence(value, key, depth + 1)
+        return value
+
+    def resolved(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> Any:
+        if self.cost(text, (key,)) > MAX_REFERENCES:
+            return self.too_large(key)
+        try:
+            return node[name]
+        except InterpolationToMissingValueError:
+            return UNKNOWN  # the fault is the other key's
+        except (OmegaConfBaseException, RecursionError) as error:
+            self.unresolved(key, text, error)
+            return UNKNOWN
+
+    def unresolved(self, key: str, text: str, error: Exception) -> None:
+        for variable in ENVIRONMENT.findall(text):
+            if "environment variable" in str(error).lower():
+                self.fault(
+                    key,
+                    got=f"{text}, and {variable} is not set",
+                    expected="an environment variable that is set",
+                    cure=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
+                )
+                return
+        cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name))]
+        reason = (str(error).splitlines() or ["it refers to itself"])[0]
+        expected = "an interpolation that leads to a value"
+        if REFERENCE.search(text) is None or not cures:
+            expected += f" ({reason})"
+        self.fault(key, got=text, expected=expected, cure=cures[0] if cures else None)
+
+    def near(self, reference: str) -> str | None:
+        """The existing key most like one that leads nowhere: a sibling first, then any key."""
+        known = [path for path, _ in leaves(self.raw)]
+        if reference.startswith(".") or reference in known:
+            return None
+        parent, _, word = reference.rpartition(".")
+        siblings = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == parent}
+        found = nearest(word, siblings)
+        return siblings[found[0]] if found else next(iter(nearest(reference, known)), None)
+
+    def cost(self, text: str, trail: tuple[str, ...]) -> int:
+        """References that resolving a text follows, at least; a circle ends where it closes."""
+        total = 0
+        for reference in REFERENCE.findall(text):
+            if reference in trail or reference.startswith("."):
+                continue
+            if reference not in self.costs:
+                self.costs[reference] = self.cost(self.raw_text(reference), (*trail, reference))
+            total += 1 + self.costs[reference]
+        return total
+
+    def raw_text(self, key: str) -> str:
+        node: Any = self.raw
+        for part in key.split("."):
+            if not isinstance(node, dict) or part not in node:
+                return ""
+            node = node[part]
+        return node if isinstance(node, str) else ""
+
+    def too_large(self, key: str) -> Any:
+        if not any("too large" in fault.got for fault in self.faults):
+            self.fault(
+                key,
+                got="too large: the config grows without end from here",
+                expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} deep",
+                cure="Look for an anchor or an interpolation that holds itself",
+            )
+        return UNKNOWN
+
+    def fault(self, key: str, *, got: str, expected: str, cure: str | None = None) -> None:
+        self.faults.append(Fault(key=key, got=got, expected=expected, cure=cure))

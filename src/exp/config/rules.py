@@ -1,0 +1,264 @@
+"""Rules that hold between keys. Each takes the plain config and gives faults; none imports what a `_target_` names.
+
+A rule whose keys are not there, or could not be read, has nothing to say: the first stage has said it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from exp.config.freeze import COMPOSITION
+from exp.config.kinds import UNKNOWN, is_node
+from exp.config.spelling import among, did_you_mean
+from exp.config.structure import show
+from exp.errors import Fault
+
+# Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
+CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
+NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
+CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
+CLASSIFICATION = "torchmetrics.classification."
+REGRESSION = "torchmetrics.regression."
+
+
+class Values:
+    """The plain config, asked by dotted key; UNKNOWN where a key is not there."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self.plain = plain
+
+    def __getitem__(self, key: str) -> Any:
+        node: Any = self.plain
+        for part in key.split("."):
+            if not isinstance(node, dict) or part not in node:
+                return UNKNOWN
+            node = node[part]
+        return node
+
+    def entries(self, key: str) -> dict[str, Any]:
+        """The named nodes of a group, those that could not be read left out."""
+        node = self[key]
+        return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
+
+
+def rule_faults(plain: dict[str, Any]) -> list[Fault]:
+    """The faults of all rules."""
+    values = Values(plain)
+    return [fault for rule in RULES for fault in rule(values)]
+
+
+def something_to_do(values: Values) -> Iterator[Fault]:
+    """train=false alone leaves nothing, and test alone needs weights."""
+    if values["train"] is False and values["test"] is False:
+        yield Fault(key="train", got="false, and test is false, too", expected="one of the two to be true")
+    elif values["train"] is False and values["resume"] is None:
+        yield Fault(
+            key="resume", got="null with train=false", expected="the checkpoint to test", cure="Add resume=PATH"
+        )
+
+
+def resume_is_there(values: Values) -> Iterator[Fault]:
+    """A checkpoint is a file on this machine."""
+    path = values["resume"]
+    if not isinstance(path, str) or not path:
+        return
+    if "://" in path:
+        yield Fault(key="resume", got=show(path), expected="a file on this machine", cure="Download it first")
+    elif not Path(path).is_file():
+        yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=_near_file(path))
+
+
+def the_run_ends(values: Values) -> Iterator[Fault]:
+    """Lightning reads "no limit" in two ways and trains on in silence."""
+    unlimited = values["trainer.max_epochs"] in (None, -1) and values["trainer.max_steps"] == -1
+    if values["train"] is True and unlimited and values["trainer.max_time"] is None:
+        yield Fault(
+            key="trainer.max_epochs",
+            got=f"{show(values['trainer.max_epochs'])}, with max_steps -1 and max_time null",
+            expected="a limit: max_epochs, max_steps or max_time",
+        )
+    lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
+    if isinstance(lowest, int) and isinstance(highest, int) and 0 < highest < lowest:
+        yield Fault(key="trainer.min_epochs", got=show(lowest), expected=f"at most max_epochs, {highest}")
+
+
+def limits_leave_batches(values: Values) -> Iterator[Fault]:
+    """A limit of 0 batches trains, validates or tests nothing, and exits 0."""
+    uses = {
+        "train": values["train"] is True,
+        "val": values["train"] is True and _stage(values["monitor"]) == "val",
+        "test": values["test"] is True,
+    }
+    cures = {
+        "train": "To only test, write train=false",
+        "val": "Or monitor something of training: monitor=loss/train",
+        "test": "To leave the test out, write test=false",
+    }
+    for stage, used in uses.items():
+        key = f"trainer.limit_{stage}_batches"
+        if used and values[key] is not UNKNOWN and values[key] is not None and values[key] == 0:
+            yield Fault(key=key, got=show(values[key]), expected="null for all, or more than 0", cure=cures[stage])
+        elif isinstance(values[key], float) and values[key] > 1:
+            yield Fault(
+                key=key,
+                got=show(values[key]),
+                expected="an integer number of batches, or a share between 0.0 and 1.0",
+                cure=f"Write {round(values[key])}",
+            )
+
+
+def objective_is_not_empty(values: Values) -> Iterator[Fault]:
+    if values["objective"] == {}:
+        yield Fault(key="objective", got="no term", expected="at least one", cure="Add objective=[cross_entropy]")
+
+
+def monitor_is_logged(values: Values) -> Iterator[Fault]:
+    """The tag that picks the best checkpoint must be one that the run produces before it ends."""
+    monitor = values["monitor"]
+    stages = values["metric_stages"]
+    if not isinstance(monitor, str) or not isinstance(stages, list):
+        return
+    terms = list(values["objective"]) if isinstance(values["objective"], dict) else []
+    metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
+    tags = ["loss/val", "loss/train"]
+    tags += [f"{name}/{stage}" for name in metrics for stage in ("val", "train") if stage in stages]
+    tags += [f"loss/{stage}/{term}" for term in terms for stage in ("val", "train")]
+    # A metric that gives several values adds their names behind its own tag.
+    if monitor in tags or any(monitor.startswith(f"{tag}/") for tag in tags):
+        return
+    name, _, stage = monitor.rpartition("/")
+    cure = did_you_mean(monitor, tags)
+    if stage == "test":
+        cure = "The test comes after the best checkpoint was picked: monitor a value of val"
+    elif name in metrics and stage in ("val", "train"):
+        cure = f"Add {stage} to metric_stages"
+    elif f"{monitor}/val" in tags:
+        cure = f"Did you mean {monitor}/val?"
+    yield Fault(key="monitor", got=show(monitor), expected=f"a tag of this run: {among(tags, word=monitor)}", cure=cure)
+
+
+def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
+    monitor = values["monitor"]
+    if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
+        yield Fault(key="mode", got="'max'", expected=f"min: {monitor} is a loss, lower is better")
+
+
+def task_fits_data(values: Values) -> Iterator[Fault]:
+    """Classes need class numbers; numbers need numbers. Only where the data set has said which it is."""
+    classes = values["data.num_classes"]
+    is_regression = classes is None and values["data.num_outputs"] not in (None, UNKNOWN)
+    is_classification = isinstance(classes, int)
+    for name, term in values.entries("objective").items():
+        loss = term.get("loss", term)
+        target = str(loss.get("_target_")) if isinstance(loss, dict) else ""
+        last = target.rpartition(".")[2]
+        if is_regression and last in CLASS_LOSSES:
+            yield _misfit(f"objective.{name}", target, "a loss of numbers", "objective=[mse]")
+        elif is_classification and last in NUMBER_LOSSES and term.get("target", "target") == "target":
+            yield _misfit(f"objective.{name}", target, f"a loss of {classes} classes", "objective=[cross_entropy]")
+    for name, metric in values.entries("metrics").items():
+        target = str(metric["_target_"])
+        if is_regression and (target in CLASS_METRICS or target.startswith(CLASSIFICATION)):
+            yield _misfit(f"metrics.{name}", target, "a metric of numbers", "metrics=[mae]")
+        elif is_classification and target.startswith(REGRESSION):
+            yield _misfit(f"metrics.{name}", target, f"a metric of {classes} classes", "metrics=[accuracy]")
+
+
+def scaler_fits_word(values: Values) -> Iterator[Fault]:
+    """Only fp16 has a loss scale, and fp16 without one loses small gradients in silence."""
+    word, enabled = values["precision.word"], values["precision.scaler.enabled"]
+    if word == "fp16" and enabled is False:
+        yield Fault(
+            key="precision.scaler.enabled",
+            got="false with fp16",
+            expected="true: gradients below 6e-8 become 0 in fp16",
+            cure="Choose precision=fp16, which sets both",
+        )
+    elif word in ("fp32", "bf16") and enabled is True:
+        yield Fault(
+            key="precision.scaler.enabled",
+            got=f"true with {word}",
+            expected="false: only the narrow range of fp16 needs a loss scale",
+            cure=f"Choose precision={word}, which sets both",
+        )
+
+
+def plateau_is_watched(values: Values) -> Iterator[Fault]:
+    target = values["scheduler._target_"]
+    if not isinstance(target, str) or not target.endswith(".ReduceLROnPlateau"):
+        return
+    if values["scheduler.monitor"] is None:
+        yield Fault(
+            key="scheduler.monitor",
+            got="null",
+            expected="the tag to watch",
+            cure="Write scheduler.monitor='${monitor}'",
+        )
+    if values["scheduler.interval"] == "step":
+        yield Fault(
+            key="scheduler.interval", got="'step'", expected="epoch: the watched value is measured once a validation"
+        )
+
+
+def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
+    """A config file that came with a download may not open the wall for its own code."""
+    overrides = values[f"{COMPOSITION}.overrides"]
+    if not values["security.allow"] or not isinstance(values["security.allow"], list) or overrides is UNKNOWN:
+        return
+    keys = [str(override).partition("=")[0].lstrip("+") for override in overrides]
+    if not any(key in ("security", "security.allow") or key.startswith("security.allow.") for key in keys):
+        allow = ",".join(map(str, values["security.allow"]))
+        yield Fault(
+            key="security.allow",
+            got=f"[{allow}] in a file",
+            expected="[] in files: packages are allowed on the command line alone",
+            cure=f"If you trust it, add 'security.allow=[{allow}]' to the command",
+        )
+
+
+def the_test_has_weights(values: Values) -> Iterator[Fault]:
+    """The test loads the best checkpoint, or the last."""
+    if values["checkpoint.save_best"] is False and values["checkpoint.save_last"] is False and values["test"] is True:
+        yield Fault(
+            key="checkpoint.save_best",
+            got="false, and save_last is false, too",
+            expected="a checkpoint for the test to load",
+            cure="Or write test=false",
+        )
+
+
+RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
+    something_to_do,
+    resume_is_there,
+    the_run_ends,
+    limits_leave_batches,
+    objective_is_not_empty,
+    monitor_is_logged,
+    mode_fits_a_loss,
+    task_fits_data,
+    scaler_fits_word,
+    plateau_is_watched,
+    allow_is_from_the_command_line,
+    the_test_has_weights,
+)
+
+
+def _stage(tag: Any) -> str:
+    parts = tag.split("/") if isinstance(tag, str) else []
+    return next((part for part in parts if part in ("train", "val", "test")), "")
+
+
+def _misfit(key: str, target: str, expected: str, choice: str) -> Fault:
+    kind = "class numbers" if "classes" in expected else "numbers"
+    return Fault(
+        key=key, got=target, expected=f"{expected}: the targets of this data set are {kind}", cure=f"Write {choice}"
+    )
+
+
+def _near_file(path: str) -> str | None:
+    directory = Path(path).parent
+    if not directory.is_dir():
+        return None
+    return did_you_mean(Path(path).name, sorted(item.name for item in directory.iterdir() if item.suffix == ".ckpt"))

@@ -1,0 +1,186 @@
+"""The keys that exp itself reads, and what each may hold. train.yaml declares the same; a test compares the two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from exp.config.kinds import UNKNOWN
+
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What one value must be, in words and as a test; words are the spellings that a typo is compared with."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    words: tuple[str, ...] = ()
+
+    def fits(self, value: Any) -> bool:
+        return value is UNKNOWN or self.accepts(value)
+
+
+def _between(value: float, minimum: float | None, maximum: float | None) -> bool:
+    return (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
+
+
+def _range(minimum: float | None, maximum: float | None) -> str:
+    if minimum is not None and maximum is not None:
+        return f" between {minimum:g} and {maximum:g}" if maximum != LARGEST_SEED else f" from {minimum} to 2**63 - 1"
+    return f", {minimum:g} or more" if minimum is not None else ""
+
+
+def integer(minimum: int | None = None, maximum: int | None = None) -> Rule:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and _between(value, minimum, maximum)
+
+    return Rule(expected="an integer" + _range(minimum, maximum), accepts=accepts)
+
+
+def number(minimum: float | None = None, maximum: float | None = None, *, above: float | None = None) -> Rule:
+    def accepts(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number and _between(value, minimum, maximum) and (above is None or value > above)
+
+    words = f" above {above:g}" if above is not None else _range(minimum, maximum)
+    return Rule(expected="a number" + words, accepts=accepts)
+
+
+def boolean() -> Rule:
+    return Rule(expected="true or false", accepts=lambda value: isinstance(value, bool), words=("true", "false"))
+
+
+def text() -> Rule:
+    return Rule(expected="text", accepts=lambda value: isinstance(value, str) and value != "")
+
+
+def label() -> Rule:
+    """Text, or a number that a command line makes of `name=1`."""
+    return Rule(
+        expected="text",
+        accepts=lambda value: isinstance(value, str | int | float) and not isinstance(value, bool) and value != "",
+    )
+
+
+def folder() -> Rule:
+    """A name that becomes a part of a path: it may not leave its directory."""
+
+    def accepts(value: Any) -> bool:
+        parts = str(value).split("/")
+        return label().fits(value) and "\0" not in str(value) and not {"", ".", ".."} & set(parts)
+
+    return Rule(expected="a name for a directory in outputs/, without a leading / or ..", accepts=accepts)
+
+
+def one_of(*words: Any) -> Rule:
+    spelled = tuple(str(word) for word in words)
+    return Rule(
+        expected=f"one of {', '.join(spelled)}" if len(words) > 1 else spelled[0],
+        accepts=lambda value: any(value == word and type(value) is type(word) for word in words),
+        words=spelled,
+    )
+
+
+def maybe(rule: Rule) -> Rule:
+    return Rule(
+        expected=f"{rule.expected}, or null",
+        accepts=lambda value: value is None or rule.accepts(value),
+        words=rule.words,
+    )
+
+
+def either(*rules: Rule) -> Rule:
+    return Rule(
+        expected=" or ".join(rule.expected for rule in rules),
+        accepts=lambda value: any(rule.accepts(value) for rule in rules),
+        words=tuple(word for rule in rules for word in rule.words),
+    )
+
+
+def list_of(rule: Rule) -> Rule:
+    return Rule(
+        expected=f"a list, each {rule.expected}",
+        accepts=lambda value: isinstance(value, list) and all(rule.fits(item) for item in value),
+        words=rule.words,
+    )
+
+
+def mapping_of(rule: Rule) -> Rule:
+    return Rule(
+        expected=f"a mapping of names to {rule.expected}",
+        accepts=lambda value: isinstance(value, dict) and all(rule.fits(item) for item in value.values()),
+    )
+
+
+STAGES = ("train", "val", "test")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "fp32", "bf16", "fp16")
+
+# A mapping here is a fixed node: it holds these keys and no others.
+SCHEMA: dict[str, Any] = {
+    "name": folder(),
+    "seed": integer(0, LARGEST_SEED),
+    "monitor": text(),
+    "mode": one_of("min", "max"),
+    "train": boolean(),
+    "test": boolean(),
+    "resume": maybe(text()),
+    "tags": list_of(label()),
+    "print_config": boolean(),
+    "data_dir": text(),
+    "metric_stages": list_of(one_of(*STAGES)),
+    "precision": {
+        "word": one_of("fp32", "bf16", "fp16"),
+        "keep": mapping_of(one_of(*DTYPES)),
+        "report": boolean(),
+        "scaler": {
+            "init_scale": number(above=0.0),
+            "growth_factor": number(above=1.0),
+            "backoff_factor": number(0.0, 1.0),
+            "growth_interval": integer(1),
+            "enabled": boolean(),
+        },
+    },
+    "checkpoint": {"every_n_steps": maybe(integer(1)), "save_best": boolean(), "save_last": boolean()},
+    "runtime": {"threads": maybe(integer(1)), "deterministic": boolean()},
+    "security": {"allow": list_of(text())},
+    "launch": {
+        "devices": either(one_of("auto"), integer(1), list_of(integer(0))),
+        "nodes": integer(1),
+        "accelerator": one_of("auto", "cpu", "cuda", "mps"),
+        "max_restarts": integer(0),
+        "timeout_seconds": number(above=0.0),
+    },
+}
+
+# Below nodes whose other keys are their target's: checked where they are there. `*` is one name.
+VALUES: dict[str, Rule] = {
+    "data.batch_size": integer(1),
+    "data.num_workers": integer(0),
+    "data.input_shape": maybe(list_of(integer(1))),
+    "data.num_classes": maybe(integer(1)),
+    "data.num_outputs": maybe(integer(1)),
+    "optimizer.lr": number(0.0),
+    "optimizer.groups": mapping_of(Rule(expected="a mapping", accepts=lambda value: isinstance(value, dict))),
+    "optimizer.exempt_from_decay": list_of(text()),
+    "scheduler.interval": one_of("step", "epoch"),
+    "scheduler.monitor": maybe(text()),
+    "trainer.max_epochs": maybe(either(integer(1), one_of(-1))),
+    "trainer.max_steps": either(integer(1), one_of(-1)),
+    "trainer.accumulate_grad_batches": integer(1),
+    "trainer.log_every_n_steps": integer(1),
+    "trainer.check_val_every_n_epoch": maybe(integer(1)),
+    "trainer.gradient_clip_val": maybe(number(above=0.0)),
+    "trainer.gradient_clip_algorithm": maybe(one_of("norm", "value")),
+    "trainer.limit_train_batches": maybe(number(0.0)),
+    "trainer.limit_val_batches": maybe(number(0.0)),
+    "trainer.limit_test_batches": maybe(number(0.0)),
+    "trainer.overfit_batches": number(0.0),
+    "trainer.num_sanity_val_steps": integer(-1),
+    "strategy.name": text(),
+    "objective.*.weight": number(),
+    "hooks.*.every_n_steps": integer(1),
+}

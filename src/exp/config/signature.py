@@ -1,0 +1,158 @@
+"""What a target takes, read from its signature: names, which must be given, and what kind of value each is."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from exp.config.kinds import UNKNOWN_KIND
+
+EMPTY = inspect.Parameter.empty
+# Classes that take names in **kwargs and pick them out by hand. A test holds each against the installed version.
+HIDDEN_NAMES = {
+    "torchmetrics.metric.Metric": {
+        "compute_on_cpu": bool,
+        "compute_with_cache": bool,
+        "dist_sync_on_step": bool,
+        "distributed_available_fn": UNKNOWN_KIND,
+        "dist_sync_fn": UNKNOWN_KIND,
+        "process_group": UNKNOWN_KIND,
+        "sync_on_compute": bool,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One named parameter of a target. annotation and default are EMPTY where there is none."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        return self.default is EMPTY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """parameters by name; `open` where any other name is taken, too; `positional` where `_args_` has a place."""
+
+    parameters: dict[str, Parameter]
+    open: bool
+    positional: bool
+
+
+def signature_of(target: Any) -> Signature:
+    """The signature of a class or function. A class that only passes `**kwargs` up is read on to its bases."""
+    if not inspect.isclass(target):
+        return _of_function(target, bound=False)
+    own = _overloaded(target)
+    if own is not None:
+        return own
+    maker = _maker(target)
+    if maker is None:
+        return Signature(parameters={}, open=False, positional=False)
+    found = _of_function(maker, bound=True)
+    return _with_bases(target, maker, found) if found.open else found
+
+
+def _maker(target: type) -> Callable[..., Any] | None:
+    """The function whose parameters a call of the class takes: its `__new__` where it has one of its own."""
+    new = inspect.getattr_static(target, "__new__", None)
+    if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
+        return new.__func__
+    return target.__init__ if inspect.isfunction(target.__init__) else None
+
+
+def _takes_anything(function: Callable[..., Any]) -> bool:
+    kinds = [parameter.kind for parameter in list(inspect.signature(function).parameters.values())[1:]]
+    return all(kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for kind in kinds)
+
+
+def _overloaded(target: type) -> Signature | None:
+    """The longest declared overload of `__init__`, where its body says only `*args, **kwargs`, as nn.LSTM's does."""
+    if not inspect.isfunction(target.__init__) or not _takes_anything(target.__init__):
+        return None
+    overloads = typing.get_overloads(target.__init__)
+    if not overloads or not _of_function(target.__init__, bound=True).open:
+        return None
+    return max((_of_function(overload, bound=True) for overload in overloads), key=lambda found: len(found.parameters))
+
+
+def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        # Functions written in C may carry no signature.
+        return Signature(parameters={}, open=True, positional=True)
+    if bound:
+        parameters = parameters[1:]
+    named, positional, is_open = {}, False, False
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            is_open = True
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            positional = True
+        else:
+            positional = positional or parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            annotation = _evaluated(parameter.annotation, function)
+            named[parameter.name] = Parameter(name=parameter.name, annotation=annotation, default=parameter.default)
+    return Signature(parameters=named, open=is_open, positional=positional)
+
+
+def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Signature:
+    """Adds what the bases take to an `__init__` that passes `**kwargs` up, until one of them takes no more."""
+    parameters = dict(found.parameters)
+    for base in _bases_above(target, maker):
+        hidden = HIDDEN_NAMES.get(f"{base.__module__}.{base.__qualname__}")
+        if hidden is not None:
+            more = {name: Parameter(name=name, annotation=kind, default=None) for name, kind in hidden.items()}
+            return Signature(parameters={**more, **parameters}, open=False, positional=found.positional)
+        if "__init__" not in vars(base):
+            continue
+        above = _of_function(vars(base)["__init__"], bound=True)
+        for name, parameter in above.parameters.items():
+            # The subclass may fill it in itself, so only what the subclass asks for is required.
+            default = None if parameter.required else parameter.default
+            parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
+        if not above.open:
+            return Signature(parameters=parameters, open=False, positional=found.positional)
+    return Signature(parameters=parameters, open=True, positional=found.positional)
+
+
+def _bases_above(target: type, maker: Callable[..., Any]) -> Iterator[type]:
+    holder = next((base for base in target.__mro__ if maker in vars(base).values()), None)
+    above = holder is None
+    for base in target.__mro__:
+        if base is object:
+            return
+        # nn.Module's own `*args, **kwargs` take nothing: a name that reached it would be refused there.
+        if above and f"{base.__module__}.{base.__qualname__}" != "torch.nn.modules.module.Module":
+            yield base
+        above = above or base is holder
+
+
+def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
+    """An annotation with its names looked up in the module that wrote it; EMPTY where that module lacks them."""
+    if annotation is EMPTY or not _holds_text(annotation):
+        return annotation
+    stand_in = type("Annotated", (), {"__annotations__": {"value": annotation}})
+    try:
+        names = vars(inspect.getmodule(inspect.unwrap(function)))
+        return typing.get_type_hints(stand_in, globalns=names)["value"]
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        # Names under TYPE_CHECKING are not there at run time: such a parameter takes any value.
+        return EMPTY
+
+
+def _holds_text(annotation: Any) -> bool:
+    if isinstance(annotation, str | typing.ForwardRef):
+        return True
+    return any(
+        _holds_text(argument) for argument in typing.get_args(annotation) if not isinstance(argument, list)
+    ) and (typing.get_origin(annotation) is not typing.Literal)

@@ -1,0 +1,108 @@
+"""Where in a config a `_target_` may stand, what it must be there, and what exp itself gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from exp.config.kinds import is_node
+
+MODULE = "torch.nn.Module"
+RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One place for a node.
+
+    pattern: of its dotted key; `*` is one name.
+    bases: dotted names of classes, of one of which it must be; empty where any allowed class fits.
+    filled: parameters that exp gives, so that a config need not; a null leaves them to exp, too.
+    reserved: keys beside the target's own parameters that exp reads.
+    refused: parameters that exp decides elsewhere, with the key to use instead.
+    """
+
+    pattern: str
+    bases: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
+    reserved: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+TRAINER_REFUSED = {
+    "accelerator": "launch.accelerator",
+    "callbacks": "the group callbacks",
+    "default_root_dir": "hydra.run.dir",
+    "deterministic": "runtime.deterministic",
+    "devices": "launch.devices",
+    "enable_checkpointing": "checkpoint.save_last and checkpoint.save_best",
+    "logger": "the group logger",
+    "num_nodes": "launch.nodes",
+    "plugins": "the groups precision and strategy",
+    "precision": "the group precision, such as precision=bf16",
+    "strategy": "the group strategy, such as strategy=ddp",
+    "use_distributed_sampler": "data.batch_size, which is shared over the ranks by exp",
+}
+SLOTS = (
+    Slot(pattern="model", bases=(MODULE,)),
+    Slot(pattern="data", bases=("exp.data.data.Data",), filled=("seed",)),
+    Slot(
+        pattern="optimizer",
+        bases=("torch.optim.Optimizer",),
+        filled=("params",),
+        reserved=("groups", "exempt_from_decay"),
+    ),
+    Slot(
+        pattern="scheduler",
+        bases=("torch.optim.lr_scheduler.LRScheduler",),
+        filled=("optimizer", "total_steps"),
+        reserved=("interval", "monitor"),
+    ),
+    Slot(pattern="trainer", bases=("lightning.pytorch.Trainer",), refused=TRAINER_REFUSED),
+    Slot(
+        pattern="strategy",
+        bases=("exp.strategies.strategy.Strategy", "lightning.pytorch.strategies.Strategy"),
+        filled=("name",),
+        reserved=("name",),
+    ),
+    Slot(pattern="objective.*", bases=(MODULE,)),
+    Slot(pattern="objective.*.loss", bases=(MODULE,)),
+    Slot(pattern="metrics.*", bases=("torchmetrics.Metric",)),
+    Slot(pattern="hooks.*", bases=("exp.hooks.hook.Hook",)),
+    Slot(pattern="callbacks.*", bases=("lightning.pytorch.Callback",)),
+    Slot(pattern="logger.*", bases=("lightning.pytorch.loggers.Logger",), filled=("directory", "save_dir")),
+    Slot(pattern="trainer.profiler", bases=("lightning.pytorch.profilers.Profiler",)),
+)
+# A layer of a container, at any depth; a parameter stands among layers, too.
+LAYER = Slot(pattern="model.**.layers.*", bases=(MODULE, "torch.nn.Parameter"))
+ANYWHERE = Slot(pattern="**")
+
+# One-groups own the node of their name; many-groups hold named entries, each a node.
+NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
+COLLECTIONS = ("objective", "metrics", "hooks", "callbacks", "logger")
+
+
+def slot_of(key: str) -> Slot:
+    """The slot of a dotted key; one that takes any allowed class where none is its own."""
+    parts = key.split(".")
+    for slot in SLOTS:
+        wanted = slot.pattern.split(".")
+        if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
+            return slot
+    return LAYER if parts[0] == "model" and is_layer(parts) else ANYWHERE
+
+
+def is_layer(parts: list[str]) -> bool:
+    """Whether a key names a layer: `layers.name`, or `layers.name.layer` of a repeat."""
+    return len(parts) > 2 and (parts[-2] == "layers" or (parts[-1] == "layer" and parts[-3] == "layers"))
+
+
+def nodes_in(plain: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every mapping with a `_target_`, outermost first, with its dotted key."""
+    if is_node(plain):
+        yield key, plain
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    for name, value in items:
+        yield from nodes_in(value, f"{key}.{name}" if key else str(name))

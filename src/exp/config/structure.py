@@ -1,0 +1,178 @@
+"""The first stage of the check: keys, kinds and bounds, of plain values alone. Nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from exp.config.freeze import COMPOSITION
+from exp.config.habits import cure_of_key
+from exp.config.kinds import UNKNOWN, is_node
+from exp.config.reading import leaves
+from exp.config.schema import SCHEMA, VALUES, Rule
+from exp.config.slots import COLLECTIONS, NODES, is_layer
+from exp.config.spelling import among, did_you_mean, nearest
+from exp.errors import Fault
+
+
+def structure_faults(plain: dict[str, Any]) -> list[Fault]:
+    """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
+    return [
+        *_fixed("", plain, SCHEMA),
+        *_nodes(plain),
+        *_bounded(plain),
+        *_layers(plain),
+    ]
+
+
+def show(value: Any) -> str:
+    """A value as a reader of the YAML knows it, cut to a line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def value_fault(
+    key: str, value: Any, *, expected: str, words: Iterator[str] | tuple[str, ...] | list[str] = ()
+) -> Fault:
+    """One wrong value, with the cure that its look suggests."""
+    cure = did_you_mean(value, words) if isinstance(value, str) else None
+    if cure is None and isinstance(value, float) and value.is_integer() and "integer" in expected:
+        cure = f"Write {int(value)}"
+    if cure is None and isinstance(value, str) and value.lower() in ("none", "nil"):
+        cure = "Write null"
+    if (
+        cure is None
+        and isinstance(value, str)
+        and _is_number(value)
+        and ("number" in expected or "integer" in expected)
+    ):
+        cure = f"Write {value} without quotes"
+    return Fault(key=key, got=show(value), expected=expected, cure=cure)
+
+
+def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
+    """A key that its holder does not have, with the nearest of those it has."""
+    parent, _, name = key.rpartition(".")
+    near = nearest(name, known)
+    cure = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
+    habit = cure_of_key(key, "VALUE")
+    if habit is not None:
+        cure = habit[0].upper() + habit[1:]
+    return Fault(key=key, got=f"no key of {holder}", expected=f"one of {among(known, word=name)}", cure=cure)
+
+
+def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[Fault]:
+    known = list(schema) + ([*NODES, *COLLECTIONS] if not key else [])
+    for name in node:
+        if name not in known and not (name == COMPOSITION and not key):
+            yield unknown_key(_join(key, name), known, holder=key or "the config")
+    for name, rule in schema.items():
+        path = _join(key, name)
+        if name not in node:
+            yield Fault(key=path, got="no such key", expected=rule.expected if isinstance(rule, Rule) else "a mapping")
+        elif isinstance(rule, Rule):
+            if not rule.fits(node[name]):
+                yield value_fault(path, node[name], expected=rule.expected, words=rule.words)
+        elif isinstance(node[name], dict):
+            yield from _fixed(path, node[name], rule)
+        elif node[name] is not UNKNOWN:
+            yield Fault(key=path, got=show(node[name]), expected=f"a mapping of {among(rule)}")
+
+
+def _nodes(plain: dict[str, Any]) -> Iterator[Fault]:
+    for name in NODES:
+        if name not in plain:
+            yield Fault(key=name, got="no such key", expected="a node with a _target_", cure=f"Choose one: {name}=NAME")
+        else:
+            yield from _node(name, plain[name])
+    for name in COLLECTIONS:
+        entries = plain.get(name, {})
+        if not isinstance(entries, dict):
+            if entries is not UNKNOWN:
+                cure = f"An empty one is {name}=[]" if entries is None else None
+                yield Fault(key=name, got=show(entries), expected="a mapping of named entries", cure=cure)
+            continue
+        if is_node(entries):
+            cure = f"Put it below a name: {name}: {{my_name: {{_target_: ...}}}}"
+            yield Fault(key=name, got="a node itself", expected="a mapping of named entries", cure=cure)
+            continue
+        for entry, node in entries.items():
+            yield from _node(f"{name}.{entry}", node)
+
+
+def _node(key: str, node: Any) -> Iterator[Fault]:
+    if node is UNKNOWN or is_node(node):
+        return
+    if node is None and "." in key:
+        yield Fault(key=key, got="null", expected="a node with a _target_", cure=f"To leave it out, write '~{key}'")
+    elif isinstance(node, dict):
+        near = nearest("_target_", [str(name) for name in node])
+        cure = f"{key}.{near[0]} should be {key}._target_" if near else None
+        yield Fault(key=key, got="a mapping without a _target_", expected="a _target_: the name of a class", cure=cure)
+    else:
+        yield Fault(key=key, got=show(node), expected="a node with a _target_", cure=_choice(key, node))
+
+
+def _choice(key: str, node: Any) -> str | None:
+    if not isinstance(node, str):
+        return None
+    return f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
+
+
+def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
+    for key, value in leaves(plain):
+        for pattern, rule in VALUES.items():
+            if _matches(key, pattern) and not rule.fits(value):
+                yield value_fault(key, value, expected=rule.expected, words=rule.words)
+
+
+def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
+    """Entries of `layers`: each a node, or `{repeat: n, layer: node}`."""
+    model = plain.get("model")
+    for key, value in leaves(model, "model"):
+        parts = key.split(".")
+        if not is_layer(parts) or value is UNKNOWN or is_node(value):
+            continue
+        if not isinstance(value, dict):
+            cure = f"To leave it out, write '~{key}'" if value is None else None
+            yield Fault(key=key, got=show(value), expected="a layer: a node with a _target_", cure=cure)
+        elif parts[-2] == "layers" and value.keys() & {"repeat", "layer"}:
+            yield from _repeat(key, value)
+        else:
+            yield from _node(key, value)
+
+
+def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
+    for name in value:
+        if name not in ("repeat", "layer"):
+            yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
+    for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
+        if name not in value:
+            yield Fault(key=f"{key}.{name}", got="no such key", expected=expected)
+    count = value.get("repeat", 1)
+    if count is not UNKNOWN and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        yield value_fault(f"{key}.repeat", count, expected="an integer, 1 or more")
+
+
+def _matches(key: str, pattern: str) -> bool:
+    if "*" not in pattern:
+        return key == pattern
+    parts, wanted = key.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _join(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

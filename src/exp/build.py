@@ -18,7 +18,7 @@ from exp.data.data import Data
 from exp.data.randomness import initialisation
 from exp.errors import ConfigError, ExpError, Fault
 from exp.models.inference import example_inputs, lazy_class, materialise
-from exp.objectives.objective import Objective, Term
+from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.types import DataSpec
 
@@ -102,8 +102,7 @@ def build_network(plain: Mapping[str, Any], spec: DataSpec, *, device: str = "cp
 
 def build_objective(plain: Mapping[str, Any]) -> Objective:
     """The weighted sum of the named terms; a bare loss becomes a term of weight 1."""
-    built = build_entries(plain, "objective")
-    return Objective(terms={name: part if isinstance(part, Term) else Term(loss=part) for name, part in built.items()})
+    return Objective(terms=build_entries(plain, "objective"))
 
 
 def build_optimization(plain: Mapping[str, Any]) -> Optimization:

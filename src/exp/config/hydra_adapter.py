@@ -7,20 +7,24 @@ VersionBase, ConfigStore.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra import __version__ as HYDRA_VERSION
 from hydra import version
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.utils import create_config_search_path
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -29,10 +33,10 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import setup_globals
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -99,6 +103,7 @@ class Loader(ConfigLoaderImpl):
             super().__init__(path)
             self.repository = _Repository(path)
         self.layers: list[Layer] = []
+        self.tries_jobs = True
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]
@@ -121,6 +126,10 @@ class Loader(ConfigLoaderImpl):
         with hydra_base(), _warnings_as_faults():
             setup_globals()
             return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        # A sweeper composes every job once for a try and stops at the first fault; our launcher lists those of all jobs.
+        return super().load_sweep_config(master_config, sweep_overrides) if self.tries_jobs else master_config
 
     def apply(self, override: Override, config: DictConfig) -> None:
         """Changes a composed config by one override that is no choice of a group."""
@@ -233,3 +242,59 @@ def targets_in(plain: Any) -> Iterator[str]:
     elif isinstance(plain, list):
         for value in plain:
             yield from targets_in(value)
+
+
+def argument_parser(program: str) -> argparse.ArgumentParser:
+    """Hydra's parser of the command line, which raises ConfigError on a wrong flag."""
+    parser = get_args_parser()
+    parser.prog = program
+
+    def error(message: str) -> None:
+        raise ConfigError([Fault(key="command line", got=message, expected="the flags of --help, and key=value")])
+
+    parser.error = error  # type: ignore[method-assign, assignment]
+    return parser
+
+
+def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, overrides: list[str]) -> None:
+    """Hydra's own answers to --cfg, --info, --hydra-help and --shell-completion. Raises one of HYDRA_ERRORS."""
+    from hydra._internal.hydra import Hydra
+
+    root = logging.getLogger()
+    kept = root.level, list(root.handlers)
+    with hydra_base():
+        hydra = Hydra(task_name=config_name, config_loader=loader)
+        try:
+            if arguments.hydra_help:
+                hydra.hydra_help(config_name=config_name, args_parser=argument_parser("exp"), args=arguments)
+            elif arguments.cfg is not None:
+                hydra.show_cfg(
+                    config_name=config_name, overrides=overrides, cfg_type=arguments.cfg, package=arguments.package,
+                    resolve=arguments.resolve,
+                )  # fmt: skip
+            elif arguments.info is not None:
+                hydra.show_info(arguments.info, config_name=config_name, overrides=overrides)
+            else:
+                hydra.shell_completion(config_name=config_name, overrides=overrides)
+        finally:
+            root.setLevel(kept[0])
+            root.handlers[:] = kept[1]
+
+
+def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Path) -> None:
+    """Lets the configured sweeper name the jobs and the configured launcher run them. No Hydra callbacks are made."""
+    with hydra_base(), hydra_config(config):
+        setup_globals()
+        OmegaConf.set_readonly(config.hydra, False)
+        config.hydra.mode = RunMode.MULTIRUN
+        config.hydra.sweep.dir = str(directory)
+        context = HydraContext(config_loader=loader, callbacks=Callbacks())
+        sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
+        sweeper.sweep(arguments=list(config.hydra.overrides.task))
+
+
+def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:
+    """What a sweeper gets of one job. Completed always, with nan for a failed one, or the sweeper would end the sweep."""
+    result = JobReturn(overrides=list(overrides), cfg=config, working_dir=directory, status=JobStatus.COMPLETED)
+    result.return_value = value
+    return result

@@ -1,0 +1,132 @@
+"""The command line of `python -m exp.train`: flags, help, and Hydra's answers to questions about the config."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from exp.config.compose import PRIMARY, checked_lines, composition_of, open_search_path
+from exp.config.diagnosis import fault_of
+from exp.config.groups import AXIS, MANY, ONE, Vocabulary
+from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser
+from exp.config.overrides import for_hydra
+from exp.errors import ConfigError, Fault
+
+PROGRAM = "python -m exp.train"
+HELP = """\
+{program} [flags] [overrides]
+
+Trains a network that is described by YAML. Without overrides: a small network on 1797 images of digits.
+
+  {program} model=mlp optimizer.lr=0.003           other options, other values
+  {program} +precision=bf16 strategy=ddp           bfloat16 on two processes or all GPUs
+  {program} 'hooks=[gradients,memory]'             what TensorBoard shows; quote brackets in zsh
+  {program} -m optimizer.lr=1e-4,1e-3 seed=0,1     one job for each combination
+  {program} --cfg job model=mlp                    print the config, run nothing
+  python -m exp.check model=mlp                              say what is wrong with it, run nothing
+
+Groups: = replaces, + adds.
+{groups}
+
+Keys at the top (--cfg job prints them all, with everything below):
+{keys}
+
+Flags:
+  -m, --multirun            several jobs; a value may be a list a,b,c or range(0,5)
+  --cfg job|hydra|all       print the config; --package optimizer prints a part, --resolve its values
+  --info [defaults-tree]    where the config comes from: defaults-tree, defaults, searchpath, plugins, config, all
+  --config-dir DIR          one more directory of configs, behind ./conf and before exp's own
+  --config-name NAME        another primary config than train
+  --hydra-help  --version  --shell-completion install=bash
+
+Your own options live in ./conf beside your modules; they win over exp's. Results land in outputs/.
+"""
+
+
+def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.Namespace:
+    """Flags and overrides in any order.
+
+    Raises: ConfigError on a flag that is unknown, wrongly used, or refused. SystemExit after --version.
+    """
+    from exp import __version__
+
+    parser = argument_parser(program)
+    for action in parser._actions:
+        if "--version" in action.option_strings:
+            action.version = f"exp {__version__}, Hydra {HYDRA_VERSION}"  # type: ignore[attr-defined]
+    arguments = parser.parse_intermixed_args(list(argv))
+    faults = list(_flag_faults(arguments))
+    if faults:
+        raise ConfigError(faults)
+    if arguments.config_name is None:
+        arguments.config_name = PRIMARY
+    return arguments
+
+
+def is_question(arguments: argparse.Namespace) -> bool:
+    """Whether the command asks about the config and runs nothing."""
+    asked = arguments.hydra_help or arguments.shell_completion
+    return bool(arguments.help or asked or arguments.cfg is not None or arguments.info is not None)
+
+
+def answer_question(arguments: argparse.Namespace) -> None:
+    """Prints the help, or what Hydra answers. Imports neither torch nor lightning.
+
+    Raises: ConfigError where the overrides have faults.
+    """
+    loader, vocabulary = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name)
+    if arguments.help:
+        print(help_text(vocabulary))
+        return
+    overrides = list(arguments.overrides)
+    if arguments.cfg is not None or arguments.info is not None:
+        lines, faults = checked_lines(overrides, vocabulary, multirun=False)
+        if faults:
+            raise ConfigError(faults)
+        overrides = for_hydra(lines, vocabulary)
+    try:
+        answer(loader, arguments, config_name=arguments.config_name, overrides=overrides)
+    except BrokenPipeError:
+        raise
+    except HYDRA_ERRORS as error:
+        composition_of(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+        raise ConfigError([fault_of(error)]) from error
+    except SystemExit as error:
+        # Hydra leaves with 1 after its own message on a package that is not there; for a wrong command that is 2.
+        raise SystemExit(2 if error.code else 0) from error
+
+
+def help_text(vocabulary: Vocabulary) -> str:
+    """The page of --help: how to call it, what can be chosen here, the flags."""
+    rows = []
+    for title, groups in (("one of", ONE), ("any of", MANY), ("none or one of", AXIS)):
+        for group in groups:
+            options = vocabulary.options(group) if group in vocabulary.groups else []
+            if options:
+                rows.append(f"  {group:<11} {title:<15} {', '.join(options)}")
+    extra = [group for group in vocabulary.groups if group not in (*ONE, *MANY, *AXIS)]
+    rows += [f"  {group:<11} {'one of':<15} {', '.join(vocabulary.options(group))}" for group in extra]
+    keys = [key for key in vocabulary.keys if key not in vocabulary.groups]
+    return HELP.format(program=PROGRAM, groups="\n".join(rows), keys="  " + ", ".join(keys)).rstrip()
+
+
+def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:
+    faults = []
+    if arguments.experimental_rerun is not None:
+        faults.append(_fault("--experimental-rerun", "it unpickles a file, which may run any code", "resume=PATH"))
+    if arguments.config_path is not None:
+        faults.append(_fault("--config-path", "the place of exp's own configs is fixed", "--config-dir DIR, or ./conf"))
+    modes = {
+        "--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None,
+        "--info": arguments.info is not None, "--shell-completion": arguments.shell_completion,
+    }  # fmt: skip
+    used = [flag for flag, is_used in modes.items() if is_used]
+    if len(used) > 1:
+        faults.append(_fault(" ".join(used), "flags that exclude each other", "one of them"))
+    if arguments.resolve and arguments.cfg is None:
+        faults.append(_fault("--resolve", "without --cfg", "--cfg job --resolve"))
+    return faults
+
+
+def _fault(key: str, got: str, expected: str) -> Fault:
+    return Fault(key=key, got=got, expected=expected, source="command line")

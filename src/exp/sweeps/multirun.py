@@ -1,0 +1,80 @@
+"""`python -m exp.train -m ...`: from the overrides of a sweep to its table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from exp.config.compose import PRIMARY, composition_of
+from exp.config.diagnosis import fault_of
+from exp.config.freeze import make_exclusively
+from exp.config.hydra_adapter import hydra_config, run_sweeper
+from exp.errors import ConfigError, Interrupted, RunError
+from exp.report import Report
+from exp.sweeps.sweep import Sweep
+from exp.sweeps.table import print_table
+
+OUR_LAUNCHER = "hydra_plugins.exp.launcher.ExpLauncher"
+
+
+def sweep(
+    overrides: Sequence[str],
+    *,
+    config_dir: str | None = None,
+    config_name: str = PRIMARY,
+    run: Callable[[DictConfig], Report] | None = None,
+    validate: Callable[[DictConfig], None] | None = None,
+) -> int:
+    """Runs every job that the sweeper names.
+
+    run, validate: exp.run.fit and exp.validation.validate where not given.
+    Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
+    Raises: ConfigError before the first job, where any job of the first batch has a fault.
+    """
+    master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
+    with hydra_config(master.config):
+        wanted = Path(master.config.hydra.sweep.dir)
+    if run is None or validate is None:
+        from exp.run import fit
+        from exp.validation import validate as check
+
+        run, validate = run or fit, validate or check
+    try:
+        # Fixed before the first job: with `-m name=a,b` the name is another in every job.
+        directory = make_exclusively(wanted)
+    except OSError as error:
+        raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
+    jobs = Sweep(master=master, directory=directory, run=run, validate=validate)
+    master.loader.tries_jobs = master.config.hydra.launcher._target_ != OUR_LAUNCHER
+    try:
+        run_sweeper(master.config, master.loader, jobs, directory=directory)
+    except Interrupted as error:
+        print(f"{error}; the sweep ends here", file=sys.stderr)
+        return _told(jobs, directory, error.exit_status)
+    except KeyboardInterrupt:
+        return _told(jobs, directory, 130)
+    except (ConfigError, HydraException) as error:
+        if not jobs.rows:
+            _remove_unused(directory)
+        raise error if isinstance(error, ConfigError) else ConfigError([fault_of(error)]) from error
+    return _told(jobs, directory, 1 if jobs.has_failures else 0)
+
+
+def _told(jobs: Sweep, directory: Path, status: int) -> int:
+    if jobs.rows:
+        print()
+        print_table(directory, jobs.rows)
+    return status
+
+
+def _remove_unused(directory: Path) -> None:
+    """Takes away the directory of a sweep of which nothing was started, and the empty ones above it."""
+    (directory / "multirun.yaml").unlink(missing_ok=True)
+    for path in (directory, *directory.parents):
+        if path == Path.cwd() or any(path.iterdir()):
+            return
+        path.rmdir()

@@ -1,0 +1,178 @@
+"""The jobs of one sweep: each composed and checked before the first starts, then run one after another."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from exp.config.compose import Composition, composition_of, job_config
+from exp.config.freeze import COMPOSITION
+from exp.config.hydra_adapter import job_return, parse_override
+from exp.errors import ConfigError, ExpError, Fault, Interrupted
+from exp.report import Report
+from exp.sweeps.isolation import isolated
+from exp.sweeps.table import Row, write_table
+
+MAX_FAULTS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job of a batch. error: why it cannot be run; None where config can."""
+
+    number: int
+    overrides: tuple[str, ...]
+    config: DictConfig | None
+    error: ConfigError | None
+
+
+class Sweep:
+    """What Hydra's sweeper and our launcher share. Plain data, so that a launcher of other processes can carry it.
+
+    run: what runs one job, exp.run.fit. validate: what checks one job, exp.validation.validate.
+    """
+
+    def __init__(
+        self,
+        *,
+        master: Composition,
+        directory: Path,
+        run: Callable[[DictConfig], Report],
+        validate: Callable[[DictConfig], None],
+    ) -> None:
+        self.directory, self.run, self.validate = directory, run, validate
+        self.config_dir, self.config_name = master.config_dir, master.config_name
+        self.hydra_overrides = list(master.config.hydra.overrides.hydra)
+        fixed = (parse_override(text) for text in master.config.hydra.overrides.task)
+        self.fixed = {line.get_key_element() for line in fixed if not line.is_sweep_override()}
+        self.monitor, self.mode = master.config.monitor, master.config.mode
+        self.rows: list[Row] = []
+
+    @property
+    def has_failures(self) -> bool:
+        return any(row.status != "completed" for row in self.rows)
+
+    def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Any]:
+        """Runs a batch of jobs, numbered from `first`.
+
+        Returns: Hydra's JobReturn of each: its monitored value, nan where it failed.
+        Raises: ConfigError before the first job of the sweep where any has a fault; Interrupted.
+        """
+        jobs = [self._composed(first + count, overrides) for count, overrides in enumerate(batch)]
+        if not self.rows and any(job.error for job in jobs):
+            raise ConfigError(job_faults(jobs))
+        results = []
+        for job in jobs:
+            shown = " ".join(f"{key}={value}" for key, value in self._swept(job.overrides).items())
+            print(f"\njob {job.number} ({job.number - first + 1} of {len(jobs)})  {shown}".rstrip(), flush=True)
+            row = self._run(job)
+            directory = row.directory or str(self.directory)
+            results.append(job_return(overrides=job.overrides, config=job.config, directory=directory, value=row.value))
+        return results
+
+    def __call__(self, config: DictConfig) -> float:
+        """One job of a launcher that is not ours, such as joblib's, which has made the directory already."""
+        from hydra.core.hydra_config import HydraConfig
+
+        hydra = HydraConfig.get()
+        directory = Path(hydra.runtime.output_dir)
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+        overrides = list(hydra.overrides.task)
+        composition = composition_of(overrides, config_dir=self.config_dir, config_name=self.config_name)
+        job = job_config(composition, job=hydra.job.num, sweep=str(self.directory))
+        job[COMPOSITION].directory = str(directory)
+        with isolated():
+            return self.run(job).monitored
+
+    def _composed(self, number: int, overrides: Sequence[str]) -> Job:
+        try:
+            composition = composition_of(
+                [*self.hydra_overrides, *overrides], config_dir=self.config_dir, config_name=self.config_name
+            )
+            config = job_config(composition, job=number, sweep=str(self.directory))
+            with isolated():
+                self.validate(config)
+        except ConfigError as error:
+            return Job(number=number, overrides=tuple(overrides), config=None, error=error)
+        return Job(number=number, overrides=tuple(overrides), config=config, error=None)
+
+    def _run(self, job: Job) -> Row:
+        started = time.perf_counter()
+        row = Row(
+            job=job.number, swept=self._swept(job.overrides), status="failed", value=math.nan,
+            monitor=job.config.monitor if job.config else self.monitor, mode=job.config.mode if job.config else self.mode,
+        )  # fmt: skip
+        try:
+            with isolated():
+                row = _finished(row, self._report(job))
+        except (Interrupted, KeyboardInterrupt) as error:
+            self._record(replace(row, status="interrupted", error=_first_line(error)), started)
+            raise
+        except ExpError as error:
+            print(error, flush=True)
+            row = replace(row, error=_first_line(error))
+        except Exception as error:
+            # A bug in one job, or in a user's own layer, must not cost the other jobs.
+            traceback.print_exc()
+            row = replace(row, error=f"{type(error).__name__}: {_first_line(error)}")
+        return self._record(row, started)
+
+    def _report(self, job: Job) -> Report:
+        if job.config is None:
+            raise job.error or AssertionError("a job has a config or an error")
+        return self.run(job.config)
+
+    def _record(self, row: Row, started: float) -> Row:
+        row = replace(row, seconds=time.perf_counter() - started)
+        self.rows.append(row)
+        write_table(self.directory, self.rows)
+        return row
+
+    def _swept(self, overrides: Sequence[str]) -> dict[str, str]:
+        parsed = [(parse_override(text), text) for text in overrides]
+        return {
+            line.key_or_group: text.partition("=")[2] for line, text in parsed if line.get_key_element() not in self.fixed
+        }
+
+
+def _finished(row: Row, report: Report) -> Row:
+    error = report.error["message"].splitlines()[0] if report.error and report.error["message"] else ""
+    value = report.monitored if report.status == "completed" else math.nan
+    return replace(
+        row, status=report.status, value=value, metrics=report.metrics, directory=report.directory, error=error
+    )
+
+
+def job_faults(jobs: Sequence[Job]) -> list[Fault]:
+    """The faults of all jobs, one that several share told once, with the numbers of those jobs."""
+    where: dict[Fault, list[int]] = {}
+    for job in jobs:
+        for fault in job.error.faults if job.error else ():
+            where.setdefault(fault, []).append(job.number)
+    faults = []
+    for fault, numbers in where.items():
+        many = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
+        label = "every job" if len(numbers) == len(jobs) > 1 else many if len(numbers) > 1 else f"job {numbers[0]}"
+        if len(numbers) == 1:
+            overrides = next(job.overrides for job in jobs if job.number == numbers[0])
+            label += f" ({' '.join(overrides)})"
+        faults.append(replace(fault, source=f"{label}, {fault.source}" if fault.source else label))
+    if len(faults) > MAX_FAULTS:
+        rest = len(faults) - MAX_FAULTS
+        faults = [*faults[:MAX_FAULTS], Fault(key="sweep", got=f"{rest} more faults", expected="none")]
+    return faults
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return "; ".join(str(fault) for fault in error.faults)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,66 @@
+"""python -m exp.train [flags] [overrides]: one run, or with -m a sweep."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from exp.config.command import answer_question, is_question, parse_arguments
+from exp.errors import ExpError
+
+INTERRUPTED_BY_KEY = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does what the command line says.
+
+    Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
+    """
+    try:
+        return _command(parse_arguments(sys.argv[1:] if argv is None else argv))
+    except ExpError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted; nothing was being trained", file=sys.stderr)
+        return INTERRUPTED_BY_KEY
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except BrokenPipeError:
+        # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _command(arguments: argparse.Namespace) -> int:
+    if is_question(arguments):
+        answer_question(arguments)
+        return 0
+    if arguments.multirun:
+        from exp.sweeps.multirun import sweep
+
+        return sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from exp.config.compose import compose
+    from exp.config.tree import print_tree
+
+    config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    if config.print_config:
+        print_tree(config)
+
+    # torch and lightning come in here, after every fault of the composition.
+    from exp.report import print_report
+    from exp.run import fit
+
+    report = fit(config)
+    print_report(report)
+    return 0 if report.status == "completed" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

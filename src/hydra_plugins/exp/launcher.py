@@ -1,0 +1,34 @@
+"""hydra/launcher=exp: the jobs of a sweep in this process, one after another. All of it is in exp.sweeps."""
+
+# No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
+# dataclasses cannot look names up.
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+@dataclass
+class ExpLauncherConf:
+    _target_: str = "hydra_plugins.exp.launcher.ExpLauncher"
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="exp", node=ExpLauncherConf, provider="exp")
+
+
+class ExpLauncher(Launcher):
+    """Hands each batch of jobs to the sweep that `python -m exp.train -m` started."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from exp.sweeps.sweep import Sweep
+
+        if not isinstance(task_function, Sweep):
+            raise TypeError("hydra/launcher=exp runs the jobs of `python -m exp.train -m`, not of another Hydra program")
+        self.sweep = task_function
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        return self.sweep.launch(job_overrides, first=initial_job_idx)

@@ -94,8 +94,11 @@ def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signat
 
 
 def _cure_of_unknown(key: str, name: str, slot: Slot) -> str | None:
+    refused = nearest(name, slot.refused)
+    if refused:
+        return f"Use {slot.refused[refused[0]]}"
     if slot.pattern == "objective.*" and name in ("weight", "output", "target"):
-        return f"Make {key} a exp.objectives.objective.Term with {name} and loss"
+        return f"Make {key} an exp.objectives.objective.Term with {name} and loss"
     return None
 
 

@@ -1,7 +1,6 @@
 """`launched(program)`: a program lived by every rank of a fresh run directory, through the real launcher."""
 
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -28,12 +27,6 @@ def body(rank):
 """
 
 
-def write_program(folder: Path, body: str) -> None:
-    """Writes `rank_program`, a module of the test's own whose body every rank runs."""
-    text = HEAD + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n\nlive(body)\n"
-    (folder / "rank_program.py").write_text(text)
-
-
 @pytest.fixture
 def run_directory(tmp_path):
     directory = tmp_path / "run"
@@ -42,12 +35,23 @@ def run_directory(tmp_path):
 
 
 @pytest.fixture
-def launched(tmp_path, run_directory, monkeypatch):
+def write_program(tmp_path):
+    """A function that writes `rank_program`, a module of the test's own whose body every rank lives."""
+
+    def write_program(body: str) -> None:
+        text = HEAD + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n\nlive(body)\n"
+        (tmp_path / "rank_program.py").write_text(text)
+
+    return write_program
+
+
+@pytest.fixture
+def launched(tmp_path, run_directory, write_program, monkeypatch):
     """A function that launches a program's ranks in `run_directory`."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def launched(body: str, *, ranks: int = 2, **options):
-        write_program(tmp_path, body)
+    def launched(body: str, *, ranks: int = 2, **options) -> None:
+        write_program(body)
         placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))
         launch(run_directory, placement=placed, worker="rank_program", **options)
 

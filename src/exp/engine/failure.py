@@ -22,7 +22,7 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError
 # What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
 NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|gloo/transport|socket ?timeout|"
-    r"ncclRemoteError|ncclSystemError|remote process exited|wait timeout after|watchdog caught|"
+    r"ncclRemoteError|ncclSystemError|remote process exited|wait timeout|watchdog caught|"
     r"collective operation timeout|store.*(timeout|timed out)",
     re.IGNORECASE,
 )

@@ -1,0 +1,145 @@
+"""Signals to the launching process and to the ranks: passed on once, saved, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from exp.errors import Interrupted
+
+# The ranks behave as the engine's do: a signal sets a flag, the state is saved at a clean point, Interrupted leaves.
+PATIENT = """
+flags = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda signum, frame: flags.append(signum))
+note(rank, os.getpid())
+while not flags:
+    time.sleep(0.02)
+time.sleep(0.3)
+checkpoint = directory / "saved"
+checkpoint.write_text("state")
+raise Interrupted(signum=flags[0], checkpoint=str(checkpoint))
+"""
+STUBBORN = """
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+note(rank, os.getpid())
+time.sleep(60)
+"""
+PARENT = """
+import sys
+from exp.engine.launch import launch
+from exp.errors import ExpError
+from exp.strategies.placement import Machine, placement
+try:
+    launch(sys.argv[1], placement=placement("ddp", machine=Machine(gpus=0)), worker="rank_program")
+except ExpError as error:
+    print(error)
+    sys.exit(error.exit_status)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path, run_directory, write_program):
+    """A function that starts a launching process over a rank program, and waits until both ranks run."""
+    started = []
+
+    def parent(body: str) -> tuple[subprocess.Popen, list[int]]:
+        write_program(body)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, str(run_directory)],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process, [wait_for_note(run_directory / f"note{rank}") for rank in range(2)]
+
+    yield parent
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_note(path: Path) -> int:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if path.is_file() and path.read_text():
+            return json.loads(path.read_text())
+        time.sleep(0.02)
+    raise AssertionError(f"{path} was not written")
+
+
+def gone(pids: list[int], *, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_parent_lets_every_rank_save_and_sets_the_exit_status(parent, run_directory, signum):
+    process, pids = parent(PATIENT)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=15)
+    assert process.returncode == 128 + signum
+    assert f"interrupted by signal {int(signum)}" in output
+    assert str(run_directory / "saved") in output
+    assert gone(pids, seconds=2)
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(parent):
+    process, pids = parent(STUBBORN)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert gone(pids, seconds=2)
+
+
+def test_a_signal_to_one_rank_alone_counts_as_an_interruption_of_the_run(launched, run_directory):
+    with pytest.raises(Interrupted) as caught:
+        launched(
+            """
+            if rank.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)  # before any handler of the engine's
+            time.sleep(0.5)
+            checkpoint = directory / "saved"
+            raise Interrupted(signum=signal.SIGTERM, checkpoint=str(checkpoint))
+            """
+        )
+    assert caught.value.signum == signal.SIGTERM
+    assert caught.value.exit_status == 143
+
+
+def test_a_parent_that_is_killed_takes_its_ranks_along(parent):
+    process, pids = parent(STUBBORN)
+    process.kill()
+    process.communicate(timeout=10)
+    assert gone(pids, seconds=5)
+
+
+def test_an_error_while_saving_is_told_rather_than_the_signal(parent):
+    process, _ = parent(
+        PATIENT.replace("raise Interrupted(signum=flags[0], checkpoint=str(checkpoint))", 'raise RunError("disk full")')
+    )
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert "disk full" in output
+
+
+def test_a_signal_after_the_work_was_done_still_ends_the_job(parent):
+    process, _ = parent(PATIENT.replace("raise Interrupted(signum=flags[0], checkpoint=str(checkpoint))", "pass"))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 130

@@ -92,9 +92,8 @@ def _pick(values: Mapping[str, Tensor], name: str, role: str) -> Tensor:
         return values[name]
     nearest = get_close_matches(name, values, n=1)
     hint = f". Nearest: {nearest[0]}" if nearest else ""
-    raise RunError(
-        f"a term's {role} is {name!r}, which neither network nor batch gives; there are {sorted(values)}{hint}"
-    )
+    there = ", ".join(sorted(values))
+    raise RunError(f"a term's {role} is {name!r}, which neither network nor batch gives; there are {there}{hint}")
 
 
 def _full(tensor: Tensor) -> Tensor:

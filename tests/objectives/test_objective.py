@@ -1,0 +1,237 @@
+"""Terms and their sum: numbers against formulas in float64, full precision under autocast, no silent broadcasting."""
+
+# ruff: noqa: E501   a message is compared whole
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from exp.errors import RunError
+from exp.objectives.objective import Objective, Term
+from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
+
+CLASSES = 5
+
+
+def sample(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(CLASSES, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    shifted = scores - scores.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def cross_entropy_by_hand(
+    scores: Tensor, target: Tensor, *, smoothing: float, weights: list[float] | None, ignored: int
+) -> float:
+    log_p = log_softmax(scores.double().numpy().reshape(-1, CLASSES))
+    factor = np.ones(CLASSES) if weights is None else np.array(weights)
+    total = norm = 0.0
+    for row, label in zip(log_p, target.numpy().reshape(-1), strict=True):
+        if label == ignored:
+            continue
+        total -= (1 - smoothing) * factor[label] * row[label] + smoothing / CLASSES * (factor * row).sum()
+        norm += factor[label]
+    return total / norm
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("smoothing", "weights", "ignored"),
+    [(0.0, None, -100), (0.1, None, -100), (0.0, [1.0, 2.0, 0.5, 3.0, 1.0], -100), (0.2, [2.0, 1, 1, 1, 0.1], 2)],
+)
+def test_cross_entropy_is_the_formula_for_any_number_of_axes(
+    shape: tuple[int, ...], smoothing: float, weights: list[float] | None, ignored: int
+) -> None:
+    scores, target = sample(*shape, CLASSES), classes(*shape)
+    loss = CrossEntropy(label_smoothing=smoothing, class_weights=weights, ignore_index=ignored)
+    expected = cross_entropy_by_hand(scores, target, smoothing=smoothing, weights=weights, ignored=ignored)
+    assert loss(scores, target).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_nll_of_log_probabilities_is_cross_entropy_of_scores() -> None:
+    scores, target = sample(3, 4, CLASSES), classes(3, 4)
+    expected = cross_entropy_by_hand(scores, target, smoothing=0.0, weights=[1.0, 2, 3, 4, 5], ignored=0)
+    loss = NLL(class_weights=[1.0, 2, 3, 4, 5], ignore_index=0)
+    assert loss(scores.log_softmax(-1), target).item() == pytest.approx(expected, rel=1e-5)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "formula"),
+    [
+        (nn.MSELoss(), lambda x, y: ((x - y) ** 2).mean()),
+        (nn.L1Loss(), lambda x, y: np.abs(x - y).mean()),
+        (
+            nn.HuberLoss(delta=0.5),
+            lambda x, y: np.where(abs(x - y) < 0.5, (x - y) ** 2 / 2, 0.5 * (abs(x - y) - 0.25)).mean(),
+        ),
+        (BCEWithLogits(), lambda x, y: -(y * np.log(sigmoid(x)) + (1 - y) * np.log(1 - sigmoid(x))).mean()),
+        (
+            BCEWithLogits(pos_weight=[3.0, 0.5]),
+            lambda x, y: -(np.array([3.0, 0.5]) * y * np.log(sigmoid(x)) + (1 - y) * np.log(1 - sigmoid(x))).mean(),
+        ),
+    ],
+    ids=["mse", "l1", "huber", "bce_with_logits", "bce_with_logits weighted"],
+)
+def test_elementwise_terms_are_their_formulas(loss: nn.Module, formula: Callable) -> None:
+    output, target = sample(6, 2), torch.rand(6, 2, generator=torch.Generator().manual_seed(2))
+    total, _ = Objective({"term": loss})({"output": output, "target": target})
+    assert total.item() == pytest.approx(formula(output.double().numpy(), target.double().numpy()), rel=1e-5)
+
+
+def test_bce_of_probabilities_runs_under_autocast_too() -> None:
+    x, y = torch.rand(6, 2), torch.rand(6, 2)
+    expected = -(y.double() * x.double().log() + (1 - y.double()) * (1 - x.double()).log()).mean().item()
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            total, _ = Objective({"bce": nn.BCELoss()})({"output": x, "target": y})
+        assert total.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_sum_weights_its_terms_and_the_parts_are_not_weighted() -> None:
+    output, target = sample(4, 3).requires_grad_(), sample(4, 3, seed=5)
+    objective = Objective({"mse": nn.MSELoss(), "l1": Term(loss=nn.L1Loss(), weight=0.25)})
+    total, parts = objective({"output": output, "target": target})
+    mse, l1 = (output - target).pow(2).mean(), (output - target).abs().mean()
+    torch.testing.assert_close(total, mse + 0.25 * l1)
+    assert list(parts) == ["mse", "l1"]
+    torch.testing.assert_close(parts["l1"], l1.detach())
+    assert total.requires_grad
+    assert not any(part.requires_grad for part in parts.values())
+    assert total.shape == parts["mse"].shape == ()
+
+
+def test_terms_pick_their_values_by_name() -> None:
+    values = {
+        "input": sample(4, 3),
+        "output": sample(4, CLASSES),
+        "target": classes(4),
+        "reconstruction": sample(4, 3, seed=8),
+    }
+    objective = Objective(
+        {
+            "cross_entropy": CrossEntropy(),
+            "copy": Term(loss=nn.MSELoss(), output="reconstruction", target="input", weight=2.0),
+        }
+    )
+    total, parts = objective(values)
+    torch.testing.assert_close(parts["copy"], (values["reconstruction"] - values["input"]).pow(2).mean())
+    torch.testing.assert_close(total, parts["cross_entropy"] + 2.0 * parts["copy"])
+
+
+def test_a_name_that_nobody_gives_is_said_with_its_neighbour() -> None:
+    term = Term(loss=nn.MSELoss(), output="reconstructoin")
+    with pytest.raises(RunError) as caught:
+        Objective({"copy": term})({"output": sample(1), "target": sample(1), "reconstruction": sample(1)})
+    assert str(caught.value) == (
+        "a term's output is 'reconstructoin', which neither network nor batch gives; there are output, "
+        "reconstruction, target. Nearest: reconstruction"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_and_sums_of_half_precision_outputs_are_in_float32(dtype: torch.dtype) -> None:
+    scores, target = sample(64, CLASSES).to(dtype), classes(64)
+    objective = Objective({"a": CrossEntropy(), "b": Term(loss=CrossEntropy(label_smoothing=0.5), weight=3.0)})
+    with torch.autocast("cpu", dtype=dtype):
+        total, parts = objective({"output": scores, "target": target})
+    assert {total.dtype, *(part.dtype for part in parts.values())} == {torch.float32}
+    reference, _ = objective({"output": scores.float(), "target": target})
+    assert torch.equal(total, reference)
+    inputs, weight = sample(8, 4), nn.Linear(4, 3)
+    with torch.autocast("cpu", dtype=dtype):  # an elementwise loss with a float32 target, through a layer
+        output = weight(inputs)
+        total, _ = Objective({"mse": nn.MSELoss()})({"output": output, "target": sample(8, 3, seed=3)})
+    assert output.dtype == dtype
+    assert torch.equal(total, (output.float() - sample(8, 3, seed=3)).pow(2).mean())
+
+
+def test_float64_stays_float64() -> None:
+    total, _ = Objective({"mse": nn.MSELoss()})({"output": sample(3).double(), "target": sample(3)})
+    assert total.dtype == torch.float64
+
+
+def test_settings_are_not_in_the_state_dict_but_follow_the_device() -> None:
+    objective = Objective({"cross_entropy": CrossEntropy(class_weights=[1.0] * CLASSES)})
+    assert objective.state_dict() == {}
+    assert objective.to("meta").terms["cross_entropy"].loss.class_weights.device.type == "meta"
+
+
+shapes = st.lists(st.integers(1, 3), min_size=0, max_size=3).map(tuple)
+ELEMENTWISE = [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), nn.BCEWithLogitsLoss(), BCEWithLogits()]
+
+
+@given(output=shapes, target=shapes, loss=st.sampled_from(ELEMENTWISE))
+def test_an_elementwise_loss_takes_equal_shapes_and_no_others(
+    output: tuple[int, ...], target: tuple[int, ...], loss: nn.Module
+) -> None:
+    values = {"output": torch.zeros(output), "target": torch.zeros(target)}
+    if output == target:
+        assert Objective({"term": loss})(values)[0].shape == ()
+    else:
+        with pytest.raises(RunError, match="both must have one shape"):
+            Objective({"term": loss})(values)
+
+
+@given(output=shapes, target=shapes)
+def test_classes_are_on_the_last_axis_and_nowhere_else(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+    values = {"output": torch.zeros(output), "target": torch.zeros(target, dtype=torch.int64)}
+    if len(output) > 1 and output[:-1] == target:
+        assert Objective({"term": CrossEntropy()})(values)[0].shape == ()
+    else:
+        with pytest.raises(RunError, match="reads classes from the last axis"):
+            Objective({"term": CrossEntropy()})(values)
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "target", "message"),
+    [
+        (nn.MSELoss(), (8, 1), (8,), "MSELoss compares element by element: the output is [8, 1], the target [8]; both must have one shape. End the model with {_target_: torch.nn.Flatten, start_dim: 0}"),
+        (nn.MSELoss(), (8,), (8, 1), "Drop the target's last axis of 1"),
+        (nn.L1Loss(), (8, 3), (8, 2), "The model's last layer must give 2 numbers for a sample"),
+        (CrossEntropy(), (8, 5), (8, 1), "so that the target must be [8]; it is [8, 1]. Drop the target's last axis of 1"),
+        (CrossEntropy(), (8, 5, 7), (8, 7), "The classes seem to be on axis 1: move them to the last one (x.movedim(1, -1))"),
+        (CrossEntropy(), (8, 7, 5), (8,), "pool or select one, as x.mean(1) or x[:, -1]"),
+    ],
+)  # fmt: skip
+def test_a_shape_that_does_not_fit_comes_with_its_cure(
+    loss: nn.Module, output: tuple[int, ...], target: tuple[int, ...], message: str
+) -> None:
+    numbers = torch.zeros(target, dtype=torch.int64 if isinstance(loss, CrossEntropy) else torch.float32)
+    with pytest.raises(RunError) as caught:
+        Objective({"term": loss})({"output": torch.zeros(output), "target": numbers})
+    assert message in str(caught.value)
+
+
+def test_targets_of_the_wrong_kind() -> None:
+    with pytest.raises(RunError, match=r"CrossEntropy needs class numbers \(int64\); the target is float32"):
+        Objective({"term": CrossEntropy()})({"output": torch.zeros(4, 3), "target": torch.zeros(4)})
+    with pytest.raises(RunError, match=r"Class numbers need objective=\[cross_entropy\]"):
+        Objective({"term": nn.MSELoss()})({"output": torch.zeros(4, 3), "target": torch.zeros(4, dtype=torch.int64)})
+    # Yes-or-no answers as integers are right for an elementwise loss.
+    answers = torch.tensor([0, 1, 1])
+    total, _ = Objective({"term": nn.BCEWithLogitsLoss()})({"output": torch.zeros(3), "target": answers})
+    assert total.item() == pytest.approx(np.log(2), rel=1e-6)
+
+
+def test_a_term_gives_one_number_and_an_objective_has_a_term() -> None:
+    with pytest.raises(RunError, match=r"MSELoss gives a tensor of shape \[4\]; a term must give one number"):
+        Objective({"term": nn.MSELoss(reduction="none")})({"output": torch.zeros(4), "target": torch.zeros(4)})
+    with pytest.raises(RunError, match="the objective has no terms"):
+        Objective({})

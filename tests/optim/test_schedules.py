@@ -1,0 +1,186 @@
+"""Schedules: the learning rates themselves against torch's own schedules and formulas, by group, and after a resume."""
+
+# ruff: noqa: E501   a message is compared whole
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from exp.errors import ConfigError
+from exp.optim.optimization import Optimization
+from exp.optim.schedules import Constant, Cosine, OneCycle
+
+RATES = (0.1, 0.003)
+
+
+def sgd(momentum: float = 0.9) -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in RATES]
+    return torch.optim.SGD(groups, lr=1.0, momentum=momentum)
+
+
+def rates(schedule: Any, steps: int) -> list[tuple[float, ...]]:
+    """The rates that steps 1, 2, ... are taken with."""
+    optimizer = schedule.optimizer
+    seen = []
+    for _ in range(steps):
+        seen.append(tuple(group["lr"] for group in optimizer.param_groups))
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def close(left: list[tuple[float, ...]], right: list[tuple[float, ...]]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a == pytest.approx(b, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(total=st.integers(1, 60), share=st.floats(0.0, 0.9), end=st.sampled_from([0.0, 0.1, 1.0]))
+def test_cosine_is_torchs_warm_up_and_cosine_in_sequence(total: int, share: float, end: float) -> None:
+    warmup = min(int(share * total), total - 1)
+    ours = rates(Cosine(sgd(), total_steps=total, warmup_steps=warmup, end_factor=end), total + 1)
+    for group, rate in enumerate(RATES):  # torch's eta_min is one number: a reference for each group
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
+        down = lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - warmup, eta_min=end * rate)
+        reference: Any = down
+        if warmup:
+            up = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), end_factor=1.0, total_iters=warmup)
+            reference = lr_scheduler.SequentialLR(optimizer, [up, down], milestones=[warmup])
+        seen = []
+        for _ in range(total + 1):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            reference.step()
+        assert [step[group] for step in ours] == pytest.approx(seen, rel=1e-7, abs=1e-9)
+
+
+def test_cosine_by_its_formula_and_flat_beyond_the_end() -> None:
+    ours = rates(Cosine(sgd(), total_steps=10, warmup_fraction=0.2, end_factor=0.1), 13)
+    factors = [1 / 3, 2 / 3, *(0.1 + 0.9 * (1 + math.cos(math.pi * n / 8)) / 2 for n in range(8)), 0.1, 0.1, 0.1]
+    close(ours, [tuple(rate * factor for rate in RATES) for factor in factors])
+
+
+def test_constant_warms_up() -> None:
+    ours = rates(Constant(sgd(), warmup_steps=3), 6)
+    close(ours, [tuple(rate * factor for rate in RATES) for factor in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
+
+
+def test_one_cycle_is_torchs_with_each_groups_own_peak() -> None:
+    ours, reference = (
+        OneCycle(sgd(), total_steps=20),
+        lr_scheduler.OneCycleLR(sgd(), max_lr=list(RATES), total_steps=20),
+    )
+    assert rates(ours, 20) == rates(reference, 20)
+    peak = rates(OneCycle(sgd(), total_steps=20), 20)
+    assert max(step[0] for step in peak) == pytest.approx(RATES[0])
+    assert max(step[1] for step in peak) == pytest.approx(RATES[1])
+
+
+def optimization(factory: Any, **options: Any) -> Optimization:
+    return Optimization(
+        optimizer_factory=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), schedule_factory=factory, **options
+    )
+
+
+FACTORIES = {
+    "constant": functools.partial(Constant, warmup_steps=5),
+    "cosine": functools.partial(Cosine, total_steps=None, warmup_steps=4),
+    "one_cycle": functools.partial(OneCycle, total_steps=None),
+    "step": functools.partial(lr_scheduler.StepLR, step_size=3, gamma=0.5),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("done", [0, 1, 4, 11])
+def test_a_resumed_schedule_goes_on_exactly(name: str, done: int, tmp_path: Path) -> None:
+    make = optimization(FACTORIES[name]).make
+    optimizer, whole = make(nn.Linear(2, 2), total_steps=20)
+    before = rates(whole, done)
+    torch.save({"optimizer": optimizer.state_dict(), "schedule": whole.state_dict()}, tmp_path / "state.pt")
+    rest = rates(whole, 20 - done)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    optimizer, resumed = make(nn.Linear(2, 2), total_steps=20)
+    resumed.load_state_dict(state["schedule"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert rates(resumed, 20 - done) == rest
+    assert len(before) == done
+
+
+def test_a_resumed_plateau_goes_on_exactly(tmp_path: Path) -> None:
+    losses = [1.0, 0.9, 0.95, 0.94, 0.93, 0.8, 0.85, 0.86, 0.9, 0.91, 0.92, 0.93]
+    factory = functools.partial(lr_scheduler.ReduceLROnPlateau, mode="min", factor=0.5, patience=1)
+
+    def run(schedule: Any, values: list[float]) -> list[float]:
+        seen = []
+        for value in values:
+            schedule.step(value)
+            seen.append(schedule.optimizer.param_groups[0]["lr"])
+        return seen
+
+    make = optimization(factory, interval="epoch", monitor="loss/val").make
+    whole = run(make(nn.Linear(2, 2), total_steps=None)[1], losses)
+    optimizer, first = make(nn.Linear(2, 2), total_steps=None)
+    head = run(first, losses[:4])
+    torch.save({"optimizer": optimizer.state_dict(), "schedule": first.state_dict()}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    optimizer, second = make(nn.Linear(2, 2), total_steps=None)
+    second.load_state_dict(state["schedule"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert head + run(second, losses[4:]) == whole
+    assert whole[-1] < whole[0]
+
+
+def test_a_resumed_run_can_be_made_longer(tmp_path: Path) -> None:
+    make = optimization(functools.partial(Cosine, total_steps=None)).make
+    _, short = make(nn.Linear(2, 2), total_steps=10)
+    rates(short, 10)
+    state = short.state_dict()
+    _, longer = make(nn.Linear(2, 2), total_steps=20)
+    longer.load_state_dict(state)
+    [first, *_] = rates(longer, 2)[1:]
+    assert first[0] == pytest.approx(0.1 * (1 + math.cos(math.pi * 11 / 20)) / 2)
+
+
+def test_the_run_fills_in_the_length_that_the_config_leaves_open() -> None:
+    factory = functools.partial(Cosine, total_steps=None)
+    network = nn.Linear(2, 2)
+    _, by_step = optimization(factory).make(network, total_steps=8, total_epochs=2)
+    _, by_epoch = optimization(factory, interval="epoch").make(network, total_steps=8, total_epochs=2)
+    _, given_length = optimization(functools.partial(Cosine, total_steps=4)).make(network, total_steps=8)
+    halves = [rates(schedule, steps)[-1][0] for schedule, steps in ((by_step, 5), (by_epoch, 2), (given_length, 3))]
+    assert halves == pytest.approx([0.05, 0.05, 0.05])
+
+
+def test_a_schedule_that_changes_nothing_is_not_made() -> None:
+    network = nn.Linear(2, 2)
+    assert optimization(functools.partial(Constant, warmup_steps=0)).make(network, total_steps=8)[1] is None
+    assert optimization(None).make(network, total_steps=8)[1] is None
+    assert optimization(functools.partial(Constant, warmup_steps=1)).make(network, total_steps=8)[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        (functools.partial(Cosine, total_steps=None), {}, "scheduler.total_steps: null, and the length of the run is not known; expected a number of steps. Or set trainer.max_epochs or trainer.max_steps"),
+        (functools.partial(Cosine, total_steps=None), {"interval": "epoch"}, "expected a number of epochs. Or set trainer.max_epochs"),
+        (functools.partial(Cosine, total_steps=5, warmup_steps=5), {}, "scheduler.warmup_steps: 5; expected fewer than the 5 steps of the run"),
+        (functools.partial(Cosine, total_steps=5, warmup_steps=1, warmup_fraction=0.5), {}, "scheduler.warmup_fraction: 0.5 beside warmup_steps 1; expected one of the two"),
+        (functools.partial(Cosine, total_steps=5, warmup_fraction=1.5), {}, "scheduler.warmup_fraction: 1.5; expected a share of the run, 0 or more and below 1"),
+        (functools.partial(Constant, warmup_steps=-1), {}, "scheduler.warmup_steps: -1; expected a number of steps, 0 or more"),
+        (functools.partial(OneCycle, total_steps=5, pct_start=2.0), {}, "scheduler: OneCycle refused its values"),
+    ],
+)  # fmt: skip
+def test_faults_name_the_key(factory: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        optimization(factory, **options).make(nn.Linear(2, 2), total_steps=None)
+    assert message in str(caught.value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.faults import data_fault
 from exp.data.in_memory import Indexed
@@ -15,9 +15,9 @@ from exp.data.loader import Loader
 from exp.data.parts import make_parts
 from exp.data.randomness import generators_kept
 from exp.data.sampler import GlobalBatches
-from exp.data.samples import SampleSource, collated, transformed
+from exp.data.samples import SampleSource, transformed
 from exp.data.spec import Declared, read_spec, stated_classes
-from exp.data.streams import StreamLoader, StreamPlan
+from exp.data.streams import StreamLoader, StreamPlan, opened
 from exp.data.workers import Fetching, WorkerLoader
 from exp.errors import RunError
 from exp.types import DataSpec, Stage
@@ -78,10 +78,10 @@ class Data:
         self.shuffle_buffer = shuffle_buffer
         self._transforms = tuple((transforms or {}).values())
         self._train_transforms = tuple((train_transforms or {}).values())
-        self._collate = collate or collated
+        self._collate = collate or default_collate
         self._fetching = Fetching(
             num_workers=num_workers,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=pinned(pin_memory),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
@@ -202,5 +202,21 @@ class Data:
             return part.gather(torch.zeros(1, dtype=torch.int64))
         transforms = self._transforms_of(stage)
         if isinstance(part, IterableDataset):
-            return self._collate([transformed(next(iter(part)), transforms)])
+            sample = next(opened(part, epoch=0), None)
+            if sample is None:
+                raise data_fault(stage, got="an empty stream", expected="at least one sample")
+            return self._collate([transformed(sample, transforms)])
         return self._collate([SampleSource(dataset=part, transforms=transforms, seed=self.seed)[0, 0]])
+
+
+def pinned(wanted: bool | None) -> bool:
+    """Whether batches are made in pinned memory; None means where there is a CUDA device.
+
+    Raises: ConfigError where it is asked for without one.
+    """
+    available = torch.cuda.is_available()
+    if wanted and not available:
+        raise data_fault(
+            "pin_memory", got="true", expected="a machine with a CUDA device", cure="null decides by itself"
+        )
+    return available if wanted is None else wanted

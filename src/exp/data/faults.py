@@ -20,3 +20,12 @@ def nearest(name: str, names: Collection[str]) -> str | None:
         return f"Did you mean {close[0]!r}?"
     shown = sorted(names)
     return f"There is: {', '.join(shown[:12])}{', ...' if len(shown) > 12 else ''}" if shown else None
+
+
+def unlike_training(part: object, train: object) -> ConfigError:
+    """The error of a part that is scaled or encoded by a training part of another kind."""
+    return data_fault(
+        "train",
+        got=f"{type(train).__name__}, beside a part that is {type(part).__name__}",
+        expected="one kind: what training has seen scales or encodes the other parts",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class Divided(Protocol):
 class Prepared(Protocol):
     """A part that takes something from the training part, such as a mean or a vocabulary."""
 
-    def prepare(self, train: Self) -> Indexed:
-        """This part as a model sees it. train: the training part, which may be this one."""
+    def prepare(self, train: Any) -> Indexed:
+        """This part as a model sees it. train: the training part before it is prepared, which may be this one."""
 
 
 class Tensors(Dataset):

@@ -61,7 +61,7 @@ class IndexedLoader(Loader):
             skipped = max(0, start - first)
             for data in self._views(dataset, rows.reshape(-1), each=rows.shape[1])[skipped:]:
                 yield Batch(data, mine.size, size, world_size)
-        if full < len(self.batches):
+        if start <= full < len(self.batches):
             size = self.batches.size(full)
             mine = share(size=size, rank=self.rank, world_size=world_size)
             indices = order[full * self.batches.batch_size :][mine.start : mine.stop]

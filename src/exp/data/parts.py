@@ -50,10 +50,10 @@ def prepared(parts: Mapping[Stage, Any]) -> dict[Stage, Any]:
     ready = dict(parts)
     for stage, part in parts.items():
         if isinstance(part, Prepared):
-            if "train" not in parts or type(parts["train"]) is not type(part):
+            if "train" not in parts:
                 raise data_fault(
                     "train",
-                    got="no training part of the same kind",
+                    got="no training part",
                     expected=f"one: the {stage} part is scaled or encoded with what training has seen",
                 )
             ready[stage] = part.prepare(parts["train"])

@@ -1,11 +1,11 @@
-"""One sample at a time: drawn from its own random stream, transformed, and put into a batch."""
+"""One sample at a time: drawn from its own random stream, and transformed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from exp.data.randomness import reseed_sample
 
@@ -49,7 +49,6 @@ def applied(value: Any, transforms: Sequence[Transform]) -> Any:
     return value
 
 
-def collated(samples: Sequence[Any]) -> Any:
-    """torch's own way to stack samples, with a pair as a tuple."""
-    batch = default_collate(samples)
-    return tuple(batch) if isinstance(batch, list) else batch
+def as_batch(data: Any) -> Any:
+    """A batch with its pair as a tuple: collating and pinning turn one into a list."""
+    return tuple(data) if type(data) is list else data

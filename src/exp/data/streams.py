@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, _utils, get_worker_info
 from exp.data.loader import Loader
 from exp.data.randomness import reseed_sample, sample_generator
 from exp.data.sampler import share
-from exp.data.samples import Transform, transformed
+from exp.data.samples import Transform, as_batch, transformed
 from exp.data.workers import Fetching, kept_apart
 from exp.types import Batch, Stage
 
@@ -81,7 +81,7 @@ class StreamLoader(Loader):
         fetching = Fetching(**{**vars(self._fetching), "persistent_workers": False})
         iterator = iter(fetching.dataloader(stream, batch_size=None))
         for data, size, global_size in kept_apart(iterator, in_process=not fetching.num_workers):
-            yield Batch(data, size, global_size, self.plan.world_size)
+            yield Batch(as_batch(data), size, global_size, self.plan.world_size)
 
 
 class ShareOfStream(IterableDataset):
@@ -104,8 +104,6 @@ class ShareOfStream(IterableDataset):
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         hide_worker()
-        if isinstance(self.dataset, Epochs):
-            self.dataset.set_epoch(self.epoch)
         plan = self.plan
         samples = enumerate(self._shuffled(self._seeded()))
         batch = 0
@@ -124,7 +122,7 @@ class ShareOfStream(IterableDataset):
     def _seeded(self) -> Iterator[Any]:
         """The stream, with the generators set to (seed, epoch, index) before each sample is read."""
         reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=0)
-        iterator, index = iter(self.dataset), 0
+        iterator, index = opened(self.dataset, epoch=self.epoch), 0
         while True:
             reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
             try:
@@ -153,6 +151,13 @@ class ShareOfStream(IterableDataset):
     def _sample(self, index: int, sample: Any) -> Any:
         reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
         return transformed(sample, self.transforms)
+
+
+def opened(dataset: IterableDataset, *, epoch: int) -> Iterator[Any]:
+    """The samples of one epoch."""
+    if isinstance(dataset, Epochs):
+        dataset.set_epoch(epoch)
+    return iter(dataset)
 
 
 def hide_worker() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from exp.data.faults import data_fault
+from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Tensors
 from exp.data.shipped import shipped_table
 
@@ -46,11 +48,13 @@ class Table(Tensors):
             standardise=self.standardise,
         )
 
-    def prepare(self, train: Table) -> Tensors:
+    def prepare(self, train: Any) -> Tensors:
         """The rows as a model sees them.
 
-        Raises: ConfigError where the training part has other columns or classes.
+        Raises: ConfigError where the training part is no table, or has other columns or classes.
         """
+        if not isinstance(train, Table):
+            raise unlike_training(self, train)
         for name, mine, theirs in (("columns", self.columns, train.columns), ("classes", self.classes, train.classes)):
             if mine != theirs:
                 raise data_fault("", got=f"a part with the {name} {mine}", expected=f"those of training, {theirs}")

@@ -7,13 +7,14 @@ import glob
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.faults import data_fault
+from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Entries
 from exp.data.parts import lengths
 from exp.data.randomness import seed_for
@@ -21,11 +22,59 @@ from exp.data.randomness import seed_for
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
-class Text(Dataset):
-    """A text, or a contiguous part of one, before it is encoded.
+class Characters(Dataset):
+    """A text before it is encoded.
 
-    files: a file, a glob (`books/**/*.txt`), or several of them; None is the top level of Python's own standard
-        library, 4.7 million characters that are on every machine. They are joined in the order of their names.
+    codes: its code points, uint32 `[N]`. block_size: characters of a sample, T. vocabulary_size: see Text.
+    """
+
+    def __init__(self, *, codes: np.ndarray, block_size: int, vocabulary_size: int | None) -> None:
+        for key, value in (("block_size", block_size), ("vocabulary_size", vocabulary_size)):
+            if value is not None and value < 1:
+                raise data_fault(f"dataset.{key}", got=str(value), expected="1 or more")
+        self.codes, self.block_size, self.vocabulary_size = codes, block_size, vocabulary_size
+
+    def __len__(self) -> int:
+        """Blocks in it."""
+        return max(0, (len(self.codes) - 1) // self.block_size)
+
+    def divide(self, sizes: Mapping[str, int | float]) -> dict[str, Characters]:
+        """Contiguous parts, in the order of the text, so that no character of one is seen in another.
+
+        sizes: fractions of the characters, or whole numbers of blocks.
+        """
+        counts = lengths(
+            {name: size * self.block_size if isinstance(size, int) else size for name, size in sizes.items()},
+            len(self.codes),
+        )
+        parts, start = {}, 0
+        for name, count in counts.items():
+            codes = self.codes[start : start + count]
+            parts[name] = Characters(codes=codes, block_size=self.block_size, vocabulary_size=self.vocabulary_size)
+            start += count
+        return parts
+
+    def prepare(self, train: Any) -> TextBlocks:
+        """This part in the training part's vocabulary.
+
+        Raises: ConfigError where it is shorter than a block, and where the training part is no text.
+        """
+        if not isinstance(train, Characters):
+            raise unlike_training(self, train)
+        tokens = train.vocabulary.encode_codes(self.codes)
+        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=train.vocabulary)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(codes=self.codes, size=self.vocabulary_size)
+
+
+class Text(Characters):
+    """The text of some files.
+
+    files: a file, a glob (`books/**/*.txt`), or several of them, relative to the current folder, or else to directory;
+        None is the top level of Python's own standard library, 4.7 million characters that are on every machine. They
+        are joined in the order of their names.
     block_size: characters of a sample, T.
     vocabulary_size: how many characters to know, the most frequent ones of the training part; None for all of them.
         All others are one unknown character, which counts besides.
@@ -37,50 +86,12 @@ class Text(Dataset):
         self,
         *,
         files: str | Sequence[str] | None = None,
+        directory: str = "data",
         block_size: int = 64,
         vocabulary_size: int | None = None,
     ) -> None:
-        for key, value in (("block_size", block_size), ("vocabulary_size", vocabulary_size)):
-            if value is not None and value < 1:
-                raise data_fault(f"dataset.{key}", got=str(value), expected="1 or more")
-        self.block_size, self.vocabulary_size = block_size, vocabulary_size
-        self.codes = code_points("".join(read_text(path) for path in found_files(files)))
-
-    def __len__(self) -> int:
-        """Blocks in it."""
-        return max(0, (len(self.codes) - 1) // self.block_size)
-
-    def divide(self, sizes: Mapping[str, int | float]) -> dict[str, Text]:
-        """Contiguous parts, in the order of the text, so that no character of one is seen in another.
-
-        sizes: fractions of the characters, or whole numbers of blocks.
-        """
-        block = self.block_size
-        counts = lengths(
-            {name: size * block if isinstance(size, int) else size for name, size in sizes.items()}, len(self.codes)
-        )
-        parts, start = {}, 0
-        for name, count in counts.items():
-            parts[name] = self._part(self.codes[start : start + count])
-            start += count
-        return parts
-
-    def prepare(self, train: Text) -> TextBlocks:
-        """This part in the training part's vocabulary.
-
-        Raises: ConfigError where it is shorter than a block.
-        """
-        tokens = train.vocabulary.encode_codes(self.codes)
-        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=train.vocabulary)
-
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(codes=self.codes, size=self.vocabulary_size)
-
-    def _part(self, codes: np.ndarray) -> Text:
-        part = Text.__new__(Text)
-        part.block_size, part.vocabulary_size, part.codes = self.block_size, self.vocabulary_size, codes
-        return part
+        text = "".join(read_text(path) for path in found_files(files, directory=directory))
+        super().__init__(codes=code_points(text), block_size=block_size, vocabulary_size=vocabulary_size)
 
 
 class Vocabulary:
@@ -152,27 +163,29 @@ class TextBlocks(Dataset):
         return TextBlocks(tokens=self.tokens, block_size=self.block_size, vocabulary=self.vocabulary, offset=offset)
 
 
-def found_files(files: str | Sequence[str] | None) -> list[Path]:
+def found_files(files: str | Sequence[str] | None, *, directory: str) -> list[Path]:
     """The files of a pattern, sorted by name.
 
     Raises: ConfigError where a pattern finds none.
     """
     if files is None:
         files = f"{sysconfig.get_path('stdlib')}/*.py"
-    patterns = [files] if isinstance(files, str) else files
     found: set[Path] = set()
-    for pattern in patterns:
-        matches = [
-            path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()
-        ]
+    for pattern in [files] if isinstance(files, str) else files:
+        given = Path(pattern).expanduser()
+        matches = _matches(given) or _matches(Path(directory).expanduser() / given)
         if not matches:
             raise data_fault(
                 "dataset.files",
-                got=f"{pattern}, which is no file in {Path.cwd()}",
-                expected="a file or a glob that finds one",
+                got=f"{pattern}, which finds no file in {Path.cwd()} nor in {Path(directory).absolute()}",
+                expected="a file, or a glob that finds some",
             )
         found.update(matches)
     return sorted(found, key=str)
+
+
+def _matches(pattern: Path) -> list[Path]:
+    return [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if path.is_file()]
 
 
 def read_text(path: Path) -> str:

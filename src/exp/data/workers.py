@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from exp.data.faults import data_fault
 from exp.data.loader import Loader
 from exp.data.randomness import generators_kept
 from exp.data.sampler import GlobalBatches, ShareSampler
-from exp.data.samples import SampleSource
+from exp.data.samples import SampleSource, as_batch
 from exp.types import Batch, Stage
 
 
@@ -27,7 +29,17 @@ class Fetching:
     prefetch_factor: int | None = None
     persistent_workers: bool = True
     multiprocessing_context: str | None = None
-    collate: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        methods = multiprocessing.get_all_start_methods()
+        if self.multiprocessing_context not in (None, *methods):
+            raise data_fault(
+                "multiprocessing_context",
+                got=self.multiprocessing_context,
+                expected=f"null or one of {', '.join(methods)}",
+            )
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise data_fault("prefetch_factor", got=str(self.prefetch_factor), expected="null, or 1 or more")
 
     def dataloader(self, dataset: Any, **arguments: Any) -> DataLoader:
         parallel: dict[str, Any] = {}
@@ -83,7 +95,7 @@ class WorkerLoader(Loader):
         self._sampler.epoch, self._sampler.start = epoch, start
         fetched = kept_apart(iter(self._dataloader), in_process=not self._fetching.num_workers)
         for batch, data in enumerate(fetched, start):
-            yield Batch(data, self._sampler.share(batch).size, self.batches.size(batch), self.world_size)
+            yield Batch(as_batch(data), self._sampler.share(batch).size, self.batches.size(batch), self.world_size)
 
 
 def kept_apart(iterator: Iterator[Any], *, in_process: bool) -> Iterator[Any]:

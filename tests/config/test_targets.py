@@ -7,10 +7,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from exp.config.allowed import FUNCTIONS, LISTED, LISTED_CLASSES
-from exp.config.targets import TargetError, resolve
 from hypothesis import given
 from hypothesis import strategies as st
+
+from exp.config.allowed import FUNCTIONS, LISTED, LISTED_CLASSES
+from exp.config.targets import TargetError, resolve
 
 # Name, and the module that a wall with a hole would import; None where it is loaded anyway.
 ATTACKS = [
@@ -229,12 +230,14 @@ class TestOnesOwnModules:
             resolve("yaml.YAMLObject")
 
     def test_what_it_imports_from_elsewhere_is_not(self, home):
-        self.write(home / "importing_layers.py", "from subprocess import Popen\nfrom torch.nn import Linear\nimport os\n")
+        self.write(
+            home / "importing_layers.py", "from subprocess import Popen\nfrom torch.nn import Linear\nimport os\n"
+        )
         with pytest.raises(TargetError, match=r"which is subprocess\.Popen"):
             resolve("importing_layers.Popen")
         with pytest.raises(TargetError, match=r"Write torch\.nn\.modules\.linear\.Linear"):
             resolve("importing_layers.Linear")
-        with pytest.raises(TargetError, match="no module importing_layers.os"):
+        with pytest.raises(TargetError, match=r"no module importing_layers\.os"):
             resolve("importing_layers.os.system")
 
     @pytest.mark.parametrize(

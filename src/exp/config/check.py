@@ -43,7 +43,7 @@ def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
     if only is not None:
         plain = {only: plain[only]} if only in plain else {}
     plain.pop(COMPOSITION, None)
-    return once([*target_faults(plain, allow=allow), *program_faults(plain)])
+    return once([*target_faults(plain, allow=allow), *program_faults(config, plain)])
 
 
 def allowed(plain: dict[str, Any]) -> list[str]:

@@ -1,0 +1,103 @@
+"""python -m exp.check [flags] [overrides]: says what is wrong with a config, or ok. Trains nothing, writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exp.config.command import answer_question, is_question, parse_arguments
+from exp.errors import ConfigError, ExpError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from exp.validation import Examination
+
+PROGRAM = "python -m exp.check"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Checks what `python -m exp.train` with the same command line would run; with -m every job of the sweep.
+
+    Returns: 0 and a line that begins with ok, or 2 after the list of faults.
+    """
+    try:
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        if is_question(arguments):
+            answer_question(arguments)
+        elif arguments.multirun:
+            print(f"ok: {_checked_sweep(arguments)} jobs")
+        else:
+            print(_checked_run(arguments))
+    except ExpError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    return 0
+
+
+def _checked_run(arguments: argparse.Namespace) -> str:
+    from exp.config.compose import compose
+    from exp.validation import examine
+
+    config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    examined = examine(config)
+    if examined.faults:
+        raise ConfigError(examined.faults)
+    return summary(config, examined)
+
+
+def summary(config: DictConfig, examined: Examination) -> str:
+    """One line on a config without faults: how large, fed with what, run how."""
+    placed = examined.placement
+    ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
+    shape = list(config.data.input_shape)
+    return (
+        f"ok: {examined.parameters:,} parameters, input {shape} {config.data.input_dtype}, "
+        f"batch {config.data.batch_size}, {placed.strategy} with {ranks}, {config.precision.word}"
+    )
+
+
+def _checked_sweep(arguments: argparse.Namespace) -> int:
+    """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
+    from exp.config.compose import composition_of
+    from exp.config.hydra_adapter import job_return, run_sweeper
+    from exp.run import fit
+    from exp.sweeps.sweep import Sweep, job_faults
+    from exp.validation import validate
+
+    class Checked(Sweep):
+        """Composes and checks its jobs, and reports each as done with the value 0."""
+
+        count = 0
+
+        def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Any]:
+            jobs = [self._composed(first + number, overrides) for number, overrides in enumerate(batch)]
+            if any(job.error for job in jobs):
+                raise ConfigError(job_faults(jobs))
+            self.count += len(jobs)
+            return [
+                job_return(overrides=job.overrides, config=job.config, directory=str(self.directory), value=0.0)
+                for job in jobs
+            ]
+
+    # The command line's own launcher would start the jobs.
+    overrides = [text for text in arguments.overrides if not text.lstrip("+").startswith("hydra/launcher=")]
+    master = composition_of(
+        overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, multirun=True
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        jobs = Checked(master=master, directory=Path(directory), run=fit, validate=validate)
+        run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
+    return jobs.count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

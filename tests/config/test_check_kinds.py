@@ -1,0 +1,189 @@
+"""Values against annotations, signatures of real classes, spellings: the parts that the check is made of."""
+
+import collections.abc
+import datetime
+import enum
+import pathlib
+import typing
+
+import pytest
+import torch
+import torchmetrics
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from exp.config.kinds import UNKNOWN, fits, worded, words_of
+from exp.config.signature import HIDDEN_NAMES, signature_of
+from exp.config.spelling import among, did_you_mean, nearest
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+NODE = {"_target_": "torch.nn.ReLU"}
+FITS = [
+    (1, int), (1, float), (1.5, float),
+    (True, bool), ("a", str), (None, int | None), ("min", typing.Literal["min", "max"]),
+    ([1, 2], tuple[int, int]), ([1, 2, 3], tuple[int, ...]),
+    ([1, 2], list[float]), ([], list[int]), (["a"], collections.abc.Sequence[str]),
+    ({"a": 1}, dict[str, int]), (NODE, nn.Module),
+    ([NODE], list[nn.Module]), (NODE, collections.abc.Callable), ("RED", Colour),
+    ("red", Colour), ("x/y", pathlib.Path), ("cpu", torch.device), (3, typing.Annotated[int, "x"]), (3, typing.Any),
+    (UNKNOWN, int), ({"hours": 1}, str | datetime.timedelta | dict[str, int]), (1, "int"),
+]  # fmt: skip
+FITS_NOT = [
+    (1.0, int), (True, int), ("1", int), (True, float),
+    ("1e-3", float), (1, bool), ("true", bool), (1, str), (None, int),
+    ("mn", typing.Literal["min", "max"]), ([1], tuple[int, int]), ([1.5], list[int]), (1, list[int]), ("ab", list[str]),
+    ({"a": "b"}, dict[str, int]), ([1], dict[str, int]), ("relu", nn.Module), ("relu", collections.abc.Callable),
+    ("BLUE", Colour), (1.5, torch.device), (3, datetime.timedelta),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "annotation"), FITS)
+def test_a_value_that_fits(value, annotation):
+    assert fits(value, annotation)
+
+
+@pytest.mark.parametrize(("value", "annotation"), FITS_NOT)
+def test_a_value_that_does_not(value, annotation):
+    assert not fits(value, annotation)
+
+
+@pytest.mark.parametrize(
+    ("value", "default", "expected"),
+    [
+        (1, 0.5, True), (1.5, 0, True), ("a", 0.5, False), (True, 0.5, False), (1, True, False), (False, True, True),
+        (3, "mean", False), ([1, 2], (0.9, 0.999), True),
+        ("x", (0.9, 0.999), False), ("anything", None, True), (None, 0.5, True),
+    ],
+)  # fmt: skip
+def test_without_an_annotation_the_default_says_what_fits(value, default, expected):
+    empty = signature_of(lambda value: value).parameters["value"].annotation
+    assert fits(value, empty, default) is expected
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_like, st.sampled_from([annotation for _, annotation in FITS + FITS_NOT]))
+def test_any_value_fits_or_not_and_every_kind_has_words(value, annotation):
+    assert fits(value, annotation) in (True, False)
+    assert worded(annotation)
+    assert all(isinstance(word, str) for word in words_of(annotation))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (int, "an integer"),
+        (int | None, "an integer or null"),
+        (int | float, "a number"),
+        (float | torch.Tensor, "a number"),
+        (tuple[float, float], "a list of 2 numbers"),
+        (list[int], "a list of integers"),
+        (typing.Literal["min", "max"], "one of min, max"),
+        (nn.Module, "a node whose _target_ is a Module"),
+        (collections.abc.Callable[[int], int], "a node with a _target_ and _partial_: true"),
+    ],
+)
+def test_kinds_are_told_in_plain_words(annotation, words):
+    assert worded(annotation) == words
+
+
+def test_the_overload_of_lstm_is_read():
+    signature = signature_of(nn.LSTM)
+    assert {"input_size", "hidden_size", "num_layers", "batch_first", "bidirectional"} <= set(signature.parameters)
+    assert signature.parameters["hidden_size"].required
+    assert not signature.open
+
+
+def test_sequential_takes_layers_by_position_and_nothing_by_name():
+    signature = signature_of(nn.Sequential)
+    assert signature.positional
+    assert not any(parameter.required for parameter in signature.parameters.values())
+
+
+def test_the_task_of_accuracy_is_read_from_new():
+    parameters = signature_of(torchmetrics.Accuracy).parameters
+    assert words_of(parameters["task"].annotation) == ["binary", "multiclass", "multilabel"]
+    assert parameters["task"].required
+
+
+def test_kwargs_are_read_on_in_the_bases():
+    class Base(nn.Module):
+        def __init__(self, *, depth: int, width: int = 3) -> None:
+            super().__init__()
+
+    class Middle(Base):
+        def __init__(self, **kwargs) -> None:
+            super().__init__(depth=2, **kwargs)
+
+    class Top(Middle):
+        def __init__(self, *, name: str, **kwargs) -> None:
+            super().__init__(**kwargs)
+
+    signature = signature_of(Top)
+    assert list(signature.parameters) == ["name", "depth", "width"]
+    assert [name for name, parameter in signature.parameters.items() if parameter.required] == ["name"]
+    assert not signature.open
+
+
+def test_kwargs_of_a_module_end_at_torch():
+    class Loose(nn.Module):
+        def __init__(self, *, width: int, **kwargs) -> None:
+            super().__init__()
+
+    class Free:
+        def __init__(self, **kwargs) -> None: ...
+
+    assert signature_of(Free).open
+    assert signature_of(Loose).open
+
+
+def test_annotations_as_text_are_looked_up_where_they_were_written():
+    parameters = signature_of(torch.optim.lr_scheduler.OneCycleLR).parameters
+    assert words_of(parameters["anneal_strategy"].annotation) == ["cos", "linear"]
+    assert not fits("0.3", parameters["pct_start"].annotation)
+
+
+def test_the_hidden_names_of_a_metric_are_those_it_takes():
+    """torchmetrics 1.9: Metric pops these out of **kwargs and refuses any other."""
+    names = HIDDEN_NAMES["torchmetrics.metric.Metric"]
+    given_by_hand = {name: False for name in names if names[name] is bool} | {"dist_sync_on_step": True}
+    torchmetrics.MeanMetric(**given_by_hand)
+    for name in names:
+        if names[name] is not bool:
+            torchmetrics.MeanMetric(**{name: print if "_fn" in name else None})
+    with pytest.raises(ValueError, match="Unexpected keyword arguments"):
+        torchmetrics.MeanMetric(compute_on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "found"),
+    [
+        ("precison", ["precision", "profiler"], "precision"), ("lrr", ["lr", "eps"], "lr"),
+        ("weightdecay", ["weight_decay", "lr"], "weight_decay"), ("Adam-W", ["adam", "adamw"], "adamw"),
+        ("epochs", ["max_epochs", "max_steps"], "max_epochs"), ("fp61", ["fp32", "fp16"], "fp16"),
+        ("xyzzy", ["lr", "eps"], None), ("", ["lr"], None),
+    ],
+)  # fmt: skip
+def test_the_nearest_spelling(word, known, found):
+    assert nearest(word, known) == ([found] if found else [])
+    assert did_you_mean(word, known) == (f"Did you mean {found}?" if found else None)
+
+
+def test_a_long_list_is_cut_to_the_nearest():
+    names = [f"name_{index}" for index in range(40)] + ["learning_rate"]
+    shown = among(names, word="learnin_rate")
+    assert shown.startswith("learning_rate, ")
+    assert shown.endswith("... (41 in all)")
+    assert len(shown) < 100
+    assert among(["a", "b"]) == "a, b"
+    assert among([]) == "(nothing)"

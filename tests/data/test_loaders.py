@@ -5,12 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.nn import Identity
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+
 from exp.data.data import Data
 from exp.data.digits import Digits
 from exp.data.streams import hide_worker
 from exp.errors import RunError
-from torch.nn import Identity
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 SAMPLES = 23
 

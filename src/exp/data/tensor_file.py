@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,22 +44,17 @@ class TensorFile(Tensors):
                 expected="as many of the one as of the other",
             )
         for name, tensor in (("input", inputs), ("target", targets)):
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                row = (
-                    int((~tensor.isfinite()).flatten(1).any(1).nonzero()[0])
-                    if tensor.dim() > 1
-                    else int((~tensor.isfinite()).nonzero()[0])
-                )
+            bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
+            if bad.any():
                 raise data_fault(
                     "dataset.path",
-                    got=f"{file} with a number in {name} {row} that is not finite",
+                    got=f"{file} with a number in {name} {int(bad.nonzero()[0])} that is not finite",
                     expected="finite numbers",
                 )
         inputs = inputs.float() * scale if inputs.is_floating_point() or inputs.dtype == torch.uint8 else inputs.long()
-        if targets.is_floating_point():
-            targets = targets.float().reshape(len(targets), -1) if targets.dim() == 1 else targets.float()
-        else:
-            targets = targets.long()
+        targets = targets.float() if targets.is_floating_point() else targets.long()
+        if targets.is_floating_point() and targets.dim() == 1:
+            targets = targets[:, None]
         super().__init__(entries=(inputs, targets), num_classes=classes_in(targets))
 
 
@@ -82,9 +78,9 @@ def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 def _read_npz(file: Path) -> dict[str, Tensor]:
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             return {name: torch.from_numpy(np.atleast_1d(archive[name])) for name in archive.files}
-    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise data_fault(
             "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
         ) from error
@@ -93,8 +89,8 @@ def _read_npz(file: Path) -> dict[str, Tensor]:
 def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     try:
         held = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise data_fault(
             "dataset.path", got=f"{file} ({reason})", expected="tensors alone, saved by torch.save"
         ) from error

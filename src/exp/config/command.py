@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from exp.config.compose import PRIMARY, checked_lines, composition_of, open_search_path
 from exp.config.diagnosis import fault_of
 from exp.config.groups import AXIS, MANY, ONE, Vocabulary
-from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser
+from exp.config.hydra_adapter import HYDRA_ERRORS
+from exp.config.hydra_program import HYDRA_VERSION, answer, argument_parser
 from exp.config.overrides import for_hydra
 from exp.errors import ConfigError, Fault
 
@@ -89,7 +90,9 @@ def answer_question(arguments: argparse.Namespace) -> None:
     except BrokenPipeError:
         raise
     except HYDRA_ERRORS as error:
-        composition_of(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+        composition_of(
+            arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, with_check=False
+        )
         raise ConfigError([fault_of(error)]) from error
     except SystemExit as error:
         # Hydra leaves with 1 after its own message on a package that is not there; for a wrong command that is 2.

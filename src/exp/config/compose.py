@@ -1,10 +1,11 @@
-"""From overrides to the config of one job: Hydra's composition on our search path, all faults of the overrides at once."""
+"""From overrides to the config of one job: Hydra's composition on our search path, and all faults at once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -16,6 +17,7 @@ from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config
 from exp.config.hydra_node import chosen_and_ignored, directory_faults, hydra_node_faults, is_inside
 from exp.config.overrides import Line, for_hydra, line_faults, read_lines
 from exp.config.search_path import make_importable, search_places
+from exp.config.yaml_files import split
 from exp.errors import ConfigError, Fault
 
 PRIMARY = "train"
@@ -25,7 +27,7 @@ PRIMARY = "train"
 class Composition:
     """A composed config with its hydra node, and what it was made of."""
 
-    config: DictConfig
+    config: Any
     loader: Loader
     overrides: tuple[str, ...]
     config_name: str
@@ -36,9 +38,7 @@ class Composition:
         return self.loader.layers
 
 
-def compose(
-    overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = PRIMARY
-) -> DictConfig:
+def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = PRIMARY) -> DictConfig:
     """The config of one job, as `python -m exp.train OVERRIDES` composes it.
 
     config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
@@ -54,26 +54,34 @@ def composition_of(
     config_dir: str | None = None,
     config_name: str = PRIMARY,
     multirun: bool = False,
+    with_check: bool = True,
 ) -> Composition:
-    """Composes, with the hydra node kept. multirun: overrides may hold several values, which are then left out.
+    """Composes, with the hydra node kept.
 
+    multirun: overrides may hold several values, which are then left out.
+    with_check: where overrides have faults, the rest of the config is checked as well, so that all comes back at once.
     Raises: ConfigError with every fault.
     """
     loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
+    config: DictConfig | None = None
     try:
         config = loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary), multirun=multirun)
+        faults += _after_faults(config, lines, loader, multirun=multirun)
     except ConfigError as error:
-        raise ConfigError([*faults, *error.faults]) from error
+        faults += error.faults
     except HYDRA_ERRORS as error:
         found = diagnose(loader, vocabulary, lines, config_name=config_name, multirun=multirun)
-        raise ConfigError([*faults, *(found or [fault_of(error)])]) from error
-    faults += _after_faults(config, lines, loader, multirun=multirun)
+        faults += found.faults or (fault_of(error),)
+        config, lines = found.config, list(found.healthy)
+    composition = Composition(
+        config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
+    )  # fmt: skip
+    if faults and with_check and not multirun and config is not None:
+        faults += _check_faults(replace(composition, overrides=tuple(line.text for line in lines)), faults)
     if faults:
         raise ConfigError(faults)
-    return Composition(
-        config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
-    )
+    return composition
 
 
 def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loader, Vocabulary]:
@@ -107,7 +115,12 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     with hydra_config(config):
         directory = _directory(config, sweep=sweep)
         _resolve_hydra_values(config)
-        tasks = [line for line in composition.overrides if not line.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    return _without_hydra(composition, directory=directory)
+
+
+def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
+    config = composition.config
+    tasks = [text for text in composition.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
     OmegaConf.set_readonly(config, False)
     with open_dict(config):
         del config["hydra"]
@@ -140,9 +153,8 @@ def _resolve_hydra_values(config: DictConfig) -> None:
             try:
                 OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))
             except HYDRA_ERRORS as error:
-                faults.append(Fault(
-                    key=key, got=f"{text}: {str(error).splitlines()[0]}", expected="a value that Hydra knows before the run"
-                ))  # fmt: skip
+                reason = str(error).splitlines()[0]
+                faults.append(Fault(key=key, got=f"{text}: {reason}", expected="a value that is known before the run"))
     if faults:
         raise ConfigError(faults)
 
@@ -172,3 +184,14 @@ def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, 
             values = line.value if isinstance(line.value, list) else [line.value]
             chosen += [(line.group, str(value)) for value in values]
     return faults + chosen_and_ignored(chosen, [layer.config_path for layer in loader.layers])
+
+
+def _check_faults(composition: Composition, known: Sequence[Fault]) -> list[Fault]:
+    """What the check says of a config without its faulty overrides, but for the nodes that those were meant for."""
+    from exp.config.check import config_faults
+
+    groups = {fault.key for fault in known if "." not in fault.key}
+    keys = {fault.key for fault in known}
+    config = _without_hydra(composition, directory="")
+    found = config_faults(config)
+    return [fault for fault in found if fault.key not in keys and split(fault.key)[0] not in groups]

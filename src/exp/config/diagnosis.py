@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader
 from exp.config.overrides import Line, for_hydra, missing_key_fault
+from exp.config.spelling import among, did_you_mean
 from exp.errors import ConfigError, Fault
 
 MAX_MESSAGE = 300
 
 
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What failed, and what is left without it.
+
+    config: None where not even the choices of groups compose. healthy: the overrides that it holds.
+    """
+
+    faults: tuple[Fault, ...]
+    config: DictConfig | None
+    healthy: tuple[Line, ...]
+
+
 def diagnose(
     loader: Loader, vocabulary: Vocabulary, lines: Sequence[Line], *, config_name: str, multirun: bool
-) -> list[Fault]:
+) -> Diagnosis:
     """Composes with the choices of groups alone, then applies the values one by one, and says which of them fail."""
     choices = [line for line in lines if line.group]
     try:
-        config = loader.compose(
-            config_name=config_name, overrides=for_hydra(choices, vocabulary), multirun=multirun
-        )
+        config = loader.compose(config_name=config_name, overrides=for_hydra(choices, vocabulary), multirun=multirun)
     except ConfigError as error:
-        return list(error.faults)
+        return Diagnosis(faults=error.faults, config=None, healthy=())
     except HYDRA_ERRORS as error:
-        return [fault_of(error)]
-    faults = []
+        return Diagnosis(faults=(fault_of(error),), config=None, healthy=())
+    faults, healthy = [], list(choices)
     for line in lines:
-        if not line.group and not line.is_sweep:
-            try:
-                loader.apply(line.parsed, config)
-            except HYDRA_ERRORS as error:
-                faults.append(_value_fault(line, config, error))
-    return faults
+        if line.group or line.is_sweep:
+            continue
+        try:
+            loader.apply(line.parsed, config)
+            healthy.append(line)
+        except HYDRA_ERRORS as error:
+            faults.append(_value_fault(line, config, error))
+    return Diagnosis(faults=tuple(faults), config=config, healthy=tuple(healthy))
 
 
 def fault_of(error: Exception) -> Fault:
     """One fault from what Hydra or OmegaConf raised."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing_config_fault(error, error.missing_cfg_file)
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -47,6 +65,17 @@ def fault_of(error: Exception) -> Fault:
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(told)) or type(error).__name__
     return Fault(key=str(key) or "config", got=detail, expected="a config that can be composed")
+
+
+def _missing_config_fault(error: MissingConfigException, path: str) -> Fault:
+    group, _, option = path.rpartition("/")
+    options = error.options or []
+    named_by = re.match(r"In '([^']+)'", str(error))
+    return Fault(
+        key=group or path, got=f"there is no option {option!r}" if group else "no such config",
+        expected=f"one of {among(options, word=option)}" if options else "a config on the search path",
+        cure=did_you_mean(option, options), source=f"defaults list of {named_by[1]}" if named_by else None,
+    )  # fmt: skip
 
 
 def _value_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
@@ -86,7 +115,7 @@ def _holds(config: DictConfig, key: str) -> bool:
         node = OmegaConf.select(config, parent) if parent else config
     except HYDRA_ERRORS:
         return False
-    return isinstance(node, DictConfig) and last in node.keys()
+    return isinstance(node, DictConfig) and last in node
 
 
 def _keys(node: DictConfig, prefix: str) -> list[str]:

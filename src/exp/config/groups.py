@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exp.config.hydra_adapter import Loader
+from exp.config.hydra_node import USED_GROUPS
 from exp.config.spelling import among, did_you_mean
 from exp.errors import Fault
 
 ONE = ("model", "data", "optimizer", "scheduler", "trainer", "strategy", "launch", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "logger")
 AXIS = ("experiment", "debug", "precision", "local")
-# Hydra's own groups that have a meaning here; the others set up what exp does not use.
-HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
 COMMAND_LINE = "command line"
 
 
@@ -48,14 +47,17 @@ class Vocabulary:
         if isinstance(option, str) and self.loader.has_option(group, option):
             return None
         options = self.options(group)
-        got = f"there is no option {option!r}" if isinstance(option, str) else f"{option!r} is not the name of an option"
+        expected = f"one of {among(options, word=str(option))}" if options else "an option, of which it has none"
         return Fault(
-            key=group, got=got, expected=f"one of {among(options, word=str(option))}" if options else "an option: it has none",
-            cure=did_you_mean(str(option), options), source=COMMAND_LINE,
-        )  # fmt: skip
+            key=group,
+            got=f"there is no option {option!r}",
+            expected=expected,
+            cure=did_you_mean(str(option), options),
+            source=COMMAND_LINE,
+        )
 
     def in_use(self, group: str) -> bool:
-        return group in self.groups or group in HYDRA_GROUPS
+        return group in self.groups or group in USED_GROUPS
 
     def example(self, group: str) -> str:
         """A right command for this group."""
@@ -67,8 +69,8 @@ def normalised(lines: Sequence[tuple[str, str, object]], texts: Sequence[str], v
     """Overrides as Hydra should see them, so that `+` means one thing whatever else stands on the command line.
 
     lines: (sign, group, value) of each override that chooses options, ("", "", None) of the others; texts: as typed.
-    An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each other and with
-    its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
+    An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each
+    other and with its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
     """
     replaced = {group: value for sign, group, value in lines if group and sign == ""}
     added: dict[str, list[str]] = {}

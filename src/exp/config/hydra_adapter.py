@@ -1,30 +1,24 @@
-"""The one place that knows Hydra's private parts. Seen: Hydra 1.3.8; tests/config/test_hydra_adapter.py says what of it.
+"""Hydra's composition, private parts included: they are known here and in hydra_program, and nowhere else.
 
-Relied upon: ConfigLoaderImpl (`_compose_config_from_defaults_list`, `_apply_overrides_to_config`), ConfigRepository
-(`initialize_sources`, `load_config`), FileConfigSource, ConfigSearchPathImpl, the override parser, Plugins, HydraConfig,
-VersionBase, ConfigStore.
+Seen: Hydra 1.3.8. tests/config/test_hydra_adapter.py says what is relied upon: ConfigLoaderImpl, ConfigRepository,
+FileConfigSource, the override parser, Plugins, HydraConfig, VersionBase, ConfigStore.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import __version__ as HYDRA_VERSION
 from hydra import version
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -33,10 +27,10 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.types import HydraContext, RunMode
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,7 +39,7 @@ from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault
 
 VERSION_BASE = "1.3"
-# What Hydra and OmegaConf raise on a faulty config or override; the last four come out of their asserts and conversions.
+# What Hydra and OmegaConf raise on a faulty config or override, by intent, or out of an assert or a conversion.
 HYDRA_ERRORS = (
     HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
     RecursionError,
@@ -59,7 +53,6 @@ class Layer:
     config_path: str
     package: str
     file: Path | None
-    header_package: str | None
 
 
 class BoundedFileSource(FileConfigSource):
@@ -115,10 +108,7 @@ class Loader(ConfigLoaderImpl):
         if loaded.path.startswith("file://"):
             directory = loaded.path.removeprefix("file://")
             file = BoundedFileSource(loaded.provider, directory).file(default.config_path)
-        return Layer(
-            config_path=default.config_path, package=default.package or "", file=file,
-            header_package=loaded.header["package"],
-        )  # fmt: skip
+        return Layer(config_path=default.config_path, package=default.package or "", file=file)
 
     def compose(self, *, config_name: str, overrides: Sequence[str], multirun: bool = False) -> DictConfig:
         """The whole config, the hydra node included. Raises one of HYDRA_ERRORS or ConfigError."""
@@ -128,7 +118,7 @@ class Loader(ConfigLoaderImpl):
             return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        # A sweeper composes every job once for a try and stops at the first fault; our launcher lists those of all jobs.
+        # A sweeper composes every job for a try and stops at the first fault; our launcher lists those of all jobs.
         return super().load_sweep_config(master_config, sweep_overrides) if self.tries_jobs else master_config
 
     def apply(self, override: Override, config: DictConfig) -> None:
@@ -153,7 +143,9 @@ class Loader(ConfigLoaderImpl):
 
     def options(self, group: str) -> list[str]:
         with hydra_base():
-            return self.repository.get_group_options(group, ObjectType.CONFIG)
+            options = self.repository.get_group_options(group, ObjectType.CONFIG)
+        # `_loader` is a part that other options include, not a choice.
+        return [option for option in options if not option.startswith("_")]
 
     def groups(self, parent: str = "") -> list[str]:
         with hydra_base():
@@ -242,59 +234,3 @@ def targets_in(plain: Any) -> Iterator[str]:
     elif isinstance(plain, list):
         for value in plain:
             yield from targets_in(value)
-
-
-def argument_parser(program: str) -> argparse.ArgumentParser:
-    """Hydra's parser of the command line, which raises ConfigError on a wrong flag."""
-    parser = get_args_parser()
-    parser.prog = program
-
-    def error(message: str) -> None:
-        raise ConfigError([Fault(key="command line", got=message, expected="the flags of --help, and key=value")])
-
-    parser.error = error  # type: ignore[method-assign, assignment]
-    return parser
-
-
-def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, overrides: list[str]) -> None:
-    """Hydra's own answers to --cfg, --info, --hydra-help and --shell-completion. Raises one of HYDRA_ERRORS."""
-    from hydra._internal.hydra import Hydra
-
-    root = logging.getLogger()
-    kept = root.level, list(root.handlers)
-    with hydra_base():
-        hydra = Hydra(task_name=config_name, config_loader=loader)
-        try:
-            if arguments.hydra_help:
-                hydra.hydra_help(config_name=config_name, args_parser=argument_parser("exp"), args=arguments)
-            elif arguments.cfg is not None:
-                hydra.show_cfg(
-                    config_name=config_name, overrides=overrides, cfg_type=arguments.cfg, package=arguments.package,
-                    resolve=arguments.resolve,
-                )  # fmt: skip
-            elif arguments.info is not None:
-                hydra.show_info(arguments.info, config_name=config_name, overrides=overrides)
-            else:
-                hydra.shell_completion(config_name=config_name, overrides=overrides)
-        finally:
-            root.setLevel(kept[0])
-            root.handlers[:] = kept[1]
-
-
-def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Path) -> None:
-    """Lets the configured sweeper name the jobs and the configured launcher run them. No Hydra callbacks are made."""
-    with hydra_base(), hydra_config(config):
-        setup_globals()
-        OmegaConf.set_readonly(config.hydra, False)
-        config.hydra.mode = RunMode.MULTIRUN
-        config.hydra.sweep.dir = str(directory)
-        context = HydraContext(config_loader=loader, callbacks=Callbacks())
-        sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
-        sweeper.sweep(arguments=list(config.hydra.overrides.task))
-
-
-def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:
-    """What a sweeper gets of one job. Completed always, with nan for a failed one, or the sweeper would end the sweep."""
-    result = JobReturn(overrides=list(overrides), cfg=config, working_dir=directory, status=JobStatus.COMPLETED)
-    result.return_value = value
-    return result

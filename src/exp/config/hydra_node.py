@@ -1,11 +1,10 @@
-"""What of Hydra's own settings may be set: where results go, the sweeper and the launcher. The rest is refused aloud."""
+"""What of Hydra's own settings may be set: where results go, the sweeper and the launcher. Else a fault."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,6 +15,8 @@ from exp.errors import Fault
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.")
+# Hydra's own groups that have a meaning here; the others set up what exp does not use.
+USED_GROUPS = ("hydra/launcher", "hydra/sweeper")
 REFUSED = {
     "hydra.callbacks": ("a class that would run before the check", "a callback of the run: +callbacks=early_stopping"),
     "hydra.job.chdir": ("the working directory never changes", "paths relative to it; results go to the run directory"),
@@ -29,24 +30,22 @@ REFUSED = {
 }
 
 
-def hydra_key_fault(key: str, options: Callable[[str], list[str]], *, value: Any, sweep: bool) -> Fault | None:
+def hydra_key_fault(key: str, options: Callable[[str], list[str]], *, sweep: bool) -> Fault | None:
     """What is wrong with an override of Hydra's own settings, or None."""
     if sweep:
         return _fault(key, "several values", "one value: Hydra's own settings cannot be swept")
     if "/" in key:
-        wanted = [group for group in ("hydra/launcher", "hydra/sweeper") if key == group or key.startswith(group + "/")]
-        if wanted:
+        if any(key == group or key.startswith(group + "/") for group in USED_GROUPS):
             return None
         found = options(key)
         what = "a group that exp does not use" if found else "no such group"
-        return _fault(key, what, "hydra/launcher or hydra/sweeper", did_you_mean(key, ("hydra/launcher", "hydra/sweeper")))
+        return _fault(key, what, "hydra/launcher or hydra/sweeper", did_you_mean(key, USED_GROUPS))
     for refused, (got, expected) in REFUSED.items():
         if key == refused or key.startswith(refused + "."):
             return _fault(key, got, expected)
-    if key in ALLOWED or (key.startswith(ALLOWED_BELOW) and value is not ...):
+    if key in ALLOWED or key.startswith(ALLOWED_BELOW):
         return None
-    return _fault(key, "not a setting that exp uses", f"one of {among(ALLOWED)}, {', '.join(ALLOWED_BELOW)}...",
-                  did_you_mean(key, ALLOWED))  # fmt: skip
+    return _fault(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
 
 
 def hydra_node_faults(config: DictConfig, *, multirun: bool) -> list[Fault]:
@@ -81,8 +80,8 @@ def directory_faults(config: DictConfig, key: str) -> list[Fault]:
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_fault(key, repr(directory), "a directory below the working directory")]
     if not is_inside(directory):
-        return [_fault(key, directory, "a directory below the working directory",
-                       "Link a larger disk to ./outputs, or start in the directory that is to hold the results")]  # fmt: skip
+        cure = "Link a larger disk to ./outputs, or start in the directory that is to hold the results"
+        return [_fault(key, directory, "a directory below the working directory", cure)]
     return []
 
 
@@ -92,17 +91,23 @@ def is_inside(directory: str) -> bool:
     return Path.cwd() in Path(os.path.abspath(path)).parents and ".." not in path.parts
 
 
-def _fault(key: str, got: str, expected: str, cure: str | None = None, source: str | None = None) -> Fault:
-    return Fault(key=key, got=got, expected=expected, cure=cure, source=source)
-
-
 def chosen_and_ignored(chosen: Sequence[tuple[str, str]], loaded: Sequence[str]) -> list[Fault]:
     """Choices of the command line that the composition did not follow.
 
     chosen: pairs of group and option; loaded: the config paths that were merged.
     """
     return [
-        Fault(key=group, got=f"{group}={option} was ignored by the defaults list", expected="a choice that takes effect",
-              cure=f"Look for `override {group}` in the primary config", source="command line")
-        for group, option in chosen if f"{group}/{option}" not in loaded
-    ]  # fmt: skip
+        Fault(
+            key=group,
+            got=f"{group}={option} was ignored by the defaults list",
+            expected="a choice that takes effect",
+            cure=f"Look for `override {group}` in the primary config",
+            source="command line",
+        )
+        for group, option in chosen
+        if f"{group}/{option}" not in loaded
+    ]
+
+
+def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
+    return Fault(key=key, got=got, expected=expected, cure=cure)

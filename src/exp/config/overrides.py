@@ -8,10 +8,10 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from exp.config.groups import AXIS, COMMAND_LINE, HYDRA_GROUPS, Vocabulary, normalised
-from exp.config.habits import cure_of_key, cure_of_option
+from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary, normalised
+from exp.config.habits import KEYS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import Override, parse_override
-from exp.config.hydra_node import hydra_key_fault
+from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
 from exp.config.spelling import among, did_you_mean, nearest
 from exp.errors import Fault
 
@@ -65,18 +65,10 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
 def line_faults(lines: Sequence[Line], vocabulary: Vocabulary, *, multirun: bool) -> list[tuple[Line, Fault]]:
     """Every override that cannot be right, with what is wrong with it."""
     found = []
-    chosen: dict[str, Line] = {}
     for line in lines:
-        fault = _line_fault(line, vocabulary, multirun=multirun)
-        if fault is None and line.group in AXIS and line.group in chosen and "+" in (line.sign, chosen[line.group].sign):
-            fault = _fault(line.group, f"chosen twice, {chosen[line.group].text} and {line.text}", "one choice")
-        if fault is None and line.sign == "+" and line.group and line.is_sweep and vocabulary.kind(line.group) == "many":
-            others = [other.text for other in lines if other.group == line.group and other is not line]
-            if others:
-                fault = _fault(line.group, f"swept by {line.text} beside {others[0]}", "one of the two")
-        if fault is None:
-            chosen[line.group] = line
-        else:
+        others = [other for other in lines if line.group and other.group == line.group and other is not line]
+        fault = _line_fault(line, vocabulary, multirun=multirun) or _pair_fault(line, others, vocabulary)
+        if fault is not None:
             found.append((line, fault))
     return found
 
@@ -94,8 +86,8 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     top = line.key.replace("/", ".").partition(".")[0]
     cure = cure_of_key(line.key, line.value_text)
     if top == "hydra":
-        fault = hydra_key_fault(line.key, vocabulary.loader.options, value=line.value, sweep=line.is_sweep)
-        if fault is not None or line.group not in HYDRA_GROUPS:
+        fault = hydra_key_fault(line.key, vocabulary.loader.options, sweep=line.is_sweep)
+        if fault is not None or line.group not in USED_GROUPS:
             return fault
     elif cure is not None and line.group == "":
         return _fault(line.key, "this key has another name here", "a key of exp", cure[0].upper() + cure[1:])
@@ -104,12 +96,23 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if line.parsed.package is not None and line.parsed.package.partition(".")[0] not in vocabulary.keys:
         return _fault(f"{line.key}@{line.parsed.package}", "a place outside the known keys", "a group alone, without @")
     if line.is_sweep and not multirun:
-        return _fault(
-            line.key, f"several values, {line.value_text}", "one value without -m",
-            f"Put -m in front to run one job for each, write a list as {line.key}=[{line.value_text}], or quote the text "
-            f"twice: '{line.key}=\"{line.value_text}\"'",
-        )  # fmt: skip
+        text = line.value_text
+        cure = (
+            f"Put -m in front for one job each, write a list as {line.key}=[{text}], a text as '{line.key}=\"{text}\"'"
+        )
+        return _fault(line.key, f"several values, {text}", "one value without -m", cure)
     return _choice_fault(line, vocabulary) if line.group else _value_fault(line, vocabulary)
+
+
+def _pair_fault(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> Fault | None:
+    """A choice that does not go with another one of its group."""
+    if line.sign != "+" or not others:
+        return None
+    if line.group in AXIS:
+        return _fault(line.group, f"chosen twice, {line.text} and {others[0].text}", "one choice")
+    if vocabulary.kind(line.group) == "many" and line.is_sweep:
+        return _fault(line.group, f"swept by {line.text} beside {others[0].text}", "one of the two")
+    return None
 
 
 def _choice_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
@@ -180,7 +183,9 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top, count=40)}", cure)
 
 
-def missing_key_fault(line: Line, keys: Sequence[str], *, parent: str, siblings: Sequence[str], target: str | None) -> Fault:
+def missing_key_fault(
+    line: Line, keys: Sequence[str], *, parent: str, siblings: Sequence[str], target: str | None
+) -> Fault:
     """A fault for a key that the composed config does not hold.
 
     keys: all dotted keys of the config; parent: the longest part of the key that is there; siblings: what it holds.
@@ -190,11 +195,14 @@ def missing_key_fault(line: Line, keys: Sequence[str], *, parent: str, siblings:
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key
     near = nearest(word, siblings)
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    cure = None
+    cure, habit = None, nearest(line.key, KEYS)
     if near:
         cure = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?"
     elif elsewhere:
         cure = f"Did you mean {elsewhere[0]}?"
+    elif habit:
+        cure = cure_of_key(habit[0], line.value_text)
+        cure = cure[0].upper() + cure[1:] + "." if cure else None
     if target and line.sign == "":
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {target}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"

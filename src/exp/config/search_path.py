@@ -1,4 +1,4 @@
-"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. Files are looked at, never run."""
+"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. No file is run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plugin_places() -> list[Place]:
     for point in points:
         directory = _conf_of(point.module)
         if directory is None:
-            print(f"exp: the plug-in {point.name} names {point.value}, where no directory of configs is", file=sys.stderr)
+            print(f"exp: the plug-in {point.name} has no directory of configs in {point.value}", file=sys.stderr)
         else:
             places.append(Place(provider=point.name, directory=directory))
     return places

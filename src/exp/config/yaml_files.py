@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,11 @@ def _read(path: Path, _changed: int, size: int) -> Any:
         raise _refused(path, " ".join(str(error).split()), "valid YAML in UTF-8") from error
     except RecursionError as error:
         raise _too_deep(path) from error
+
+
+def split(key: str) -> tuple[str, ...]:
+    """`a.b[0].c` as (a, b, 0, c)."""
+    return tuple(part for part in re.split(r"[.\[\]]+", key) if part)
 
 
 def position_of(path: Path, keys: Sequence[str]) -> Position | None:

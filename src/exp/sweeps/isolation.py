@@ -19,8 +19,9 @@ from typing import Any
 def isolated() -> Iterator[None]:
     """Puts the process back as it was, whatever happens inside.
 
-    Covers environment variables, working directory, log handlers, warning filters, signal handlers, the random states of Python,
-    NumPy and torch, torch's threads, determinism, precision switches and default dtype, and a process group left open.
+    Covers environment variables, working directory, log handlers, warning filters, signal handlers, the random states
+    of Python, NumPy and torch, torch's threads, determinism, precision switches and default dtype, and a process group
+    left open.
     """
     environment = dict(os.environ)
     directory = os.getcwd()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from omegaconf import DictConfig
 
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION
-from exp.config.hydra_adapter import job_return, parse_override
+from exp.config.hydra_adapter import parse_override
+from exp.config.hydra_program import job_return
 from exp.errors import ConfigError, ExpError, Fault, Interrupted
 from exp.report import Report
 from exp.sweeps.isolation import isolated
@@ -73,7 +75,7 @@ class Sweep:
             shown = " ".join(f"{key}={value}" for key, value in self._swept(job.overrides).items())
             print(f"\njob {job.number} ({job.number - first + 1} of {len(jobs)})  {shown}".rstrip(), flush=True)
             row = self._run(job)
-            directory = row.directory or str(self.directory)
+            directory = str(self.directory / row.directory)
             results.append(job_return(overrides=job.overrides, config=job.config, directory=directory, value=row.value))
         return results
 
@@ -106,13 +108,19 @@ class Sweep:
 
     def _run(self, job: Job) -> Row:
         started = time.perf_counter()
+        monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
         row = Row(
-            job=job.number, swept=self._swept(job.overrides), status="failed", value=math.nan,
-            monitor=job.config.monitor if job.config else self.monitor, mode=job.config.mode if job.config else self.mode,
-        )  # fmt: skip
+            job=job.number,
+            swept=self._swept(job.overrides),
+            status="failed",
+            value=math.nan,
+            monitor=monitor,
+            mode=mode,
+            directory=self._shown(job),
+        )
         try:
             with isolated():
-                row = _finished(row, self._report(job))
+                row = self._finished(row, self._report(job))
         except (Interrupted, KeyboardInterrupt) as error:
             self._record(replace(row, status="interrupted", error=_first_line(error)), started)
             raise
@@ -130,6 +138,17 @@ class Sweep:
             raise job.error or AssertionError("a job has a config or an error")
         return self.run(job.config)
 
+    def _finished(self, row: Row, report: Report) -> Row:
+        error = report.error["message"].strip().splitlines() if report.error else []
+        return replace(
+            row,
+            status=report.status,
+            value=report.monitored if report.status == "completed" else math.nan,
+            metrics=report.metrics,
+            directory=os.path.relpath(report.directory, self.directory),
+            error=error[0] if error else "",
+        )
+
     def _record(self, row: Row, started: float) -> Row:
         row = replace(row, seconds=time.perf_counter() - started)
         self.rows.append(row)
@@ -138,17 +157,12 @@ class Sweep:
 
     def _swept(self, overrides: Sequence[str]) -> dict[str, str]:
         parsed = [(parse_override(text), text) for text in overrides]
-        return {
-            line.key_or_group: text.partition("=")[2] for line, text in parsed if line.get_key_element() not in self.fixed
-        }
+        swept = [(line, text) for line, text in parsed if line.get_key_element() not in self.fixed]
+        return {line.key_or_group: text.partition("=")[2] for line, text in swept}
 
-
-def _finished(row: Row, report: Report) -> Row:
-    error = report.error["message"].splitlines()[0] if report.error and report.error["message"] else ""
-    value = report.monitored if report.status == "completed" else math.nan
-    return replace(
-        row, status=report.status, value=value, metrics=report.metrics, directory=report.directory, error=error
-    )
+    def _shown(self, job: Job) -> str:
+        """The job's directory as the table shows it: relative to the sweep's."""
+        return "" if job.config is None else os.path.relpath(job.config[COMPOSITION].directory, self.directory)
 
 
 def job_faults(jobs: Sequence[Job]) -> list[Fault]:

@@ -18,6 +18,7 @@ class Row:
     """What came of one job.
 
     swept: key to value as text, of what differs from job to job. value: the monitored one, nan where there is none.
+    directory: relative to the sweep's.
     """
 
     job: int
@@ -86,7 +87,7 @@ def _cells(rows: Sequence[Row], *, brief: bool = False) -> tuple[list[str], list
     header = ["job", "status", *swept, *(f"best {name}" for name in monitors), *metrics, "seconds"]
     cells = []
     for row in rows:
-        line = [str(row.job), row.status, *(row.swept[key] if key in row.swept else "" for key in swept)]
+        line = [str(row.job), row.status, *(row.swept.get(key, "") for key in swept)]
         line += [_number(row.value) if row.monitor == name else "" for name in monitors]
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
         line.append(f"{row.seconds:.1f}")

@@ -27,7 +27,7 @@ class ExpLauncher(Launcher):
         from exp.sweeps.sweep import Sweep
 
         if not isinstance(task_function, Sweep):
-            raise TypeError("hydra/launcher=exp runs the jobs of `python -m exp.train -m`, not of another Hydra program")
+            raise TypeError("hydra/launcher=exp runs the jobs of `python -m exp.train -m` alone")
         self.sweep = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

@@ -1,0 +1,109 @@
+"""Who set this key: the YAML file, and where in it, or the command line. Worked out only when a fault asks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from exp.config.freeze import COMPOSITION
+from exp.config.groups import COMMAND_LINE
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer
+from exp.config.search_path import shown
+from exp.config.yaml_files import Position, read_yaml, split
+from exp.config.yaml_files import position_of as position_in
+from exp.errors import ConfigError
+
+__all__ = ["Position", "position_of", "source_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setter:
+    """What set a key last. file: None for the command line; keys: the way to it inside the file."""
+
+    file: Path | None
+    keys: tuple[str, ...]
+
+
+def source_of(config: DictConfig, key: str) -> str | None:
+    """The file that set a dotted key last, as `conf/model/mlp.yaml`, or `command line`.
+
+    Of a key that nobody set: of the nearest part of it that somebody did. None where nothing of it was set, or where
+    the config was not composed by exp.compose.
+    """
+    setters = _setters_of(config)
+    parts = split(key)
+    for count in range(len(parts), 0, -1):
+        setter = setters.get(parts[:count])
+        if setter is not None:
+            return COMMAND_LINE if setter.file is None else shown(setter.file)
+    return None
+
+
+def position_of(config: DictConfig, key: str) -> Position | None:
+    """File, line and column of the value of a dotted key; of a block scalar, of the first character of its text.
+
+    None where no file set it: it came from the command line, or nobody set it.
+    """
+    setter = _setters_of(config).get(split(key))
+    return None if setter is None or setter.file is None else position_in(setter.file, setter.keys)
+
+
+def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:
+    if COMPOSITION not in config:
+        return {}
+    composition = config[COMPOSITION]
+    try:
+        return _replay(tuple(composition.overrides), composition.config_dir, composition.config_name, str(Path.cwd()))
+    except (ConfigError, *HYDRA_ERRORS):
+        # A file has changed since, or the config was put together by hand: the fault is told without its file.
+        return {}
+
+
+@functools.lru_cache(maxsize=16)
+def _replay(
+    overrides: tuple[str, ...], config_dir: str | None, config_name: str, _directory: str
+) -> dict[tuple[str, ...], _Setter]:
+    from exp.config.compose import composition_of
+    from exp.config.hydra_adapter import parse_override
+
+    composition = composition_of(overrides, config_dir=config_dir, config_name=config_name)
+    setters: dict[tuple[str, ...], _Setter] = {}
+    for layer in composition.layers:
+        setters.update(_of_layer(layer))
+    for text in overrides:
+        line = parse_override(text)
+        chooses = composition.loader.group_exists(line.key_or_group) and not isinstance(line.value(), dict)
+        if line.is_delete() or chooses:
+            continue
+        key = split(line.key_or_group)
+        for below, _ in _walk(line.value(), ()):
+            setters[(*key, *below)] = _Setter(file=None, keys=())
+    return setters
+
+
+def _of_layer(layer: Layer) -> dict[tuple[str, ...], _Setter]:
+    if layer.file is None:
+        return {}
+    package = split("" if layer.package == "_global_" else layer.package)
+    content = read_yaml(layer.file)
+    return {
+        (*package, *keys): _Setter(file=layer.file, keys=keys)
+        for keys, _ in _walk(content, ())
+        if keys and keys[0] != "defaults"
+    }
+
+
+def _walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield keys, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _walk(inner, (*keys, str(key)))
+    elif isinstance(value, list):
+        items: Sequence[Any] = value
+        for index, inner in enumerate(items):
+            yield from _walk(inner, (*keys, str(index)))

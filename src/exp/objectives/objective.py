@@ -35,12 +35,13 @@ class Term(nn.Module):
 
         Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
         """
+        module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
         output = _full(_pick(values, self.output, "output"))
-        target = checked_target(self.loss, output, _full(_pick(values, self.target, "target")))
-        loss = self.loss(output, target)
+        target = checked_target(module, output, _full(_pick(values, self.target, "target")))
+        loss = module(output, target)
         if loss.dim() != 0:
             raise RunError(
-                f"{type(self.loss).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number. "
+                f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number. "
                 "Set its reduction to mean or sum"
             )
         return loss
@@ -60,6 +61,7 @@ class Objective(nn.Module):
         self.terms = nn.ModuleDict()
         for name, term in terms.items():
             self.terms[name] = term if isinstance(term, Term) else Term(loss=term)
+        self._named: tuple[tuple[str, Term], ...] = tuple(self.terms.items())
 
     def forward(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its parts.
@@ -68,7 +70,7 @@ class Objective(nn.Module):
         Returns: the sum of weight times term, 0-d and with a gradient; and each term's own loss, 0-d, detached and
             not weighted.
         """
-        device = next(value.device.type for value in values.values() if isinstance(value, Tensor))
+        device = _pick(values, self._named[0][1].output, "output").device.type
         if torch.is_autocast_enabled(device):
             # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
             with torch.autocast(device, enabled=False):
@@ -78,7 +80,7 @@ class Objective(nn.Module):
     def _sum(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         total: Tensor | None = None
         parts: dict[str, Tensor] = {}
-        for name, term in self.terms.items():
+        for name, term in self._named:
             loss = term(values)
             parts[name] = loss.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss

@@ -17,10 +17,13 @@ class _ClassesLast(nn.Module):
 
     def __init__(self, *, class_weights: Sequence[float] | None, ignore_index: int, reduction: str) -> None:
         super().__init__()
-        weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-        # Not in the state dict: it is a setting, and lives in the config.
-        self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
+        if class_weights is None:
+            self.class_weights = None
+        else:
+            # Not in the state dict: it is a setting, and lives in the config.
+            weights = torch.tensor(class_weights, dtype=torch.float32)
+            self.register_buffer("class_weights", weights, persistent=False)
         self.ignore_index = ignore_index
         self.reduction = reduction
 

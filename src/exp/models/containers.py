@@ -1,0 +1,209 @@
+"""The containers of YAML models: layers by name, wired by a forward program or, where that is plain, folded.
+
+The layers' keys in the state dict are what a hand-written module would have: `linears.0.weight`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, fx, nn
+
+from exp.errors import ConfigError, Fault
+from exp.models.codegen import compile_forward
+from exp.models.freezing import freeze as freeze_parameters
+from exp.models.initialisation import Scheme, initialise
+from exp.models.layers import Parameter
+from exp.models.program import Program, parse
+from exp.models.tracing import trace
+
+_NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+Layer = nn.Module | Tensor | Mapping[str, Any] | Sequence[Any]
+
+
+class ProgramModel(nn.Module):
+    """Base of the containers: holds the layers and runs the program. Abstract; use one of its subclasses.
+
+    layers: name to layer. A layer is a Module, a Parameter, or a list or mapping of these, which becomes a ModuleList,
+        ParameterList, ModuleDict or ParameterDict. A container may be a layer of another.
+    forward: the forward program (docs/models.md), or None to fold the layers where the class does so.
+    inputs: the names of the network's inputs. With several, the network takes a mapping with these keys as well.
+    constants: values that the program may use by name: numbers, strings, bools, None, and lists of them.
+    initialisation: name pattern to scheme, see models/initialisation.py; applied once all shapes are known.
+    freeze: name patterns of parameters that do not learn.
+
+    Raises ProgramError for a fault in the program, ConfigError for one in the layers.
+    """
+
+    folds: ClassVar[bool] = False
+    layers_as: ClassVar[Literal["list", "dict"]] = "list"
+
+    def __init__(
+        self,
+        *,
+        layers: Mapping[str, Layer],
+        forward: str | None = None,
+        inputs: Sequence[str] = ("x",),
+        constants: Mapping[str, Any] | None = None,
+        initialisation: Mapping[str, Scheme] | None = None,
+        freeze: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.input_names = tuple(inputs)
+        self._layer_names = tuple(layers)
+        self._constants = {name: _constant(name, value) for name, value in (constants or {}).items()}
+        self._initialisation = dict(initialisation or {})
+        self._freeze = tuple(freeze)
+        for name, layer in layers.items():
+            self._add(name, layer)
+        self._text = self._fold() if forward is None else forward
+        self._bind()
+        self._options_pending = True
+        if not any(map(nn.parameter.is_lazy, self.parameters())):
+            self.apply_options()
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the program returns. Each instance has a `forward` of its own, with the inputs as its parameters."""
+        return self.__dict__["forward"](*inputs)
+
+    @property
+    def program(self) -> Program:
+        """The parsed program."""
+        return parse(self._text, self._layer_names, inputs=self.input_names, constants=self._constants)
+
+    def graph_module(self) -> fx.GraphModule:
+        """A torch.fx.GraphModule that shares this network's layers, for passes that work on graphs."""
+        return fx.GraphModule(self, self._trace(), type(self).__name__)
+
+    def apply_options(self) -> None:
+        """Initialise and freeze, once, as soon as every parameter has its shape."""
+        if self._options_pending:
+            self._options_pending = False
+            initialise(self, self._initialisation)
+            freeze_parameters(self, self._freeze)
+
+    def _add(self, name: str, layer: Layer) -> None:
+        if not name.isidentifier() or name.startswith("_") or hasattr(self, name):
+            taken = f"{name!r}, which nn.Module uses itself" if hasattr(self, name) else repr(name)
+            fault = Fault(key=f"layers.{name}", got=f"a layer named {taken}", expected="a free name like a variable's")
+            raise ConfigError([fault])
+        built = _built(layer, f"layers.{name}")
+        if isinstance(built, nn.Module):
+            self.add_module(name, built)
+        else:
+            self.register_parameter(name, built)
+
+    def _fold(self) -> str:
+        if not self.folds:
+            expected = "a program that says how the layers are wired"
+            cure = "For example:  forward: |  and below it, indented,  return head(encoder(x))"
+            raise ConfigError([Fault(key="forward", got="no forward program", expected=expected, cure=cure)])
+        steps = []
+        for name in self._layer_names:
+            held = getattr(self, name)
+            if isinstance(held, nn.ModuleList):
+                steps += [f"x = {name}[{index}](x)" for index in range(len(held))]
+            elif isinstance(held, nn.Module) and not isinstance(held, _NOT_CALLABLE):
+                steps.append(f"x = {name}(x)")
+            else:
+                got = f"a {type(held).__name__}, which cannot be called in turn"
+                raise ConfigError([Fault(key=f"layers.{name}", got=got, expected="a layer, or a `forward` program")])
+        if self.input_names != ("x",):
+            raise ConfigError([Fault(key="inputs", got=str(list(self.input_names)), expected="a `forward` program")])
+        return "\n".join([*steps, "return x"])
+
+    def _trace(self) -> fx.Graph:
+        held = {name: getattr(self, name) for name in self._layer_names}
+        return trace(self.program, held=held, layers_as=self.layers_as, constants=self._constants)
+
+    def _bind(self) -> None:
+        function = compile_forward(self._trace(), self.program)
+        if len(self.input_names) > 1:
+            function = _taking_a_mapping(function, self.input_names)
+        # On the instance, so that a call costs what it costs by hand and signatures show the inputs' names.
+        self.__dict__["forward"] = function.__get__(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "forward"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
+
+
+class SequentialModel(ProgramModel):
+    """Layers called one after the other, or as the program says. `layers` in a program is the list of them."""
+
+    folds = True
+
+
+class ModuleListModel(ProgramModel):
+    """Lists of layers, made by `repeat`: folded in order, or as the program says. `layers` is the list of them."""
+
+    folds = True
+
+
+class ModuleDictModel(ProgramModel):
+    """Layers by name, wired by the program. `layers` in a program is the dict of them."""
+
+    layers_as = "dict"
+
+
+class ParameterListModel(ProgramModel):
+    """Lists of parameters (and layers), wired by the program. `layers` in a program is the list of them."""
+
+
+class ParameterDictModel(ProgramModel):
+    """Parameters (and layers) by name, wired by the program. `layers` in a program is the dict of them."""
+
+    layers_as = "dict"
+
+
+def _built(layer: Layer, key: str) -> nn.Module | nn.Parameter:
+    """The module or parameter that the network registers for a value of `layers`."""
+    if isinstance(layer, Parameter):
+        return layer.value
+    if isinstance(layer, nn.Module) and type(layer) is not nn.ModuleList:
+        return layer
+    if isinstance(layer, nn.Parameter):
+        return layer
+    if isinstance(layer, Mapping):
+        parts = {str(name): _built(part, f"{key}.{name}") for name, part in layer.items()}
+        only_parameters = parts and all(isinstance(part, nn.Parameter) for part in parts.values())
+        return nn.ParameterDict(parts) if only_parameters else nn.ModuleDict(_modules_only(parts, key))
+    if isinstance(layer, nn.ModuleList | list | tuple):
+        parts = {str(index): _built(part, f"{key}.{index}") for index, part in enumerate(layer)}
+        if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
+            return nn.ParameterList(parts.values())
+        return nn.ModuleList(_modules_only(parts, key).values())
+    expected = "a layer, a parameter, or a list or mapping of them"
+    raise ConfigError([Fault(key=key, got=f"a {type(layer).__name__}", expected=expected)])
+
+
+def _modules_only(parts: dict[str, nn.Module | nn.Parameter], key: str) -> dict[str, nn.Module]:
+    for name, part in parts.items():
+        if not isinstance(part, nn.Module):
+            raise ConfigError([Fault(key=f"{key}.{name}", got="a parameter among layers", expected="all of one kind")])
+    return parts
+
+
+def _constant(name: str, value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_constant(name, item) for item in value]
+    if not isinstance(value, int | float | str | None):
+        expected = "a number, a string, a bool, null, or a list of them"
+        raise ConfigError([Fault(key=f"constants.{name}", got=f"a {type(value).__name__}", expected=expected)])
+    return value
+
+
+def _taking_a_mapping(function: Any, names: tuple[str, ...]) -> Any:
+    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named:
+            return function(self, **{name: inputs[0][name] for name in names})
+        return function(self, *inputs, **named)
+
+    forward.__signature__ = inspect.signature(function)
+    return forward

@@ -1,0 +1,81 @@
+"""Initial values of parameters, chosen by name pattern: `initialisation: {"*.weight": {name: normal, std: 0.02}}`."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import ConfigError, Fault
+
+SCHEMES = {
+    "constant": nn.init.constant_,
+    "dirac": nn.init.dirac_,
+    "eye": nn.init.eye_,
+    "kaiming_normal": nn.init.kaiming_normal_,
+    "kaiming_uniform": nn.init.kaiming_uniform_,
+    "normal": nn.init.normal_,
+    "ones": nn.init.ones_,
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": nn.init.sparse_,
+    "trunc_normal": nn.init.trunc_normal_,
+    "uniform": nn.init.uniform_,
+    "xavier_normal": nn.init.xavier_normal_,
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "zeros": nn.init.zeros_,
+}
+
+Scheme = str | Mapping[str, Any]
+
+
+def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
+    """Fill the parameters whose name in the state dict matches; of several patterns that match, the last one counts.
+
+    patterns: name pattern (as in a shell: `*`, `?`, `[ab]`) to a scheme: a name of SCHEMES, or a mapping with `name`
+        and the scheme's own parameters, those of torch.nn.init.
+
+    Raises ConfigError where a pattern matches nothing or a scheme is unknown; the keys begin with `initialisation`.
+    """
+    parameters = dict(network.named_parameters())
+    chosen: dict[str, str] = {}
+    for pattern in patterns:
+        matches = fnmatch.filter(parameters, pattern)
+        if not matches:
+            raise ConfigError([unmatched(f"initialisation.{pattern}", pattern, list(parameters))])
+        chosen.update(dict.fromkeys(matches, pattern))
+    for name, pattern in chosen.items():
+        fill(parameters[name], patterns[pattern], key=f"initialisation.{pattern}")
+
+
+def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:
+    """Fill one parameter by a scheme. Raises ConfigError at `key`."""
+    name, options = (scheme, {}) if isinstance(scheme, str) else (scheme.get("name"), dict(scheme))
+    options.pop("name", None)
+    if name not in SCHEMES:
+        near = difflib.get_close_matches(str(name), SCHEMES, n=1)
+        expected = near[0] if near else f"one of {', '.join(SCHEMES)}"
+        raise ConfigError([Fault(key=key, got=f"the scheme {name!r}", expected=expected)])
+    function = SCHEMES[name]
+    known = [option for option in inspect.signature(function).parameters if option not in ("tensor", "generator")]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        expected = f"parameters of {name}: {', '.join(known) if known else 'none'}"
+        raise ConfigError([Fault(key=f"{key}.{unknown[0]}", got="an unknown parameter", expected=expected)])
+    try:
+        with torch.no_grad():
+            function(parameter, **options)
+    except (TypeError, ValueError) as fault:
+        got = f"{name} of a parameter of shape {list(parameter.shape)}: {fault}"
+        raise ConfigError([Fault(key=key, got=got, expected="a scheme that fits the shape")]) from None
+
+
+def unmatched(key: str, pattern: str, names: list[str]) -> Fault:
+    """The fault of a name pattern that matches no parameter."""
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+    cure = f"The names are those of the state dict, such as {(near or names)[0]}" if names else None
+    return Fault(key=key, got="no parameter matches", expected="a pattern that matches at least one", cure=cure)

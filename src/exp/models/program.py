@@ -1,0 +1,129 @@
+"""A forward program as data: text in, a checked syntax tree out. Needs no torch and builds nothing.
+
+The text is Python's syntax for the body of a `forward` method. It is read by Python's own parser, never compiled or
+executed: models/syntax.py holds it against a closed list, and models/tracing.py walks the tree that is left.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from exp.models.program_error import ProgramError
+from exp.models.syntax import Names, check
+
+MAX_CHARACTERS = 20_000
+MAX_NODES = 5_000
+MAX_DEPTH = 60
+
+_SIZE_CURE = "a smaller program: put a part of it into a layer of its own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A forward program that passed the check.
+
+    text: as written; `line` and `column` of a ProgramError count in it.
+    inputs: names of the network's inputs, in the order of `forward`'s parameters.
+    tree: the syntax tree, all of whose nodes are on the closed list.
+    """
+
+    text: str
+    inputs: tuple[str, ...]
+    layer_names: frozenset[str]
+    constant_names: frozenset[str]
+    tree: ast.Module = field(repr=False, compare=False)
+    source: Source = field(repr=False, compare=False)
+
+    def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
+        """The fault `message`, placed at `node`."""
+        return self.source.error(node.lineno, node.col_offset, message, expected)
+
+
+class Source:
+    """The program's lines, with the indentation that was taken off them."""
+
+    def __init__(self, text: str) -> None:
+        written = text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4).split("\n")
+        first = next((line for line in written if line.strip()), "")
+        self.margin = len(first) - len(first.lstrip(" "))
+        self.written = written
+        self.lines = [line[self.margin :] if not line[: self.margin].strip() else line for line in written]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def error(self, line: int, byte_offset: int, message: str, expected: str) -> ProgramError:
+        """A fault at a place in ast's terms: lines from 1, columns in bytes of UTF-8 from 0."""
+        line = min(max(line, 1), len(self.lines))
+        shown = self.lines[line - 1]
+        characters = len(shown.encode("utf-8", "replace")[: max(byte_offset, 0)].decode("utf-8", "ignore"))
+        return ProgramError(
+            line=line,
+            column=self.margin + characters + 1,
+            message=message,
+            expected=expected,
+            source_line=self.written[line - 1] if len(shown) <= 200 else None,
+        )
+
+
+def parse(
+    text: str, layer_names: Iterable[str], *, inputs: Sequence[str] = ("x",), constants: Iterable[str] = ()
+) -> Program:
+    """Read and check a forward program.
+
+    layer_names: what the model holds, by the names that the program calls them by.
+    inputs: the names of the network's inputs.
+    constants: names of values that the config gives the program.
+
+    Raises ProgramError, and nothing else, for any text.
+    """
+    return _parse(text, frozenset(layer_names), tuple(inputs), frozenset(constants))
+
+
+@functools.lru_cache(maxsize=256)  # the copies of a repeated block share one tree, which nobody changes
+def _parse(text: str, layer_names: frozenset[str], inputs: tuple[str, ...], constants: frozenset[str]) -> Program:
+    source = Source(text)
+    if len(text) > MAX_CHARACTERS:
+        raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_CURE}")
+    tree = _read(source)
+    _bound(tree, source)
+    program = Program(
+        text=text, inputs=inputs, layer_names=layer_names, constant_names=constants, tree=tree, source=source
+    )
+    check(tree, Names(layers=layer_names, inputs=inputs, constants=constants), program.error)
+    return program
+
+
+def _read(source: Source) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an invalid escape in a string is a fault, not a line on stderr
+            return ast.parse(source.text)
+    except SyntaxError as fault:
+        line, column = fault.lineno or 1, (fault.offset or 1) - 1
+        shown = source.lines[min(line, len(source.lines)) - 1]
+        offset = len(shown[: max(column, 0)].encode("utf-8", "replace"))
+        raise source.error(line, offset, fault.msg, "Python syntax") from None
+    except (RecursionError, MemoryError):
+        raise source.error(1, 0, "the program is nested too deeply", f"at most {MAX_DEPTH} levels") from None
+    except (ValueError, SystemError, Warning) as fault:
+        raise source.error(1, 0, f"the program cannot be read ({fault})", "Python syntax") from None
+
+
+def _bound(tree: ast.Module, source: Source) -> None:
+    """Refuse a tree so large or so deep that walking it would take long or overflow Python's stack."""
+    count, stack = 0, [(tree, 0, 1, 0)]
+    while stack:
+        node, depth, line, offset = stack.pop()
+        line, offset = getattr(node, "lineno", line), getattr(node, "col_offset", offset)
+        count += 1
+        if count > MAX_NODES:
+            raise source.error(line, offset, f"the program has over {MAX_NODES} syntax nodes", _SIZE_CURE)
+        if depth > MAX_DEPTH:
+            raise source.error(line, offset, "the program is nested too deeply", f"at most {MAX_DEPTH} levels")
+        stack.extend((child, depth + 1, line, offset) for child in ast.iter_child_nodes(node))

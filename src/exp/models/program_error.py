@@ -1,0 +1,40 @@
+"""The one error of forward programs, which knows its line and column, and the search for the nearest spelling."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from exp.errors import ExpError
+
+
+class ProgramError(ExpError):
+    """A fault in a forward program. `line` and `column` count from 1, inside the program's own text.
+
+    key: the config key of the program, where whoever built the model knows it.
+    """
+
+    exit_status = 2
+
+    def __init__(self, *, line: int, column: int, message: str, expected: str, source_line: str | None = None) -> None:
+        self.line, self.column = line, column
+        self.message, self.expected = message, expected
+        self.source_line = source_line
+        self.key: str | None = None
+        text = f"forward program, line {line}, column {column}: {message}; expected {expected}"
+        if source_line is not None:
+            text += f"\n    {source_line}\n    {' ' * (column - 1)}^"
+        super().__init__(text)
+
+    def __reduce__(self):
+        return _rebuild, (self.line, self.column, self.message, self.expected, self.source_line)
+
+
+def _rebuild(line: int, column: int, message: str, expected: str, source_line: str | None) -> ProgramError:
+    return ProgramError(line=line, column=column, message=message, expected=expected, source_line=source_line)
+
+
+def nearest(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """What to expect instead of `name`: the nearest known spelling, or `otherwise` where none is near."""
+    matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f"`{matches[0]}`" if matches else otherwise

@@ -1,0 +1,211 @@
+"""The closed list of a forward program's syntax, and the check of a tree against it. Imports no torch.
+
+Whatever is not named here is refused: there is no rule that forbids, only rules that allow.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from exp.models import vocabulary
+from exp.models.program_error import ProgramError, nearest
+
+ErrorAt = Callable[[ast.AST, str, str], ProgramError]
+
+RESERVED = frozenset({"layers", "self", "training"})
+
+_STATEMENTS = "assignments, calls, for, if, break, continue, pass and return"
+_EXPRESSIONS = "names, calls, arithmetic, comparison, indexing, constants, tuples, lists, dicts and comprehensions"
+_ALLOWED = (
+    *(ast.Module, ast.Assign, ast.AugAssign, ast.Expr, ast.For, ast.If, ast.Break, ast.Continue, ast.Pass, ast.Return),
+    *(ast.Name, ast.Load, ast.Store, ast.Constant, ast.Attribute, ast.Call, ast.keyword, ast.Starred, ast.IfExp),
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
+    *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.JoinedStr, ast.FormattedValue),
+    *(ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
+)
+_CONSTANTS = (int, float, bool, str, type(None), type(...))
+_CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The names that a program finds when it starts."""
+
+    layers: frozenset[str]
+    inputs: tuple[str, ...]
+    constants: frozenset[str]
+
+
+def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
+    """Raise ProgramError at the first node, in the order of the text, that is not on the closed list."""
+    _check_names(tree, names, error)
+    _Checker(tree, names, error).visit(tree)
+    nodes = list(ast.walk(tree))
+    if not any(isinstance(node, ast.Return) for node in nodes):
+        last = tree.body[-1] if tree.body else ast.Pass(lineno=1, col_offset=0)
+        raise error(last, "the program returns nothing", "a last line such as `return x`")
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
+    unused = sorted(names.layers - loaded)
+    if unused and "layers" not in loaded:
+        layers = ", ".join(f"`{name}`" for name in unused)
+        expected = "a use of every layer, or the layer taken out of `layers`"
+        raise error(tree.body[0], f"the program never uses {layers}", expected)
+
+
+def _check_names(tree: ast.Module, names: Names, error: ErrorAt) -> None:
+    start = ast.Pass(lineno=1, col_offset=0)
+    for name in names.inputs:
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
+            raise error(start, f"an input is called `{name}`", "a plain name, such as x or mask")
+    taken = [*names.inputs, *names.layers, *names.constants]
+    for name in sorted(set(taken)):
+        if taken.count(name) > 1:
+            raise error(start, f"`{name}` is the name of two things", "one name for each input, layer and constant")
+
+
+class _Checker(ast.NodeVisitor):
+    def __init__(self, tree: ast.Module, names: Names, error: ErrorAt) -> None:
+        self.names, self.error = names, error
+        self.assigned = assigned_names(tree)
+        self.variables = self.assigned | set(names.inputs) | names.layers | names.constants | {"layers", "training"}
+        self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
+
+    def visit(self, node: ast.AST) -> None:
+        if not isinstance(node, _ALLOWED):
+            kind = type(node).__name__
+            expected = _STATEMENTS if isinstance(node, ast.stmt) else _EXPRESSIONS
+            raise self.error(node, f"{kind} is not part of a forward program", expected)
+        super().visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if not isinstance(node.value, _CONSTANTS) or node.kind is not None:
+            raise self.error(node, f"a constant of type {type(node.value).__name__}", "a number, string, bool or None")
+        if isinstance(node.value, int) and abs(node.value) >= 2**63:
+            raise self.error(node, "an integer of more than 64 bits", "a smaller one")
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            if node.id in self.names.layers | self.names.constants | RESERVED:
+                raise self.error(node, f"`{node.id}` would be overwritten", "a name that no layer or constant has")
+        elif node.id not in self.variables | vocabulary.FUNCTIONS | vocabulary.BUILTINS:
+            known = self.variables | vocabulary.FUNCTIONS | vocabulary.BUILTINS
+            otherwise = "an input, a layer, a variable or a listed function"
+            raise self.error(node, f"`{node.id}` is unknown", nearest(node.id, known, otherwise=otherwise))
+
+    def visit_Attribute(self, node: ast.Attribute, *, called: bool = False) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            raise self.error(node, f"`.{node.attr}` is assigned to", "a variable: a program changes no object")
+        prefix = prefix_of(node, self.variables)
+        if prefix is not None:
+            known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
+            if node.attr not in known:
+                expected = nearest(node.attr, known, otherwise="a listed function (docs/models.md)")
+                raise self.error(node, f"`{prefix}.{node.attr}` is not on the list", expected)
+            return
+        known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS
+        if not called:
+            known = vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES
+        owned_by_layer = not node.attr.startswith("_") and _root(node) in self.may_hold_layers
+        if node.attr not in known and not owned_by_layer:
+            kind = "method" if called else "attribute"
+            expected = nearest(node.attr, known, otherwise=f"a listed {kind} (docs/models.md)")
+            raise self.error(node, f"the {kind} `.{node.attr}` is not on the list", expected)
+        self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if not isinstance(node.func, _CALLABLE):
+            raise self.error(node, "this cannot be called", "a layer, a listed function or a listed method")
+        if isinstance(node.func, ast.Attribute):
+            self.visit_Attribute(node.func, called=True)
+        else:
+            self.visit(node.func)
+        for argument in node.keywords:
+            if argument.arg is None:
+                raise self.error(argument, "`**` in a call", "the arguments by name")
+            if argument.arg == "out":
+                raise self.error(argument, "`out=` writes into a tensor", "the function's result")
+        for child in (*node.args, *node.keywords):
+            self.visit(child)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self.check_target(target)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if not isinstance(node.target, ast.Name):
+            raise self.error(node.target, "an augmented assignment to a part", "a variable on the left")
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        if node.orelse:
+            raise self.error(node.orelse[0], "`else` of a loop", "a loop without it")
+        self.check_target(node.target)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        if node.is_async:
+            raise self.error(node.target, "an async comprehension", "a plain one")
+        self.check_target(node.target)
+        self.generic_visit(node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:
+        if node.format_spec is not None or node.conversion != -1:
+            raise self.error(node, "a format in an f-string", "a plain {name}")
+        self.generic_visit(node)
+
+    def check_target(self, target: ast.expr) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for element in target.elts:
+                self.check_target(element)
+        elif isinstance(target, ast.Subscript):
+            if not isinstance(target.value, ast.Name) or target.value.id not in self.assigned:
+                expected = "`outputs[name] = ...` of a dict or list made here"
+                raise self.error(target, "an assignment into an object", expected)
+        elif not isinstance(target, ast.Name):
+            raise self.error(target, "an assignment to something that is not a variable", "a name on the left")
+
+
+def assigned_names(tree: ast.Module) -> set[str]:
+    """The program's own variables, whatever the order in which they are set."""
+    nodes = ast.walk(tree)
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def prefix_of(node: ast.Attribute, variables: set[str]) -> str | None:
+    """`torch.nn.functional` of `torch.nn.functional.gelu`, unless the first name is one of the program's own."""
+    parts, value = [], node.value
+    while isinstance(value, ast.Attribute):
+        parts.append(value.attr)
+        value = value.value
+    if not isinstance(value, ast.Name) or value.id in variables:
+        return None
+    roots = {prefix.split(".")[0] for prefix in vocabulary.PREFIXES}
+    return ".".join([value.id, *reversed(parts)]) if value.id in roots else None
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) -> set[str]:
+    """Names through which a layer's own sublayers and parameters may be reached; the tracer knows for certain."""
+    found = set(layers) | {"layers"}
+    size = -1
+    while len(found) != size:
+        size = len(found)
+        for node in nodes:
+            if isinstance(node, ast.For | ast.comprehension):
+                targets, value = [node.target], node.iter
+            elif isinstance(node, ast.Assign):
+                targets, value = node.targets, node.value
+            else:
+                continue
+            if any(isinstance(part, ast.Name) and part.id in found for part in ast.walk(value)):
+                found |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return found

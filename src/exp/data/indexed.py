@@ -12,9 +12,9 @@ from exp.data.loader import Loader
 from exp.data.sampler import GlobalBatches, share
 from exp.types import Batch, Stage
 
-# Bytes gathered at once. Large enough that a small data set is permuted once an epoch, small enough that a large one
-# is never held twice.
-CHUNK_BYTES = 32 * 2**20
+# Bytes gathered at once. Large enough that a small data set is permuted once an epoch, small enough to stay in cache:
+# with 32 MiB, fresh pages made batches of text seven times slower.
+CHUNK_BYTES = 4 * 2**20
 
 
 class IndexedLoader(Loader):

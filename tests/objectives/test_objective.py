@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -143,6 +144,26 @@ def test_a_name_that_nobody_gives_is_said_with_its_neighbour() -> None:
         "a term's output is 'reconstructoin', which neither network nor batch gives; there are output, "
         "reconstruction, target. Nearest: reconstruction"
     )
+
+
+def test_a_value_that_is_no_tensor_is_said() -> None:
+    objective = Objective({"mse": nn.MSELoss()})
+    with pytest.raises(RunError, match="which neither network nor batch gives; there are mean, variance"):
+        objective({"output": {"mean": sample(1), "variance": sample(1)}, "target": sample(1)})
+    with pytest.raises(RunError, match="a term's target 'target' is a list; it must be a tensor"):
+        objective({"output": sample(1), "target": [1.0]})
+
+
+def test_a_term_may_have_any_name_and_copies_are_independent() -> None:
+    objective = Objective({"update": BCEWithLogits(pos_weight=[2.0]), "type": nn.L1Loss()})
+    values = {"output": torch.zeros(3, 1), "target": torch.ones(3, 1)}
+    total, parts = objective(values)
+    assert list(parts) == ["update", "type"]
+    other = copy.deepcopy(objective)
+    other.to(torch.float64)
+    other.terms["update"].loss.pos_weight.fill_(5.0)
+    assert torch.equal(objective(values)[0], total)
+    assert other(values)[0] > total
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

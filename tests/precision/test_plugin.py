@@ -18,6 +18,7 @@ from exp.objectives.terms import CrossEntropy
 from exp.precision.plugin import ScaledPrecision, build_precision
 
 STEPS = 20
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 AdamW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 pytestmark = pytest.mark.filterwarnings(
@@ -63,12 +64,14 @@ def trained(
     plugin: Precision,
     optimizer: Callable[..., torch.optim.Optimizer] = AdamW,
     callbacks: Sequence[Callback] = (),
+    device: str = "cpu",
     **settings: Any,
 ) -> Classifier:
     module = Classifier(network(), optimizer)
     trainer = Trainer(
         plugins=[plugin],
-        accelerator="cpu",
+        accelerator=device,
+        devices=1,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -82,25 +85,34 @@ def trained(
 
 
 def amp_by_hand(
-    *, init_scale: float, growth_interval: int = 2000, clip: float | None = None, optimizer: Callable = AdamW
+    *,
+    init_scale: float,
+    growth_interval: int = 2000,
+    clip: float | None = None,
+    optimizer: Callable = AdamW,
+    device: str = "cpu",
+    accumulate: int = 1,
 ) -> tuple[nn.Module, list[Tensor], torch.amp.GradScaler]:
     """The loop of https://docs.pytorch.org/docs/stable/notes/amp_examples.html, with gradient clipping."""
-    model = network()
+    model = network().to(device)
     optimizer = optimizer(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
+    scaler = torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
     norms = []
-    for inputs, target in batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = nn.functional.cross_entropy(model(inputs).float(), target)
+    for index, (inputs, target) in enumerate(batches()):
+        with torch.autocast(device, dtype=torch.float16):
+            output = model(inputs.to(device))
+        loss = nn.functional.cross_entropy(output.float(), target.to(device)) / accumulate
         scaler.scale(loss).backward()
+        if (index + 1) % accumulate:
+            continue
         scaler.unscale_(optimizer)
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
         scaler.update()
-    return model, norms, scaler
+        optimizer.zero_grad()
+    return model.cpu(), norms, scaler
 
 
 class Norms(Callback):
@@ -118,6 +130,8 @@ def same(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -126,11 +140,16 @@ def same(left: nn.Module, right: nn.Module) -> bool:
         pytest.param(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), id="fused SGD"),
     ],
 )
-def test_fp16_with_clipping_is_the_hand_written_loop_bit_for_bit(optimizer: Callable) -> None:
+def test_fp16_with_clipping_is_the_hand_written_loop_bit_for_bit(
+    optimizer: Callable, accumulate: int, device: str
+) -> None:
     norms = Norms()
-    plugin = build_precision("fp16", device_type="cpu", init_scale=1024.0, enabled=True)
-    module = trained(plugin, optimizer, [norms], gradient_clip_val=0.2)
-    model, expected, _ = amp_by_hand(init_scale=1024.0, clip=0.2, optimizer=optimizer)
+    plugin = build_precision("fp16", device_type=device, init_scale=1024.0, enabled=True)
+    settings = {"gradient_clip_val": 0.2, "accumulate_grad_batches": accumulate, "device": device}
+    module = trained(plugin, optimizer, [norms], **settings)
+    model, expected, _ = amp_by_hand(
+        init_scale=1024.0, clip=0.2, optimizer=optimizer, device=device, accumulate=accumulate
+    )
     assert same(module.network, model)
     assert torch.equal(torch.stack(norms.values), torch.stack(expected))
     assert max(norms.values) < 10.0  # true ones: scaled ones would be a thousand times larger

@@ -44,13 +44,14 @@ class Cosine(LambdaLR):
         self,
         optimizer: Optimizer,
         *,
-        total_steps: int,
+        total_steps: int | None = None,
         warmup_steps: int = 0,
         warmup_fraction: float | None = None,
         end_factor: float = 0.0,
     ) -> None:
-        warmup = _warmup_steps(total_steps, warmup_steps, warmup_fraction)
-        super().__init__(optimizer, lambda done: _cosine_factor(done, total_steps, warmup, end_factor))
+        total = _known(total_steps)
+        warmup = _warmup_steps(total, warmup_steps, warmup_fraction)
+        super().__init__(optimizer, lambda done: _cosine_factor(done, total, warmup, end_factor))
 
 
 class OneCycle(OneCycleLR):
@@ -63,7 +64,7 @@ class OneCycle(OneCycleLR):
         self,
         optimizer: Optimizer,
         *,
-        total_steps: int,
+        total_steps: int | None = None,
         pct_start: float = 0.3,
         anneal_strategy: Literal["cos", "linear"] = "cos",
         cycle_momentum: bool = True,
@@ -76,7 +77,7 @@ class OneCycle(OneCycleLR):
         super().__init__(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],
-            total_steps=total_steps,
+            total_steps=_known(total_steps),
             pct_start=pct_start,
             anneal_strategy=anneal_strategy,
             cycle_momentum=cycle_momentum,
@@ -153,9 +154,15 @@ def _warmup_steps(total_steps: int, warmup_steps: int, warmup_fraction: float | 
             raise _fault("warmup_fraction", str(warmup_fraction), "a share of the run, 0 or more and below 1")
         warmup_steps = round(warmup_fraction * total_steps)
     _require_steps("warmup_steps", warmup_steps)
-    if warmup_steps >= total_steps > 0:
+    if warmup_steps >= total_steps:
         raise _fault("warmup_steps", str(warmup_steps), f"fewer than the {total_steps} steps of the run")
     return warmup_steps
+
+
+def _known(total_steps: int | None) -> int:
+    if total_steps is None or total_steps < 1:
+        raise _fault("total_steps", str(total_steps), "a number of steps, 1 or more")
+    return total_steps
 
 
 def _require_steps(name: str, steps: int) -> None:

@@ -92,6 +92,16 @@ def test_buffers_are_no_activations():
     assert values["activations_mib"] == sum(expected.values()) == 4 * (2 * 8 * 16 + 2 * 16)
 
 
+def test_a_batch_that_is_a_view_of_many_counts_for_its_own_part():
+    net, hook = nn.Linear(4, 2), Memory()
+    many = torch.randn(1000, 4)
+    now = step(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    now.data = (many[:8], torch.zeros(8))
+    with hook.around_forward(now):
+        net(now.data[0]).sum()
+    assert in_bytes(hook.after_step(now))["activations_mib"] == 4 * 8 * 4
+
+
 def test_activations_are_the_largest_micro_batch_s_and_start_anew_each_step():
     net, hook = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Memory()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

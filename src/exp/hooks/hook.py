@@ -31,6 +31,7 @@ class Step:
     batch_size: samples of the global batch, over all ranks and accumulated micro-batches.
     device: where the network's input is.
     loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
+    data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Step:
     batch_size: int
     device: torch.device
     loss: Tensor | None = None
+    data: Any = None
 
 
 class Hook:

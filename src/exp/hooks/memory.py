@@ -35,7 +35,9 @@ class Memory(Hook):
 
     def around_forward(self, step: Step) -> AbstractContextManager[Any]:
         excluded = storages([*step.network.parameters(), *step.network.buffers()])
-        return _SavedTensors(excluded, self._keep_largest)
+        # Batches of data in memory are views of one storage: each counts for its own part of it.
+        given = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in _tensors(step.data)}
+        return _SavedTensors(excluded, given, self._keep_largest)
 
     def after_backward(self, step: Step) -> dict[str, float]:
         parameters = list(step.network.parameters())
@@ -65,9 +67,10 @@ class Memory(Hook):
 class _SavedTensors(saved_tensors_hooks):
     """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left."""
 
-    def __init__(self, excluded: Mapping[int, int], report: Any) -> None:
+    def __init__(self, excluded: Mapping[int, int], given: Mapping[int, int], report: Any) -> None:
         super().__init__(self._pack, _unpack)
         self._excluded = excluded
+        self._given = given
         self._report = report
         self._saved: dict[int, int] = {}
 
@@ -75,7 +78,7 @@ class _SavedTensors(saved_tensors_hooks):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._excluded:
-            self._saved[address] = storage.nbytes()
+            self._saved[address] = self._given.get(address, storage.nbytes())
         # The tensor itself would keep its own graph alive through the node that saves it: a leak.
         return tensor.detach()
 

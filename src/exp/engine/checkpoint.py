@@ -1,0 +1,195 @@
+"""Checkpoint files: whole or not there, checked when they are read, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+
+from exp.errors import RunError
+
+SUFFIX = ".partial"
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes beside the target, syncs, renames: a reader finds the old file or the new one, after a kill, too.
+
+    Lightning's own writes to $TMPDIR and moves the file, without a sync: on another filesystem that is a copy, which a
+    kill or a full disk leaves half done where the good file was.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Raises: OSError with the system's own reason, the older file untouched; RunError for what cannot be read
+        back."""
+        if storage_options is not None:
+            raise RunError("checkpoints are written to local files; storage_options has no meaning here")
+        require_plain(checkpoint)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _Replacing(target) as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint's values, on CPU. Tensors and plain values only, whatever `weights_only` says.
+
+        Raises: RunError where the file is not there, is damaged, or holds anything else.
+        """
+        return read_checkpoint(path, map_location=map_location)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any | None = None) -> dict[str, Any]:
+    """See AtomicCheckpointIO.load_checkpoint."""
+    path = Path(path)
+    _require_sound(path)
+    try:
+        checkpoint = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+    except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(
+            f"{path} cannot be read as a checkpoint: {reason}. Only tensors and plain values are read, because "
+            "anything else in it would be code"
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
+    return checkpoint
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """The same content under another name, whole or not at all; without writing it again where the disk allows it."""
+    partial = _partial(target)
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(source, partial)
+    except OSError:  # a filesystem without hard links, or another one
+        with _Replacing(target) as file:
+            file.write(source.read_bytes())
+        return
+    # A rename between two names of one file does nothing and leaves both.
+    partial.replace(target)
+    partial.unlink(missing_ok=True)
+    _sync_directory(target.parent)
+
+
+def sweep_partial_files(directory: Path) -> None:
+    """Removes what a killed run left half written."""
+    for path in directory.glob(f".*{SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def require_plain(value: Any, *, key: str = "") -> None:
+    """Checks that a checkpoint will be readable, which torch would say only when it is read.
+
+    Raises: RunError naming the entry that is neither a tensor nor a plain value.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
+        return
+    if isinstance(value, torch.device):
+        return
+    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+        for name, item in value.items():
+            require_plain(item, key=f"{key}.{name}" if key else str(name))
+        return
+    if isinstance(value, Sequence | Set) and type(value).__module__ in ("builtins", "torch"):
+        for place, item in enumerate(value):
+            require_plain(item, key=f"{key}.{place}")
+        return
+    raise RunError(
+        f"the checkpoint's {key} is a {type(value).__module__}.{type(value).__qualname__}; expected tensors, numbers, "
+        "texts and lists or dicts of them, because nothing else is read back. Keep it out of state_dict()"
+    )
+
+
+class _Replacing:
+    """A binary file that takes its target's place when it is closed well, and leaves nothing behind otherwise."""
+
+    def __init__(self, target: Path) -> None:
+        self._target, self._partial = target, _partial(target)
+        self._file: _Remembering | None = None
+
+    def __enter__(self) -> _Remembering:
+        self._file = _Remembering(self._partial.open("wb"))
+        return self._file
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        assert self._file is not None
+        raw = self._file.raw
+        try:
+            if error is None:
+                raw.flush()
+                os.fsync(raw.fileno())
+        except OSError as own:
+            self._file.error = self._file.error or own
+        reason = self._file.error
+        try:
+            raw.close()
+        except OSError as own:  # what is left in the buffer does not fit either
+            reason = reason or own
+        if reason is not None or error is not None:
+            self._partial.unlink(missing_ok=True)
+            if reason is not None:
+                raise reason
+            return
+        self._partial.replace(self._target)
+        _sync_directory(self._target.parent)
+
+
+class _Remembering:
+    """A file that keeps the OSError of a write: torch's writer turns it into a RuntimeError about positions."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw = raw
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self.raw.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self.raw.flush()
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}{SUFFIX}")
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_sound(path: Path) -> None:
+    """torch.load takes flipped bits for values; the zip's checksums do not."""
+    if not path.is_file():
+        raise RunError(f"{path} is not there, or is not a file; expected a checkpoint, such as checkpoints/last.ckpt")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise RunError(
+                    f"{path} has compressed entries ({packed[0]}); torch writes none, and a small file could fill the "
+                    "memory"
+                )
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+        raise RunError(f"{path} is damaged or is not a checkpoint: {error}") from error
+    if damaged is not None:
+        raise RunError(f"{path} is damaged: the checksum of {damaged} is wrong. Take another checkpoint")

@@ -1,0 +1,199 @@
+"""Which checkpoints a run writes: last.ckpt and best.ckpt, at points from which it goes on exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from exp.engine.checkpoint import copy_checkpoint, sweep_partial_files
+from exp.engine.position import Position, after_fit, before_batch, fit_loop_state, forget_restart
+from exp.errors import RunError
+from exp.types import Batch, Mode
+
+log = logging.getLogger(__name__)
+
+POSITION, BEST, CONFIG = "exp_position", "exp_best", "exp_config"
+
+
+class Checkpointing(Callback):
+    """Writes checkpoints/last.ckpt and checkpoints/best.ckpt of a run directory.
+
+    Both are written just before a training batch, or at the end of fit: there an optimizer step, its schedules, the
+    validation behind it and its callbacks are all done, so that the state is one that a run passes through.
+
+    directory: the run directory.
+    every_n_steps: optimizer steps between two last.ckpt within an epoch; None is at the end of each epoch only.
+    save_last, save_best: whether there is one.
+    monitor, mode: the tag whose best value best.ckpt has, and whether the best is the smallest or the largest. A value
+        that is not finite is never the best.
+    config: text to keep in the checkpoint, such as the config's YAML.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Path | str,
+        monitor: str = "loss/val",
+        mode: Mode = "min",
+        every_n_steps: int | None = None,
+        save_last: bool = True,
+        save_best: bool = True,
+        config: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.directory = Path(directory) / "checkpoints"
+        self.monitor, self.mode = monitor, mode
+        self.every_n_steps = every_n_steps
+        self.is_saving_last, self.is_saving_best = save_last, save_best
+        self.config = config
+        self.best: dict[str, Any] | None = None
+        self._is_better = False
+        self._is_restored = False
+        self._saved_step = 0
+        self._position: Position | None = None
+
+    @property
+    def last_path(self) -> Path:
+        return self.directory / "last.ckpt"
+
+    @property
+    def best_path(self) -> Path:
+        return self.directory / "best.ckpt"
+
+    def save(self, trainer: Trainer, position: Position, path: Path) -> None:
+        """Writes the state at a position. Every rank must call it.
+
+        Raises: OSError of the write, on rank 0; RunError of a loss that is not a number.
+        """
+        self._position = position
+        try:
+            trainer.save_checkpoint(path)
+        finally:
+            self._position = None
+
+    # --- when ---
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self.directory.is_dir():
+            sweep_partial_files(self.directory)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved_step = trainer.global_step
+        if self._is_restored:
+            self._is_restored = False
+            forget_restart(trainer)
+            self._bring_best(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step == self._saved_step and not self._is_better:
+            return
+        is_window = batch_idx % trainer.accumulate_grad_batches == 0
+        every = self.every_n_steps
+        # Steps since the last one, and not multiples: a step within accumulated batches must not be missed.
+        is_due = is_window and (batch_idx == 0 or (every is not None and step // every > self._saved_step // every))
+        if is_due or self._is_better:
+            self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step != self._saved_step or self._is_better:
+            self._write(trainer, after_fit(trainer), is_due=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_restored:  # at its end: there was nothing left to train
+            self._is_restored = False
+            self._bring_best(trainer)
+
+    def _write(self, trainer: Trainer, position: Position, *, is_due: bool) -> None:
+        if is_due:
+            self._saved_step = position.step
+        is_last = is_due and self.is_saving_last
+        if is_last:
+            self.save(trainer, position, self.last_path)
+        if self._is_better:
+            self._is_better = False
+            if not is_last:
+                self.save(trainer, position, self.best_path)
+            elif trainer.is_global_zero:
+                copy_checkpoint(self.last_path, self.best_path)
+
+    # --- the best ---
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._compare(trainer, stage="val")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor.endswith("/train"):
+            self._compare(trainer, stage="train")
+
+    def _compare(self, trainer: Trainer, *, stage: str) -> None:
+        if not self.is_saving_best or (self.monitor.endswith("/train") and stage == "val"):
+            return
+        if self.monitor not in trainer.callback_metrics:
+            known = sorted(trainer.callback_metrics)
+            raise RunError(f"monitor is {self.monitor}, which nothing gives; expected one of {', '.join(known)}")
+        value = float(trainer.callback_metrics[self.monitor])
+        if not math.isfinite(value):
+            log.warning("%s is %s at step %d: not the best", self.monitor, value, trainer.global_step)
+            return
+        best = None if self.best is None else self.best["value"]
+        if best is None or (value < best if self.mode == "min" else value > best):
+            self.best = {
+                "metric": self.monitor,
+                "value": value,
+                "step": trainer.global_step,
+                "checkpoint": str(self.best_path),
+            }
+            self._is_better = True
+
+    def _bring_best(self, trainer: Trainer) -> None:
+        """A run that goes on in another directory takes along the best.ckpt that lay beside its checkpoint."""
+        if self.best is None or not self.is_saving_best:
+            return
+        missing = False
+        if trainer.is_global_zero and not self.best_path.is_file():
+            beside = Path(str(trainer.ckpt_path)).parent / self.best_path.name
+            missing = not beside.is_file()
+            if not missing:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                copy_checkpoint(beside, self.best_path)
+        if trainer.strategy.broadcast(missing):
+            log.warning("best.ckpt is not beside %s: the best is sought anew from here", trainer.ckpt_path)
+            self.best = None
+
+    # --- what is in it ---
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._position is None:
+            return  # a callback of the user's saves: good to evaluate, not to go on from
+        checkpoint[POSITION] = dataclasses.asdict(self._position)
+        # Without the path: one that comes out of a file is not followed.
+        checkpoint[BEST] = self.best and {key: self.best[key] for key in ("metric", "value", "step")}
+        if self.config is not None:
+            checkpoint[CONFIG] = self.config
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
+        if POSITION not in checkpoint:
+            raise RunError(
+                f"{trainer.ckpt_path} says nothing of its position in the data, so no run can go on from it exactly; "
+                "expected a last.ckpt or best.ckpt of exp. It can be evaluated: train=false test=true"
+            )
+        position = Position(**checkpoint[POSITION])
+        checkpoint["loops"]["fit_loop"] = fit_loop_state(trainer, position)
+        self._is_restored = True
+        found = checkpoint[BEST]
+        if found is not None and found["metric"] == self.monitor:
+            self.best = {**found, "checkpoint": str(self.best_path)}
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # A best that was seen and not yet written is not there.
+        if self._is_better and not self.best_path.is_file():
+            self.best = None

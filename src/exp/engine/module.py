@@ -1,0 +1,205 @@
+"""What is trained: network, objective, metrics and optimizer as one LightningModule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric
+
+from exp.data.randomness import reseed
+from exp.engine.epoch_values import EpochValues
+from exp.engine.length import Limits, total_epochs, total_steps
+from exp.errors import RunError
+from exp.objectives.objective import Objective
+from exp.optim.optimization import Optimization
+from exp.precision.plugin import ScaledPrecision
+from exp.types import Batch, Stage
+
+TRAIN_METRICS = "exp_train_metrics"
+STAGES: tuple[Stage, ...] = ("train", "val", "test")
+
+
+class LastBatch:
+    """What a training step leaves for Recording, and the context that Recording wants around its forward.
+
+    loss: the objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
+        detached. parts: its terms, weighted alike.
+    """
+
+    # Not attributes of the module: setting one of those costs as much as a small operator.
+    __slots__ = ("around", "loss", "parts")
+
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
+        self.parts: Mapping[str, Tensor] = {}
+        self.around: AbstractContextManager[Any] | None = None
+
+
+class TrainingModule(LightningModule):
+    """One training step is: reseed, forward, objective. Nothing in it waits for the device or logs.
+
+    metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
+    metric_stages: the stages whose metrics are computed.
+    seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
+    limits: for schedules that need the length of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: nn.Module,
+        objective: Objective,
+        optimization: Optimization,
+        metrics: Mapping[str, Metric] | None = None,
+        metric_stages: Sequence[Stage] = ("val", "test"),
+        seed: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.objective = objective
+        self.optimization = optimization
+        self.seed = seed
+        self.limits = limits or Limits()
+        self.last = LastBatch()
+        self.epoch_values = nn.ModuleDict(
+            {
+                f"{stage}_values": EpochValues(
+                    stage=stage,
+                    terms=list(objective.terms),
+                    metrics={name: metric.clone() for name, metric in (metrics or {}).items()}
+                    if stage in metric_stages
+                    else {},
+                )
+                for stage in STAGES
+            }
+        )
+        self._train_values = self.values_of("train")
+        self._call = network_call(network)
+
+    def values_of(self, stage: Stage) -> EpochValues:
+        """The sums and metrics of one stage's epoch."""
+        return self.epoch_values[f"{stage}_values"]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The objective of this rank's share of a batch, 0-d."""
+        trainer = self._trainer
+        reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
+        last = self.last
+        if last.around is None:
+            values, loss, parts = self._forward(batch)
+        else:
+            with last.around:
+                values, loss, parts = self._forward(batch)
+        weight = batch.weight
+        if weight != 1.0:
+            loss = loss * weight
+            parts = {name: part * weight for name, part in parts.items()}
+        last.loss, last.parts = loss.detach(), parts
+        if self._train_values.metrics and batch.size:
+            self._train_values.update_metrics(values["output"].detach(), values["target"])
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("val", batch, batch_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test", batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer and, where there is one, its schedule, in Lightning's form."""
+        trainer = self.trainer
+        optimizer, schedule = self.optimization.make(
+            self.network,
+            total_steps=total_steps(trainer, self.limits, trainer.datamodule.batches("train")),
+            total_epochs=total_epochs(trainer),
+        )
+        if schedule is None:
+            return optimizer
+        config = {"scheduler": schedule, "interval": self.optimization.interval, "name": None}
+        if isinstance(schedule, ReduceLROnPlateau):
+            config["monitor"] = self.optimization.monitor
+            config["reduce_on_plateau"] = True
+            if (self.optimization.monitor or "").endswith("/val"):
+                # Else Lightning steps it with the value of the last validation again.
+                config["frequency"] = trainer.check_val_every_n_epoch or 1
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
+        """Not where the loss scale had the optimizer skip its step: the schedule counts updates of the weights."""
+        if metric is not None:
+            scheduler.step(metric)
+            return
+        precision = self.trainer.precision_plugin
+        skipped = isinstance(precision, ScaledPrecision) and precision.last_step_skipped
+        if not (skipped and self.optimization.interval == "step"):
+            scheduler.step()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._train_values.names:
+            checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The states of all ranks together: one rank takes them, the others start empty.
+        if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.trainer.is_global_zero:
+            self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The network's own forward."""
+        return self.network(*inputs, **named)
+
+    def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
+        # Always epoch 0: what is random in an evaluation is the same each time.
+        reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)
+        values, loss, parts = self._forward(batch)
+        self.values_of(stage).add(loss, parts, size=batch.size, output=values["output"], target=values["target"])
+
+    def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+        """The values by name, the objective, and its terms."""
+        data = batch.data
+        if isinstance(data, Mapping):
+            output = self._call(data)
+            values = dict(data)
+        else:
+            input, target = data
+            output = self.network(input)
+            values = {"input": input, "target": target}
+        if isinstance(output, Mapping):
+            values.update(output)
+            if "output" not in output:
+                values["output"] = output
+        else:
+            values["output"] = output
+        loss, parts = self.objective(values)
+        return values, loss, parts
+
+
+def network_call(network: nn.Module) -> Callable[[Mapping[str, Tensor]], Any]:
+    """How a network is called with a batch that is a mapping: with the entries that its forward names.
+
+    Where it names none of them, with the entry `input` alone.
+    """
+    names = tuple(
+        name
+        for name, parameter in inspect.signature(network.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    )
+
+    def call(data: Mapping[str, Tensor]) -> Any:
+        named = {name: data[name] for name in names if name in data}
+        if named:
+            return network(**named)
+        if "input" in data:
+            return network(data["input"])
+        raise RunError(
+            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
+            "or an entry called input"
+        )
+
+    return call

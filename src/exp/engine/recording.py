@@ -1,0 +1,298 @@
+"""The one callback that runs the hooks and feeds the loggers.
+
+for each training batch                                      what Recording does
+    on_train_batch_start                                     around_forward of hooks that are due
+    forward, objective, backward
+    on_before_optimizer_step  (gradients true, not clipped)  after_backward of hooks that are due; learning rates
+    clipping, optimizer step, schedule
+    on_train_batch_end                                       after_step of hooks that are due; buffers the step
+every trainer.log_every_n_steps steps, before a validation,  the buffer to the host and to the loggers; a loss that
+a checkpoint and the end                                     is not a number ends the run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from exp.engine.buffer import Recorded, StepBuffer
+from exp.engine.module import TrainingModule
+from exp.errors import RunError
+from exp.hooks.hook import Hook, Step
+from exp.precision.plugin import ScaledPrecision
+from exp.tensorboard.logger import TensorBoardLogger
+from exp.types import Batch, Stage
+
+STATE = "exp_recording"
+
+
+class Recording(Callback):
+    """Runs hooks, collects what they and the steps give, and writes it to every logger of the Trainer.
+
+    It must stand before callbacks that look at `trainer.callback_metrics`.
+
+    hooks: by name.
+    """
+
+    def __init__(self, *, hooks: Mapping[str, Hook] | None = None) -> None:
+        super().__init__()
+        self.hooks = dict(hooks or {})
+        self.metrics: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+        self._around = [hook for hook in self.hooks.values() if hook.overrides("around_forward")]
+        self._backward = [hook for hook in self.hooks.values() if hook.overrides("after_backward")]
+        self._after = [hook for hook in self.hooks.values() if hook.overrides("after_step")]
+        self._pausing = [hook for hook in self.hooks.values() if hook.overrides("pause")]
+        self._buffer = StepBuffer()
+        self._epoch_sum = self._epoch_size = 0.0
+        self._index = self._first = 0
+        self._start_window()
+
+    def _start_window(self) -> None:
+        """A window is the batches of one optimizer step."""
+        self._values: dict[str, Any] | None = None
+        self._step: Step | None = None
+        self._size = 0
+        self._losses: list[Tensor] = []
+        self._rates: list[float] = []
+
+    # --- the run ---
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name, hook in self.hooks.items():
+            hook.attach(pl_module.network, name=name)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._index = self._first = trainer.global_step
+        self._start_window()
+        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in self.metrics.items()})
+        for logger in trainer.loggers:
+            if self._index and isinstance(logger, TensorBoardLogger):
+                logger.purge(self._index + 1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        for hook in self.hooks.values():
+            hook.detach()
+
+    # --- the step ---
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+        self._size += batch.global_size
+        index = self._index + 1
+        due = [hook for hook in self._around if hook.due(index)]
+        pl_module.last.around = self._context(due, trainer, pl_module) if due else None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Any) -> None:
+        if self._values is not None:
+            return  # an optimizer that evaluates its closure several times in a step
+        values = self._values = {}
+        index = self._index + 1
+        for hook in self._backward:
+            if hook.due(index):
+                found = hook.after_backward(self._step_now(trainer, pl_module))
+                if found:
+                    values.update(found)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        # A rate that stands still is one point a write, not one a step.
+        if rates != self._rates or self._is_flush(trainer, index):
+            self._rates = rates
+            for number, group in enumerate(optimizer.param_groups):
+                values[f"optimizer/lr/{group.get('name', number)}"] = group["lr"]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        last = pl_module.last
+        losses = [last.loss, *last.parts.values()] if len(last.parts) > 1 else [last.loss]
+        values = self._values
+        if values is None or self._losses:
+            losses = self._accumulated(losses, batch.global_size)
+            if values is None:
+                self._losses = losses
+                return
+            losses = [loss / self._size for loss in losses]
+        index = self._index + 1
+        for hook in self._after:
+            if hook.due(index):
+                found = hook.after_step(self._step_now(trainer, pl_module))
+                if found:
+                    values.update(found)
+        self._buffer.add(Recorded(index, self._size, losses, values))
+        self._index = index
+        self._values, self._step, self._size = None, None, 0
+        if self._losses:
+            self._losses = []
+        if self._is_flush(trainer, index):
+            self._add_scale(trainer, values)
+            self.flush(trainer)
+
+    def _accumulated(self, losses: list[Tensor], size: int) -> list[Tensor]:
+        weighted = [loss * size for loss in losses]
+        return [a + b for a, b in zip(self._losses, weighted, strict=True)] if self._losses else weighted
+
+    def _step_now(self, trainer: Trainer, pl_module: TrainingModule) -> Step:
+        if self._step is None:
+            self._step = Step(
+                index=self._index + 1,
+                network=pl_module.network,
+                optimizers=trainer.optimizers,
+                batch_size=self._size,
+                device=trainer.strategy.root_device,
+            )
+        self._step.batch_size = self._size
+        self._step.loss = pl_module.last.loss
+        return self._step
+
+    def _context(
+        self, due: list[Hook], trainer: Trainer, pl_module: TrainingModule
+    ) -> AbstractContextManager[Any] | None:
+        step = self._step_now(trainer, pl_module)
+        step.loss = None
+        contexts = [context for hook in due if (context := hook.around_forward(step)) is not None]
+        return _Together(contexts) if contexts else None
+
+    def _add_scale(self, trainer: Trainer, values: dict[str, Any]) -> None:
+        precision = trainer.precision_plugin
+        if isinstance(precision, ScaledPrecision):
+            values["precision/loss_scale"] = precision.loss_scale
+            values["precision/skipped_steps"] = precision.skipped_steps
+
+    # --- what leaves the device ---
+
+    def _is_flush(self, trainer: Trainer, index: int) -> bool:
+        """Every log_every_n_steps steps, and early in a run oftener: at steps 1, 2, 4, 8 ... of it."""
+        done = index - self._first
+        every = trainer.log_every_n_steps or 50
+        return index % every == 0 or (done < every and done & (done - 1) == 0)
+
+    def flush(self, trainer: Trainer) -> None:
+        """Writes the steps that wait. Every rank must call it at the same step.
+
+        Raises: RunError at a loss that is not a number.
+        """
+        if not len(self._buffer):
+            return
+        terms = self._terms(trainer.lightning_module)
+        scaled = isinstance(trainer.precision_plugin, ScaledPrecision)
+        for step, losses in self._buffer.take(trainer.strategy):
+            loss = losses[0]
+            if math.isnan(loss) or (math.isinf(loss) and not scaled):
+                raise RunError(_lost(loss, step.index))
+            self._epoch_sum += loss * step.size
+            self._epoch_size += step.size
+            values = step.values
+            values["loss/train"] = loss
+            values.update({f"loss/train/{term}": part for term, part in zip(terms, losses[1:], strict=False)})
+            self._log(trainer, values, step.index)
+            self.latest.update(values)
+
+    def _terms(self, pl_module: LightningModule) -> tuple[str, ...]:
+        return pl_module.values_of("train").terms
+
+    def _log(self, trainer: Trainer, values: Mapping[str, float], index: int) -> None:
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, index)
+
+    # --- epochs ---
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self.flush(trainer)
+        self._pause()
+        values = pl_module.values_of("train")
+        metrics = values.finish(trainer.strategy) if values.names else {}
+        if metrics:
+            self._log(trainer, metrics, self._index)
+        if self._epoch_size:
+            # Not logged: the steps have drawn this curve.
+            metrics["loss/train"] = self._epoch_sum / self._epoch_size
+        self._epoch_sum = self._epoch_size = 0.0
+        self._publish(trainer, metrics)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+        self._pause()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._finish("val", trainer, pl_module)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._finish("test", trainer, pl_module)
+
+    def _finish(self, stage: Stage, trainer: Trainer, pl_module: TrainingModule) -> None:
+        values = pl_module.values_of(stage).finish(trainer.strategy)
+        if trainer.sanity_checking:
+            return
+        self._log(trainer, values, self._index)
+        self._publish(trainer, values)
+
+    def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """To callbacks and schedules. Past self.log, which would cost half a millisecond a value.
+
+        Relied on, and tested: `trainer.callback_metrics` is the dict that Lightning keeps (seen in 2.6.6).
+        """
+        self.metrics.update(values)
+        self.latest.update(values)
+        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in values.items()})
+
+    def _pause(self) -> None:
+        for hook in self._pausing:
+            hook.pause()
+
+    # --- checkpoints ---
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.flush(trainer)
+        self._pause()
+        checkpoint[STATE] = {
+            "metrics": dict(self.metrics),
+            "epoch_sum": self._epoch_sum,
+            "epoch_size": self._epoch_size,
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._index = checkpoint["global_step"]
+        if trainer.state.fn == "fit" and STATE in checkpoint:
+            state = checkpoint[STATE]
+            self.metrics.update(state["metrics"])
+            self._epoch_sum, self._epoch_size = state["epoch_sum"], state["epoch_size"]
+
+
+class _Together:
+    """Several contexts as one."""
+
+    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
+        self._contexts = contexts
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self._stack is not None
+        return self._stack.__exit__(*error)
+
+
+def _lost(loss: float, index: int) -> str:
+    name = "not a number" if math.isnan(loss) else "infinite"
+    return (
+        f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
+        "Lower optimizer.lr, set trainer.gradient_clip_val, or look with trainer.detect_anomaly=true for the operator"
+    )

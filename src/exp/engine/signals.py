@@ -1,0 +1,55 @@
+"""SIGINT and SIGTERM: the first one asks for the end, the second one is the end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from exp.errors import Interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalFlag:
+    """Handlers that remember the first signal, and let the second one end the process.
+
+    received: the signal's number; None while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Takes over the handlers; elsewhere than in the main thread there are none to take, and it does nothing."""
+        if self._before or threading.current_thread() is not threading.main_thread():
+            return
+        self.received = None
+        for signum in SIGNALS:
+            # None is a handler that was not installed from Python: it could not be put back.
+            if signal.getsignal(signum) is not None:
+                self._before[signum] = signal.signal(signum, self._remember)
+
+    def restore(self) -> None:
+        """Puts back what was there before. Safe to call twice."""
+        while self._before:
+            signum, handler = self._before.popitem()
+            signal.signal(signum, handler)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signum
+            for other in SIGNALS:
+                if other in self._before and not _is_interactive():
+                    # The system's own action needs no Python, which may hang in a collective.
+                    signal.signal(other, signal.SIG_DFL)
+            return
+        # In a notebook only: the end of the process would be the end of all its variables.
+        raise Interrupted(signum=signum, checkpoint=None)
+
+
+def _is_interactive() -> bool:
+    return "ipykernel" in sys.modules or getattr(sys, "ps1", None) is not None

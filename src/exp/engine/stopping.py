@@ -1,0 +1,157 @@
+"""What ends a run before its last epoch: max_steps, max_time, and signals. All ranks stop at the same batch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from exp.engine.checkpointing import Checkpointing
+from exp.engine.length import Limits
+from exp.engine.position import before_batch, in_validation
+from exp.engine.signals import SignalFlag
+from exp.errors import Interrupted
+from exp.types import Batch
+
+STATE = "exp_seconds"
+# Ranks ask each other about so often; in between, no step pays for a collective.
+AGREE_SECONDS = 1.0
+
+
+class Stopping(Callback):
+    """Ends fit at a limit, and any stage at a signal.
+
+    At a limit the run ends as at its last epoch: the validation, the epoch's end, a checkpoint. After a signal the
+    state is saved where the run stands, and Interrupted leaves, before a validation that may take long.
+
+    checkpointing: writes the state after a signal; None leaves without.
+    """
+
+    def __init__(self, *, limits: Limits | None = None, checkpointing: Checkpointing | None = None) -> None:
+        super().__init__()
+        self.limits = limits or Limits()
+        self.checkpointing = checkpointing
+        self._signals = SignalFlag()
+        self._agreed = 0
+        self._restored_step = 0
+        self._seconds_before = 0.0
+        self._started: float | None = None
+        self._countdown = self._interval = 1
+        self._last_agreed = 0.0
+
+    # --- a limit ---
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_at_limit(trainer, step=self._restored_step)
+        self._restored_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin()
+        self._started = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        self._look(trainer)
+        if not trainer.should_stop and self.limits.max_steps is not None:
+            self._stop_at_limit(trainer, step=trainer.global_step)
+
+    def _stop_at_limit(self, trainer: Trainer, *, step: int) -> None:
+        limits = self.limits
+        if limits.max_steps is not None and step >= limits.max_steps:
+            trainer.should_stop = True
+        if limits.max_seconds is not None and self._seconds_before >= limits.max_seconds:
+            trainer.should_stop = True
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of training so far, before a resume included."""
+        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    # --- a signal ---
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._leave(trainer, before_batch(trainer, batch_idx))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started, self._seconds_before = None, self.seconds
+        self._countdown = 1
+        self._look(trainer)
+        if self._agreed:  # it came after the last batch; Checkpointing has saved
+            last = None if self.checkpointing is None else self.checkpointing.last_path
+            raise Interrupted(signum=self._agreed, checkpoint=str(last) if last and last.is_file() else None)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            self._begin()
+        elif self._agreed and not trainer.sanity_checking:
+            self._leave(trainer, in_validation(trainer))
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._look(trainer)
+        if self._agreed and not trainer.sanity_checking:
+            self._leave(trainer, in_validation(trainer) if trainer.state.fn == "fit" else None)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin()
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._look(trainer)
+        if self._agreed:
+            self._leave(trainer, None)
+
+    def _begin(self) -> None:
+        # Here and not in setup: Lightning installs its own handlers just before.
+        self._signals.install()
+        self._agreed = 0
+        self._countdown = self._interval = 1
+        self._last_agreed = time.monotonic()
+
+    def _look(self, trainer: Trainer) -> None:
+        """Whether a signal came to any rank, and whether rank 0 says that the time is over."""
+        if trainer.world_size == 1:
+            if self._signals.received is not None:
+                self._agreed = self._signals.received
+            if self.limits.max_seconds is not None and self.seconds >= self.limits.max_seconds:
+                trainer.should_stop = True
+            return
+        self._countdown -= 1
+        if self._countdown:
+            return
+        now = time.monotonic()
+        fitting = max(1, int(self._interval * AGREE_SECONDS / max(now - self._last_agreed, 1e-6)))
+        is_over = self.limits.max_seconds is not None and self.seconds >= self.limits.max_seconds
+        # The largest signal and the shortest interval; the time is rank 0's, for clocks differ.
+        mine = [self._signals.received or 0, -min(fitting, 2 * self._interval), int(is_over and trainer.is_global_zero)]
+        agreed = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="max")
+        self._agreed, interval, over = agreed.tolist()
+        self._interval = self._countdown = -interval
+        self._last_agreed = now
+        if over and trainer.state.fn == "fit":
+            trainer.should_stop = True
+
+    def _leave(self, trainer: Trainer, position: Any) -> None:
+        saved = None
+        if position is not None and self.checkpointing is not None and position.step:
+            self.checkpointing.save(trainer, position, self.checkpointing.last_path)
+            saved = str(self.checkpointing.last_path)
+        raise Interrupted(signum=self._agreed, checkpoint=saved)
+
+    # --- the end ---
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._signals.restore()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._signals.restore()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[STATE] = self.seconds
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == "fit" and STATE in checkpoint:
+            self._seconds_before = checkpoint[STATE]
+            self._restored_step = checkpoint["global_step"]

@@ -128,14 +128,11 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
     silent: the ranks that had not ended, nor reported, when the first failure was seen.
     """
     deaths = [failure for failure in failures if failure.kind == "death"]
-    reports = [failure for failure in failures if failure.kind not in ("death", "neighbour", "interrupted")]
-    found = sorted(reports, key=lambda failure: failure.time)
-    if deaths:
-        return min(deaths, key=lambda failure: failure.time)
-    if found:
-        return found[0]
-    complaints = sorted(failures, key=lambda failure: (failure.kind == "interrupted", failure.time))
-    first = complaints[0]
+    reports = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
+    if deaths or reports:
+        return min(deaths or reports, key=lambda failure: failure.time)
+    # A rank that a signal ended is why its neighbours complain.
+    first = min(failures, key=lambda failure: (failure.kind == "neighbour", failure.time))
     if first.kind == "neighbour" and silent and TIMEOUT.search(first.reason):
         names = ", ".join(str(rank) for rank in silent)
         return dataclasses.replace(

@@ -62,6 +62,6 @@ def _offer_rendezvous(rank: Rank) -> None:
         return
     from lightning.fabric.plugins.environments import SLURMEnvironment
 
-    slurm = SLURMEnvironment(auto_requeue=False)
-    os.environ["MASTER_ADDR"] = slurm.main_address
-    os.environ["MASTER_PORT"] = str(slurm.main_port)
+    # One port a job, so that two jobs on a node do not meet.
+    os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
+    os.environ["MASTER_PORT"] = str(15_000 + int(os.environ["SLURM_JOB_ID"]) % 10_000)

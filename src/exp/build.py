@@ -10,16 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from exp.config.targets import resolve
 from exp.data.data import Data
 from exp.data.randomness import initialisation
+from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.checkpointing import Checkpointing
+from exp.engine.console import progress
+from exp.engine.data import RunData
+from exp.engine.length import take_limits
+from exp.engine.module import TrainingModule
+from exp.engine.recording import Recording
+from exp.engine.stopping import Stopping
 from exp.errors import ConfigError, ExpError, Fault
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
+from exp.precision.plugin import build_precision
+from exp.strategies.placement import Placement
+from exp.strategies.rank import Rank
+from exp.strategies.strategy import trainer_arguments
 from exp.types import DataSpec
 
 # Keys of the optimizer and scheduler nodes that are ours, not the target's.
@@ -30,35 +43,93 @@ SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of, before Lightning sees it."""
+    """What a run is made of: Lightning's Trainer, what it trains, and the callbacks that know how it went."""
 
-    data: Data
-    network: nn.Module
-    objective: Objective
-    metrics: Mapping[str, Any]
-    optimization: Optimization
-    hooks: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
-    loggers: Mapping[str, Any]
+    trainer: Trainer
+    module: TrainingModule
+    data: RunData
+    recording: Recording
+    checkpointing: Checkpointing
+    stopping: Stopping
 
 
-def build_parts(config: DictConfig, directory: Path) -> Parts:
-    """Builds every object that the config names.
+def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placement) -> Parts:
+    """Builds every object that a frozen config names, for one rank.
 
     Raises: ConfigError where a constructor refuses its values.
     """
     plain = plain_config(config)
+    arguments, limits = take_limits(construct_trainer_arguments(plain))
     data = build_data(plain)
-    return Parts(
-        data=data,
+    module = TrainingModule(
         network=build_network(plain, data.spec),
         objective=build_objective(plain),
-        metrics=build_entries(plain, "metrics"),
         optimization=build_optimization(plain),
-        hooks=build_entries(plain, "hooks"),
-        callbacks=build_entries(plain, "callbacks"),
-        loggers=build_entries(plain, "logger", directory=str(directory), save_dir=str(directory)),
+        metrics=build_entries(plain, "metrics"),
+        metric_stages=plain["metric_stages"],
+        seed=plain["seed"],
+        limits=limits,
     )
+    recording = Recording(hooks=build_entries(plain, "hooks"))
+    checkpointing = Checkpointing(
+        directory=directory,
+        monitor=plain["monitor"],
+        mode=plain["mode"],
+        config=OmegaConf.to_yaml(config),
+        **plain["checkpoint"],
+    )
+    stopping = Stopping(limits=limits, checkpointing=checkpointing)
+    trainer = build_trainer(
+        plain,
+        arguments,
+        directory=directory,
+        rank=rank,
+        placement=placement,
+        # Recording first, because the others look at the values that it publishes.
+        callbacks=[recording, *build_entries(plain, "callbacks").values(), checkpointing, stopping],
+    )
+    return Parts(
+        trainer=trainer,
+        module=module,
+        data=RunData(data=data),
+        recording=recording,
+        checkpointing=checkpointing,
+        stopping=stopping,
+    )
+
+
+def build_trainer(
+    plain: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    *,
+    directory: Path,
+    rank: Rank,
+    placement: Placement,
+    callbacks: Sequence[Callback],
+) -> Trainer:
+    """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
+    strategy = construct(plain["strategy"], key="strategy", allow=_allow(plain))
+    placed = trainer_arguments(strategy, placement=placement, rank=rank)
+    word, scaler = plain["precision"]["word"], plain["precision"]["scaler"]
+    precision = build_precision(word, **scaler, device_type=placement.accelerator)
+    loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
+    return Trainer(
+        **arguments,
+        **{**placed, "plugins": [*placed["plugins"], precision, AtomicCheckpointIO()]},
+        callbacks=[*callbacks, *progress(arguments["enable_progress_bar"], rank=rank)],
+        logger=list(loggers.values()),
+        default_root_dir=str(directory),
+        deterministic=plain["runtime"]["deterministic"],
+    )
+
+
+def construct_trainer_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer node's values, its own `_target_` left out: the Trainer is called by build_trainer alone."""
+    return {
+        key: construct(value, key=f"trainer.{key}", allow=_allow(plain))
+        for key, value in plain["trainer"].items()
+        if key != "_target_"
+    }
 
 
 def plain_config(config: DictConfig) -> dict[str, Any]:

@@ -6,11 +6,16 @@ import dataclasses
 import json
 import math
 import os
+import resource
+import shlex
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from exp.config.freeze import versions
 from exp.errors import RunError
 
 Status = Literal["completed", "failed", "interrupted"]
@@ -23,7 +28,7 @@ class Report:
     metrics: tag to last value, such as {"accuracy/val": 0.98}.
     best: {metric, value, step, checkpoint} of the best checkpoint; None where none was written.
     steps: optimizer steps of the whole run, those before a resume included.
-    step_ms: mean wall time of a training step; None where none was taken.
+    step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
     peak_memory_mib: of device memory on a GPU, else of this rank's resident set.
     error: None, or {type, message}.
     """
@@ -51,6 +56,58 @@ class Report:
         if self.best is not None:
             return float(self.best["value"])
         return float(self.metrics[self.monitor]) if self.monitor in self.metrics else math.nan
+
+
+class Ongoing:
+    """A run under way: knows how it started, and makes the report of its end.
+
+    directory: the run directory. config: the frozen config; only the words that the report repeats are read.
+    """
+
+    def __init__(self, directory: Path, config: Any, *, world_size: int) -> None:
+        self._started = time.monotonic()
+        self._facts = {
+            "directory": str(directory),
+            "precision": config.precision.word,
+            "strategy": config.strategy.name,
+            "monitor": config.monitor,
+            "world_size": world_size,
+            "command": shlex.join(sys.argv),
+            "versions": versions(),
+        }
+
+    def ended(self, status: Status, *, parts: Any | None = None, error: BaseException | None = None) -> Report:
+        """The report of an end. parts: what build.py made; None where the run ended before, or in other processes."""
+        return Report(
+            status=status,
+            wall_seconds=time.monotonic() - self._started,
+            error=None if error is None else {"type": type(error).__name__, "message": str(error)},
+            **self._facts,
+            **({} if parts is None else _progress(parts)),
+        )
+
+
+def _progress(parts: Any) -> dict[str, Any]:
+    """How far a run came, read from the callbacks that kept count."""
+    trainer, best = parts.trainer, parts.checkpointing.best
+    steps = trainer.global_step
+    return {
+        "metrics": dict(parts.recording.latest),
+        "best": best,
+        "steps": steps,
+        "epochs": trainer.current_epoch,
+        "step_ms": 1000.0 * parts.stopping.seconds / steps if steps else None,
+        "peak_memory_mib": _peak_memory_mib(),
+    }
+
+
+def _peak_memory_mib() -> float:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    # Kilobytes on Linux, bytes on macOS (getrusage(2) of each).
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def write_report(report: Report) -> None:

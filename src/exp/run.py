@@ -1,0 +1,128 @@
+"""One run, from a composed config to its report. Read `fit` for the parent's part and `run` for a rank's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from exp.build import Parts, build
+from exp.config.chosen import chosen_values
+from exp.config.freeze import freeze, read_frozen
+from exp.engine.console import run_log
+from exp.engine.launch import in_process, launch
+from exp.errors import ConfigError, Interrupted, RankError, RunError
+from exp.report import Ongoing, Report, read_report, write_report
+from exp.strategies.placement import Placement, adopted
+from exp.strategies.rank import ALONE, Rank
+from exp.tensorboard.logger import TensorBoardLogger
+from exp.validation import examine
+
+log = logging.getLogger(__name__)
+
+
+def fit(config: DictConfig) -> Report:
+    """Checks a composed config, freezes it in a run directory, and runs it there, in as many processes as it asks for.
+
+    Returns: the report that is also in the run directory.
+    Raises: ConfigError before anything is built; RunError, RankError for a run that fails; Interrupted for one that a
+        signal ended with its state saved.
+    """
+    examination = examine(config)
+    placement = examination.placement
+    if examination.faults or placement is None:
+        raise ConfigError(examination.faults)
+    directory = freeze(config)
+    restarts = config.launch.max_restarts
+    if in_process(placement, max_restarts=restarts):
+        return run(directory)
+    ongoing = Ongoing(directory, config, world_size=placement.world_size)
+    try:
+        launch(directory, placement=placement, max_restarts=restarts, threads=config.runtime.threads)
+    except RankError as error:
+        # A rank that was killed could not write its report.
+        write_report(ongoing.ended("failed", error=error))
+        raise
+    return read_report(directory)
+
+
+def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None) -> Report:
+    """Runs a frozen config as one rank of it. Rank 0 writes the report, also of a run that fails or is interrupted.
+
+    resume: a checkpoint to go on from, instead of the config's.
+    Raises: whatever ended the run.
+    """
+    directory = Path(directory).absolute()
+    config = read_frozen(directory)
+    ongoing = Ongoing(directory, config, world_size=rank.world_size)
+    parts = None
+    with run_log(directory, rank=rank):
+        try:
+            parts = build(config, directory, rank=rank, placement=_placement(config, rank))
+            _describe(parts, config, directory)
+            _work(parts, config, resume)
+        except BaseException as error:
+            if rank.is_first:
+                _end_badly(ongoing, parts, error)
+            raise
+        report = ongoing.ended("completed", parts=parts)
+        if rank.is_first:
+            _end(parts, report)
+    return report
+
+
+def _placement(config: DictConfig, rank: Rank) -> Placement:
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)
+    return adopted(
+        rank,
+        config.strategy.name,
+        devices=OmegaConf.to_container(config.launch)["devices"],
+        nodes=config.launch.nodes,
+        accelerator=config.launch.accelerator,
+    )
+
+
+def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:
+    """Trains, then tests the best weights; or only one of the two."""
+    start = str(resume) if resume is not None else config.resume
+    trainer = parts.trainer
+    if config.train:
+        trainer.fit(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True)
+    if config.test and "test" not in parts.data.data.stages:
+        log.warning("the data has no test part: the test stage is left out")
+    elif config.test:
+        best = parts.checkpointing.best_path
+        weights = str(best) if config.train and best.is_file() else start if not config.train else None
+        trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
+
+
+def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
+    """What TensorBoard shows beside the curves: hyperparameters and the whole config as text."""
+    overrides = OmegaConf.load(directory / "overrides.yaml")
+    for logger in parts.trainer.loggers:
+        logger.log_hyperparams(chosen_values(config, overrides))
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_text("config", f"```yaml\n{OmegaConf.to_yaml(config)}\n```")
+
+
+def _end(parts: Parts, report: Report) -> None:
+    for logger in parts.trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.end(report.status)
+    write_report(report)
+
+
+def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> None:
+    status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    report = ongoing.ended(status, parts=parts, error=error)
+    log.error("%s: %s", type(error).__name__, error, exc_info=error)
+    try:
+        write_report(report)
+        if parts is not None:
+            _end(parts, report)
+    except RunError as second:
+        # The first error is the one to tell; where the disk is full, this one follows from it.
+        log.error("%s", second)

@@ -16,6 +16,7 @@ and in a rank (exp.worker calls `run.run(directory, rank=rank, resume=resume)`, 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import shutil
@@ -91,10 +92,13 @@ def _once(
                 command=command,
             )
             failure = supervise(ranks, exchange=exchange, received=received)
+            last = directory / LAST_CHECKPOINT
+            saved = str(last) if last.is_file() else None
             if failure is None and received:
-                # The run was done before the signal came to it; whoever started it asked for the end all the same.
-                last = directory / LAST_CHECKPOINT
-                raise Interrupted(signum=received[0], checkpoint=str(last) if last.is_file() else None)
+                # The run was done before the signal came to it; whoever sent it asked for the end all the same.
+                raise Interrupted(signum=received[0], checkpoint=saved)
+            if failure is not None and failure.kind == "interrupted" and failure.checkpoint is None:
+                return dataclasses.replace(failure, checkpoint=saved)
             return failure
     finally:
         shutil.rmtree(exchange)

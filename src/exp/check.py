@@ -68,7 +68,7 @@ def summary(config: DictConfig, examined: Examination) -> str:
 def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from exp.config.compose import composition_of
-    from exp.config.hydra_adapter import job_return, run_sweeper
+    from exp.config.hydra_program import job_return, run_sweeper
     from exp.run import fit
     from exp.sweeps.sweep import Sweep, job_faults
     from exp.validation import validate

@@ -35,6 +35,7 @@ def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
 
     only: of this key at the top alone, such as data.
     """
+    from exp.config.direction import direction_faults
     from exp.config.parameters import target_faults
     from exp.config.programs import program_faults
 
@@ -43,7 +44,8 @@ def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
     if only is not None:
         plain = {only: plain[only]} if only in plain else {}
     plain.pop(COMPOSITION, None)
-    return once([*target_faults(plain, allow=allow), *program_faults(config, plain)])
+    faults = [*target_faults(plain, allow=allow), *program_faults(config, plain)]
+    return once([*faults, *direction_faults(plain, allow=allow)])
 
 
 def allowed(plain: dict[str, Any]) -> list[str]:

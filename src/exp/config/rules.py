@@ -11,6 +11,7 @@ from typing import Any
 
 from exp.config.freeze import COMPOSITION
 from exp.config.kinds import UNKNOWN, is_node
+from exp.config.schema import STAGES
 from exp.config.spelling import among, did_you_mean
 from exp.config.structure import show
 from exp.errors import Fault
@@ -107,6 +108,31 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
                 expected="an integer number of batches, or a share between 0.0 and 1.0",
                 cure=f"Write {round(values[key])}",
             )
+
+
+def parts_are_shares(values: Values) -> Iterator[Fault]:
+    """Parts are fractions, or numbers of samples; fractions leave nothing over, or something."""
+    parts = values["data.parts"]
+    if not isinstance(parts, dict):
+        return
+    fractions = 0.0
+    for name, size in parts.items():
+        key = f"data.parts.{name}"
+        if name not in ("train", "val", "test"):
+            yield Fault(key=key, got="no part", expected="train, val or test", cure=did_you_mean(str(name), STAGES))
+        elif not is_share(size):
+            yield Fault(key=key, got=show(size), expected="a fraction from 0 to 1, or a whole number of samples")
+        elif isinstance(size, float) and size <= 1:
+            fractions += size
+    if fractions > 1 + 1e-9:
+        yield Fault(key="data.parts", got=f"fractions that add up to {fractions:g}", expected="1 at most")
+
+
+def is_share(size: Any) -> bool:
+    if size is UNKNOWN:
+        return True
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    return is_number and size >= 0 and (size <= 1 or size == int(size))
 
 
 def objective_is_not_empty(values: Values) -> Iterator[Fault]:
@@ -234,6 +260,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     resume_is_there,
     the_run_ends,
     limits_leave_batches,
+    parts_are_shares,
     objective_is_not_empty,
     monitor_is_logged,
     mode_fits_a_loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,20 @@ def mapping_of(rule: Rule) -> Rule:
     )
 
 
+def duration() -> Rule:
+    """Lightning's two ways to write one."""
+    units = {"days", "hours", "minutes", "seconds", "weeks"}
+
+    def accepts(value: Any) -> bool:
+        if isinstance(value, dict):
+            return bool(value) and set(value) <= units and all(isinstance(part, int | float) for part in value.values())
+        return isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value) is not None
+
+    return Rule(
+        expected="DD:HH:MM:SS in quotes, such as '00:01:30:00', or a mapping such as {hours: 1}", accepts=accepts
+    )
+
+
 STAGES = ("train", "val", "test")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "fp32", "bf16", "fp16")
 
@@ -170,6 +185,7 @@ VALUES: dict[str, Rule] = {
     "scheduler.monitor": maybe(text()),
     "trainer.max_epochs": maybe(either(integer(1), one_of(-1))),
     "trainer.max_steps": either(integer(1), one_of(-1)),
+    "trainer.max_time": maybe(duration()),
     "trainer.accumulate_grad_batches": integer(1),
     "trainer.log_every_n_steps": integer(1),
     "trainer.check_val_every_n_epoch": maybe(integer(1)),

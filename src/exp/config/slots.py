@@ -75,8 +75,8 @@ SLOTS = (
     Slot(pattern="logger.*", bases=("lightning.pytorch.loggers.Logger",), filled=("directory", "save_dir")),
     Slot(pattern="trainer.profiler", bases=("lightning.pytorch.profilers.Profiler",)),
 )
-# A layer of a container, at any depth; a parameter stands among layers, too.
-LAYER = Slot(pattern="model.**.layers.*", bases=(MODULE, "torch.nn.Parameter"))
+# A layer of a container, at any depth.
+LAYER = Slot(pattern="model.**.layers.*", bases=(MODULE,))
 ANYWHERE = Slot(pattern="**")
 
 # One-groups own the node of their name; many-groups hold named entries, each a node.
@@ -95,8 +95,11 @@ def slot_of(key: str) -> Slot:
 
 
 def is_layer(parts: list[str]) -> bool:
-    """Whether a key names a layer: `layers.name`, or `layers.name.layer` of a repeat."""
-    return len(parts) > 2 and (parts[-2] == "layers" or (parts[-1] == "layer" and parts[-3] == "layers"))
+    """Whether a key names a layer: `layers.name`, of a repeat `layers.name.layer`, of a list `layers.name.0`."""
+    if "layers" not in parts:
+        return False
+    below = parts[len(parts) - parts[::-1].index("layers") :]
+    return len(below) == 1 or (len(below) == 2 and (below[1] == "layer" or below[1].isdecimal()))
 
 
 def nodes_in(plain: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

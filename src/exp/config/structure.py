@@ -11,7 +11,7 @@ from exp.config.habits import cure_of_key
 from exp.config.kinds import UNKNOWN, is_node
 from exp.config.reading import leaves
 from exp.config.schema import SCHEMA, VALUES, Rule
-from exp.config.slots import COLLECTIONS, NODES, is_layer
+from exp.config.slots import COLLECTIONS, NODES
 from exp.config.spelling import among, did_you_mean, nearest
 from exp.errors import Fault
 
@@ -132,19 +132,31 @@ def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
-    """Entries of `layers`: each a node, or `{repeat: n, layer: node}`."""
+    """Entries of `layers`: each a node, `{repeat: n, layer: node}`, or a list or mapping of these."""
     model = plain.get("model")
     for key, value in leaves(model, "model"):
-        parts = key.split(".")
-        if not is_layer(parts) or value is UNKNOWN or is_node(value):
-            continue
-        if not isinstance(value, dict):
-            cure = f"To leave it out, write '~{key}'" if value is None else None
-            yield Fault(key=key, got=show(value), expected="a layer: a node with a _target_", cure=cure)
-        elif parts[-2] == "layers" and value.keys() & {"repeat", "layer"}:
-            yield from _repeat(key, value)
-        else:
-            yield from _node(key, value)
+        if key.rpartition(".")[2] == "layers" and isinstance(value, dict) and not is_node(value):
+            for name, layer in value.items():
+                yield from _layer(f"{key}.{name}", layer)
+
+
+def _layer(key: str, value: Any) -> Iterator[Fault]:
+    if value is UNKNOWN or is_node(value):
+        return
+    if isinstance(value, list):
+        for index, layer in enumerate(value):
+            yield from _layer(f"{key}.{index}", layer)
+    elif not isinstance(value, dict):
+        cure = f"To leave it out, write '~{key}'" if value is None else None
+        yield Fault(key=key, got=show(value), expected="a layer: a node with a _target_", cure=cure)
+    elif value.keys() & {"repeat", "layer"}:
+        yield from _repeat(key, value)
+        yield from _layer(f"{key}.layer", value.get("layer", UNKNOWN))
+    elif not value or not all(isinstance(layer, dict | list) for layer in value.values()):
+        yield from _node(key, value)
+    else:
+        for name, layer in value.items():
+            yield from _layer(f"{key}.{name}", layer)
 
 
 def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:

@@ -1,0 +1,149 @@
+"""Is this config right? Every fault at once, before anything is trained or written.
+
+    1 values, keys, rules            config/check, first stage: no torch
+    2 the data node                  its target and parameters; then the data fills in what its YAML leaves open
+    3 all targets, forward programs  config/check, second stage
+    4 placement                      enough devices for the strategy, and the precision on them
+    5 shapes                         the network on the meta device, fed a batch of the data's shape
+
+A later step runs only where the earlier ones left what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from exp.config.check import first_stage, located, once, second_stage
+from exp.errors import ConfigError, Fault
+from exp.types import DataSpec
+
+if TYPE_CHECKING:
+    from exp.strategies.placement import Placement
+
+# What the network, its objective and its metrics are built from.
+SHAPE_KEYS = ("model", "data", "objective", "metrics", "seed", "security")
+DATA_KEYS = ("data", "seed", "security")
+PLACEMENT_KEYS = ("strategy", "launch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What the check found: faults, and where there are none, what will run."""
+
+    faults: tuple[Fault, ...]
+    placement: Placement | None
+    parameters: int | None
+
+
+def validate(config: DictConfig) -> None:
+    """Checks a composed config, and fills in what its data set's YAML leaves to the data.
+
+    Raises: ConfigError with all faults.
+    """
+    faults = examine(config).faults
+    if faults:
+        raise ConfigError(faults)
+
+
+def faults_of(config: DictConfig) -> list[Fault]:
+    """All faults of a composed config; none means that it can run."""
+    return list(examine(config).faults)
+
+
+def examine(config: DictConfig) -> Examination:
+    """All faults of a composed config, and what will run where there are none.
+
+    Fills in, in place, what the data set's YAML leaves to the data.
+    """
+    faults = _data_faults(config)
+    faults += first_stage(config)
+    faults += second_stage(config)
+    placement, more = _placement(config, faults)
+    faults += more
+    parameters, more = _shapes(config, faults)
+    faults = located(config, once([*faults, *more]))
+    return Examination(faults=tuple(faults), placement=placement, parameters=parameters)
+
+
+def _data_faults(config: DictConfig) -> list[Fault]:
+    """Before all else, for other nodes interpolate the shape and the classes that it fills in."""
+    from exp.build import describe
+
+    if _touched(first_stage(config), DATA_KEYS):
+        return []  # first_stage will tell them
+    return second_stage(config, only="data") or _faults_raised(lambda: describe(config))
+
+
+def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | None, list[Fault]]:
+    from exp.strategies.placement import placement
+
+    if _touched(faults, PLACEMENT_KEYS):
+        return None, []
+    launch, found = config.launch, []
+
+    def place() -> None:
+        found.append(placement(
+            config.strategy.name, devices=_plain_devices(launch.devices), nodes=launch.nodes,
+            accelerator=launch.accelerator,
+        ))  # fmt: skip
+
+    more = _faults_raised(place)
+    if more or _touched(faults, ("precision",)):
+        return None, more
+    return found[0], _precision_faults(config.precision.word, found[0])
+
+
+def _precision_faults(word: str, placed: Placement) -> list[Fault]:
+    if word == "fp16" and placed.accelerator == "mps":
+        return [
+            Fault(
+                key="precision.word",
+                got="fp16 on mps",
+                expected="fp32 or bf16: the loss scale of fp16 has no kernels there",
+                cure="Write precision=bf16",
+            )
+        ]
+    return []
+
+
+def _shapes(config: DictConfig, faults: list[Fault]) -> tuple[int | None, list[Fault]]:
+    """How many parameters the network has, and the faults of its shapes. On the meta device: no memory, no values."""
+    from exp.build import build_network, plain_config
+
+    if _touched(faults, SHAPE_KEYS):
+        return None, []
+    plain = plain_config(config)
+    found = []
+    more = _faults_raised(lambda: found.append(build_network(plain, _spec(plain["data"]), device="meta")))
+    if more:
+        return None, more
+    return sum(parameter.numel() for parameter in found[0].parameters()), []
+
+
+def _spec(data: Mapping[str, Any]) -> DataSpec:
+    return DataSpec(
+        input_shape=tuple(data["input_shape"]),
+        input_dtype=data["input_dtype"],
+        num_classes=data["num_classes"],
+        num_outputs=data["num_outputs"],
+    )
+
+
+def _faults_raised(call: Callable[[], Any]) -> list[Fault]:
+    try:
+        call()
+    except ConfigError as error:
+        return list(error.faults)
+    return []
+
+
+def _touched(faults: list[Fault], keys: tuple[str, ...]) -> bool:
+    return any(fault.key.partition(".")[0] in keys for fault in faults)
+
+
+def _plain_devices(devices: Any) -> Any:
+    return devices if isinstance(devices, int | str) else list(devices)

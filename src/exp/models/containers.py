@@ -178,7 +178,10 @@ def _built(layer: Layer, key: str) -> nn.Module | nn.Parameter:
         parts = {str(index): _built(part, f"{key}.{index}") for index, part in enumerate(layer)}
         if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
             return nn.ParameterList(parts.values())
-        return nn.ModuleList(_modules_only(parts, key).values())
+        modules = nn.ModuleList(_modules_only(parts, key).values())
+        # `repeat` gives a ModuleList, a list in the config gives a list: their elements have different config keys.
+        modules.repeated = isinstance(layer, nn.ModuleList)
+        return modules
     expected = "a layer, a parameter, or a list or mapping of them"
     raise ConfigError([Fault(key=key, got=f"a {type(layer).__name__}", expected=expected)])
 

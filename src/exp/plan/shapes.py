@@ -1,0 +1,87 @@
+"""Do the layers fit the data and each other? One forward on the meta device, which has shapes and no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from exp.errors import ConfigError, Fault
+from exp.models.config_keys import config_key
+from exp.models.inference import example_inputs
+from exp.models.program_error import ProgramError
+from exp.objectives.objective import Objective
+from exp.plan.output_fit import output_faults
+from exp.plan.shape_words import layer_fault, program_fault
+from exp.plan.watch import Watch
+from exp.types import DataSpec
+
+# What torch says where an operator cannot run without numbers. Such a network is not judged.
+UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeExamination:
+    """What one forward on the meta device showed.
+
+    faults: of the config, each at the key of the layer that fails.
+    notes: why nothing could be said, where that is so. Not faults.
+    parameters: numbers that the network holds, P; None where it could not be built.
+    """
+
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
+    parameters: int | None = None
+
+
+def examine_shapes(
+    *, network_factory: Callable[[], nn.Module], spec: DataSpec, objective: Objective | None = None
+) -> ShapeExamination:
+    """Build the network on the meta device, feed it a batch of the data's shape, and look at what comes out.
+
+    network_factory: builds the network with every layer sized (models/inference.py), under torch.device("meta").
+    spec: the shape and dtype that the data declares, and how many outputs it asks for.
+    objective: what the outputs are compared by; without it the last axis alone is held against the data.
+    """
+    with Watch() as watch, torch.device("meta"), torch.no_grad():
+        try:
+            network = network_factory()
+        except Exception as error:  # a user's own layer may raise anything; each is reported by its key
+            return _failure(error, watch, watch.root, parameters=None)
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        watch.clear()
+        try:
+            output = network(*example_inputs(spec, device="meta"))
+        except Exception as error:
+            return _failure(error, watch, network, parameters=parameters)
+    faults = output_faults(network, output, watch.calls, spec, objective)
+    return ShapeExamination(faults=tuple(faults), parameters=parameters)
+
+
+def shape_faults(
+    *, network_factory: Callable[[], nn.Module], spec: DataSpec, objective: Objective | None = None
+) -> list[Fault]:
+    """The faults that examine_shapes finds."""
+    return list(examine_shapes(network_factory=network_factory, spec=spec, objective=objective).faults)
+
+
+def _failure(error: Exception, watch: Watch, network: nn.Module | None, *, parameters: int | None) -> ShapeExamination:
+    if isinstance(error, ConfigError):
+        return ShapeExamination(faults=error.faults, parameters=parameters)
+    if isinstance(error, ProgramError):
+        got = f"line {error.line}, column {error.column}: {error.message}"
+        fault = Fault(key=error.key or "model.forward", got=got, expected=error.expected)
+        return ShapeExamination(faults=(fault,), parameters=parameters)
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, NotImplementedError) or any(word in str(error) for word in UNDECIDABLE):
+        note = f"the model's shapes were not checked: {message.splitlines()[0]}"
+        return ShapeExamination(faults=(), notes=(note,), parameters=parameters)
+    if watch.inside is None or network is None:
+        fault = Fault(key="model", got=message.splitlines()[0], expected="a model that can be built")
+        return ShapeExamination(faults=(fault,), parameters=parameters)
+    call = watch.inside
+    key = config_key(network, watch.path_of(network, call.module))
+    fault = program_fault(error, key, call) or layer_fault(error, key, call)
+    return ShapeExamination(faults=(fault,), parameters=parameters)

@@ -3,7 +3,7 @@
 Lightning restores its counters as they stood in the middle of whatever hook saved them, and continues wrongly from most
 of them (docs/resume.md). Here a checkpoint holds a position, and the counters are made from it anew.
 
-Relied on, and tested: the names in `fit_loop.state_dict()`, and that a loop restored to them goes on as described beside
+Relied on, and tested: the names in `fit_loop.state_dict()`, and that a loop restored to them goes on as said beside
 each (seen in lightning 2.6.6).
 """
 

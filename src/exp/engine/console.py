@@ -1,0 +1,252 @@
+"""What a person sees of a run: a bar on a terminal, lines elsewhere, and all the rest in train.log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from exp.engine.recording import Recording
+from exp.strategies.rank import Rank
+
+log = logging.getLogger(__name__)
+
+# A person reads four numbers a second at most.
+REFRESH_SECONDS = 0.25
+# Lines at the ends of short epochs, and in the middle of long ones.
+LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
+CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
+
+
+@contextmanager
+def run_log(directory: Path | str, *, rank: Rank) -> Iterator[Path]:
+    """Sends what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
+
+    On the screen stay warnings and errors of exp's own, of rank 0. Everything is put back at the end.
+    """
+    path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
+    file = logging.FileHandler(path, encoding="utf-8", delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    screen = _ScreenHandler(logging.WARNING if rank.is_first else logging.CRITICAL)
+    root, own = logging.getLogger(), logging.getLogger("exp")
+    chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
+    level = own.level
+    try:
+        root.addHandler(file)
+        own.addHandler(screen)
+        own.setLevel(logging.INFO)
+        for logger, _, _ in chatty:
+            logger.handlers, logger.propagate = [], True
+        logging.captureWarnings(True)
+        yield path
+    finally:
+        logging.captureWarnings(False)
+        for logger, handlers, propagate in chatty:
+            logger.handlers, logger.propagate = handlers, propagate
+        own.setLevel(level)
+        own.removeHandler(screen)
+        root.removeHandler(file)
+        file.close()
+
+
+class _ScreenHandler(logging.Handler):
+    """Writes to sys.stderr as it is at that moment: a bar puts its own there, so that lines appear above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A traceback is for the file; the screen has the message.
+        print(record.getMessage(), file=sys.stderr)
+
+
+def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
+    """The callbacks that show how a run goes; on rank 0 alone.
+
+    enabled: trainer.enable_progress_bar; without it the lines go to train.log only.
+    """
+    if not rank.is_first:
+        return []
+    if enabled and sys.stdout.isatty():
+        return [Progress(Bar())]
+    return [Progress(Lines(is_printing=enabled))]
+
+
+class Lines:
+    """One line an epoch or a validation, but not many in a few seconds."""
+
+    def __init__(self, *, is_printing: bool = True) -> None:
+        self.is_printing = is_printing
+        self._text, self._written = "", 0.0
+        self._is_waiting = False
+
+    def update(self, view: View) -> None:
+        if time.monotonic() - self._written >= LONG_SECONDS:
+            self.milestone(view)
+
+    def milestone(self, view: View) -> None:
+        """An epoch or a validation has ended."""
+        self._text, self._is_waiting = view.text(), True
+        if time.monotonic() - self._written >= LINE_SECONDS:
+            self._write()
+
+    def close(self) -> None:
+        if self._is_waiting:
+            self._write()
+
+    def _write(self) -> None:
+        self._written, self._is_waiting = time.monotonic(), False
+        log.info(self._text)
+        if self.is_printing:
+            print(self._text, flush=True)
+
+
+class Bar:
+    """A bar over the batches of an epoch, or of an evaluation, drawn four times a second."""
+
+    def __init__(self) -> None:
+        self._progress: Any = None
+        self._lines = Lines(is_printing=False)
+
+    def update(self, view: View) -> None:
+        if self._progress is None:
+            self._start()
+        self._progress.update(
+            self._task,
+            description=view.title,
+            completed=view.done,
+            total=view.total,
+            values=view.values(),
+            refresh=True,
+        )
+        self._lines.update(view)
+
+    def milestone(self, view: View) -> None:
+        self.update(view)
+        self._lines.milestone(view)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._lines.close()
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[values]}"),
+            console=Console(highlight=False),
+            # No thread of its own: it would take turns with the training for the interpreter.
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task("", total=None, values="")
+        self._progress.start()
+
+
+class View:
+    """What is shown: where the run is, how fast it goes, and its latest values.
+
+    title: such as `epoch 3/30`. done, total: batches of the epoch; total is None where it is not known.
+    """
+
+    def __init__(self, trainer: Trainer, *, rate: float | None, latest: dict[str, float]) -> None:
+        self.rate, self.step, self._latest = rate, trainer.global_step, latest
+        if trainer.state.fn == "fit":
+            epochs = trainer.max_epochs
+            last = f"/{epochs}" if epochs is not None and epochs > 0 else ""
+            # Lightning counts on at the end of the last one.
+            epoch = trainer.current_epoch + 1
+            self.title = f"epoch {min(epoch, epochs) if last else epoch}{last}"
+            self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
+        else:
+            loop = trainer._active_loop
+            self.title = str(trainer.state.fn.value)
+            self.done = loop.batch_progress.current.ready
+            total = sum(loop.max_batches)
+        self.total = None if total == float("inf") else int(total)
+
+    def values(self) -> str:
+        shown = [f"{tag} {value:.4g}" for tag, value in self._latest.items() if is_shown(tag)]
+        if self.rate is not None:
+            shown.append(f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.2f} steps/s")
+        return "  ".join(shown)
+
+    def text(self) -> str:
+        return f"{self.title}  step {self.step}  {self.values()}"
+
+
+def is_shown(tag: str) -> bool:
+    """Loss and metrics of a stage, but not the terms of the loss."""
+    return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
+
+
+class Progress(Callback):
+    """Shows a run on a display, at a person's rate."""
+
+    def __init__(self, display: Bar | Lines) -> None:
+        super().__init__()
+        self.display = display
+        self._latest: dict[str, float] = {}
+        self._shown = 0.0
+        self._rate: float | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        now = time.monotonic()
+        if now - self._shown >= REFRESH_SECONDS:
+            self._measure(trainer, now)
+            self.display.update(self._view(trainer))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # An epoch that ends with it has a line of its own.
+        if trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
+            self.display.milestone(self._view(trainer))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        now = time.monotonic()
+        if now - self._shown >= REFRESH_SECONDS:
+            self._measure(trainer, now)
+        self.display.milestone(self._view(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.display.close()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer)
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        now = time.monotonic()
+        if now - self._shown >= REFRESH_SECONDS:
+            self._shown, self._rate = now, None
+            self.display.update(self._view(trainer))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.display.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.display.close()
+
+    def _begin(self, trainer: Trainer) -> None:
+        recordings = [callback for callback in trainer.callbacks if isinstance(callback, Recording)]
+        self._latest = recordings[0].latest if recordings else {}
+        self._shown, self._rate, self._step = time.monotonic(), None, trainer.global_step
+
+    def _measure(self, trainer: Trainer, now: float) -> None:
+        step = trainer.global_step
+        self._rate = (step - self._step) / (now - self._shown)
+        self._shown, self._step = now, step
+
+    def _view(self, trainer: Trainer) -> View:
+        return View(trainer, rate=self._rate, latest=self._latest)

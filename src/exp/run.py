@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from exp.build import Parts, build
@@ -13,6 +12,7 @@ from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen
 from exp.engine.console import run_log
 from exp.engine.launch import in_process, launch
+from exp.engine.threads import set_threads
 from exp.errors import ConfigError, Interrupted, RankError, RunError
 from exp.report import Ongoing, Report, read_report, write_report
 from exp.strategies.placement import Placement, adopted
@@ -61,6 +61,7 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
     with run_log(directory, rank=rank):
         try:
             parts = build(config, directory, rank=rank, placement=_placement(config, rank))
+            set_threads(config.runtime.threads, network=parts.module.network, batch_size=config.data.batch_size)
             _describe(parts, config, directory)
             _work(parts, config, resume)
         except BaseException as error:
@@ -74,8 +75,6 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
 
 
 def _placement(config: DictConfig, rank: Rank) -> Placement:
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
     return adopted(
         rank,
         config.strategy.name,

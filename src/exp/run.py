@@ -117,7 +117,8 @@ def _end(parts: Parts, report: Report) -> None:
 def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> None:
     status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
     report = ongoing.ended(status, parts=parts, error=error)
-    log.error("%s: %s", type(error).__name__, error, exc_info=error)
+    # To train.log alone: whoever called says it on the screen.
+    log.info("the run %s", status, exc_info=error)
     try:
         write_report(report)
         if parts is not None:

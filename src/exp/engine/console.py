@@ -109,11 +109,14 @@ class Bar:
 
     def __init__(self) -> None:
         self._progress: Any = None
+        self._latest: View | None = None
+        self._drawn = 0.0
         self._lines = Lines(is_printing=False)
 
     def update(self, view: View) -> None:
         if self._progress is None:
             self._start()
+        self._drawn = time.monotonic()
         self._progress.update(
             self._task,
             description=view.title,
@@ -125,25 +128,29 @@ class Bar:
         self._lines.update(view)
 
     def milestone(self, view: View) -> None:
-        self.update(view)
+        self._latest = view
+        if time.monotonic() - self._drawn >= REFRESH_SECONDS:
+            self.update(view)
         self._lines.milestone(view)
 
     def close(self) -> None:
+        if self._latest is not None:
+            self.update(self._latest)
         if self._progress is not None:
             self._progress.stop()
-            self._progress = None
+        self._progress = self._latest = None
         self._lines.close()
 
     def _start(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[values]}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(min_width=8, max_width=24)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
             console=Console(highlight=False),
             # No thread of its own: it would take turns with the training for the interpreter.
             auto_refresh=False,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from exp.engine.buffer import Recorded, StepBuffer
 from exp.engine.module import TrainingModule
+from exp.engine.overhead import lighten
 from exp.errors import RunError
 from exp.hooks.hook import Hook, Step
 from exp.precision.plugin import ScaledPrecision
@@ -63,6 +64,9 @@ class Recording(Callback):
         self._rates: list[float] = []
 
     # --- the run ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        lighten(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, hook in self.hooks.items():

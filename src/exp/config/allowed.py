@@ -93,7 +93,7 @@ def is_users_conf(directory: Path) -> bool:
     own = Path(__file__).parent.parent / "conf"
     if not directory.is_dir() or directory.resolve() == own.resolve():
         return False
-    known = {path.name for path in own.iterdir()}
+    known = {path.name for path in own.iterdir()} | {"local"}
     return any(path.name in known for path in directory.iterdir())
 
 

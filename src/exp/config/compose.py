@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +14,10 @@ from exp.config.diagnosis import diagnose, fault_of
 from exp.config.environment import load_env_file
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import Vocabulary
-from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config, text_values
 from exp.config.hydra_node import chosen_and_ignored, directory_faults, hydra_node_faults, is_inside
 from exp.config.overrides import Line, for_hydra, line_faults, read_lines
 from exp.config.search_path import make_importable, search_places
-from exp.config.yaml_files import split
 from exp.errors import ConfigError, Fault
 
 PRIMARY = "train"
@@ -84,6 +84,19 @@ def composition_of(
     return composition
 
 
+def layers_of(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> list[Layer]:
+    """The files that a command without faults composes, in the order of merging.
+
+    Raises: ConfigError, or one of HYDRA_ERRORS, where it has some.
+    """
+    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
+    lines, faults = checked_lines(overrides, vocabulary, multirun=False)
+    if faults:
+        raise ConfigError(faults)
+    loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary))
+    return loader.layers
+
+
 def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loader, Vocabulary]:
     """The loader of this working directory and the words that its configs know."""
     load_env_file()
@@ -125,10 +138,17 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     with open_dict(config):
         del config["hydra"]
         config[COMPOSITION] = {
-            "overrides": tasks, "directory": directory,
-            "config_dir": composition.config_dir, "config_name": composition.config_name,
-        }  # fmt: skip
+            "overrides": [_literal(text) for text in tasks],
+            "directory": _literal(directory),
+            "config_dir": composition.config_dir,
+            "config_name": composition.config_name,
+        }
     return config
+
+
+def _literal(text: str) -> str:
+    """Text that OmegaConf gives back as it is: `${name}` of an override is not to be resolved in the record of it."""
+    return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
 def _directory(config: DictConfig, *, sweep: str | None) -> str:
@@ -148,28 +168,21 @@ def _directory(config: DictConfig, *, sweep: str | None) -> str:
 def _resolve_hydra_values(config: DictConfig) -> None:
     """Puts values in the place of `${hydra:...}` and `${hydra....}`, for the hydra node does not go with the job."""
     faults = []
-    for key, text in _strings(config, ""):
-        if "${hydra:" in text or "${hydra." in text:
-            try:
-                OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))
-            except HYDRA_ERRORS as error:
-                reason = str(error).splitlines()[0]
-                faults.append(Fault(key=key, got=f"{text}: {reason}", expected="a value that is known before the run"))
+    for key, text in text_values(config):
+        if "${hydra" not in text:
+            continue
+        try:
+            value = OmegaConf.select(config, key, throw_on_missing=True)
+            # Hydra's resolver gives None for what is not known yet: the run directory is made after the check.
+            reason = "it has no value yet" if "output_dir" in text else None
+        except HYDRA_ERRORS as error:
+            reason = str(error).splitlines()[0]
+        if reason is None:
+            OmegaConf.update(config, key, value)
+        else:
+            faults.append(Fault(key=key, got=f"{text}: {reason}", expected="a value that is known before the run"))
     if faults:
         raise ConfigError(faults)
-
-
-def _strings(node: DictConfig, prefix: str) -> list[tuple[str, str]]:
-    found = []
-    for key in node:
-        raw = node._get_node(key)
-        if prefix == "" and key == "hydra":
-            continue
-        if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
-            found += _strings(raw, f"{prefix}{key}.")
-        elif raw is not None and isinstance(raw._value(), str):
-            found.append((f"{prefix}{key}", raw._value()))
-    return found
 
 
 def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:
@@ -194,4 +207,4 @@ def _check_faults(composition: Composition, known: Sequence[Fault]) -> list[Faul
     keys = {fault.key for fault in known}
     config = _without_hydra(composition, directory="")
     found = config_faults(config)
-    return [fault for fault in found if fault.key not in keys and split(fault.key)[0] not in groups]
+    return [fault for fault in found if fault.key not in keys and fault.key.partition(".")[0] not in groups]

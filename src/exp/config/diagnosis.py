@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.groups import COMMAND_LINE, Vocabulary
-from exp.config.hydra_adapter import HYDRA_ERRORS, Loader
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.overrides import Line, for_hydra, missing_key_fault
 from exp.config.spelling import among, did_you_mean
 from exp.errors import ConfigError, Fault
@@ -61,6 +61,8 @@ def fault_of(error: Exception) -> Fault:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
+    if any(isinstance(cause, RecursionError) for cause in causes):
+        return Fault(key="config", got="nested too deeply, or into itself", expected="a few levels")
     told = [text for text in (_short(cause) for cause in causes) if text]
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(told)) or type(error).__name__
@@ -86,14 +88,15 @@ def _value_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
             source=COMMAND_LINE,
         )  # fmt: skip
     if parent == line.key:
+        short = line.text if len(line.text) <= 60 else line.text[:57] + "..."
         return Fault(
-            key=line.key, got=f"{line.text}: {fault_of(error).got}", expected="a value that fits", source=COMMAND_LINE
+            key=line.key, got=f"{short}: {fault_of(error).got}", expected="a value that fits", source=COMMAND_LINE
         )
     if isinstance(node, DictConfig):
         siblings = [str(key) for key in node if key != "hydra"]
         target = str(node["_target_"]) if "_target_" in node else None
-        return missing_key_fault(line, list(_keys(config, "")), parent=parent, siblings=siblings, target=target)
-    return missing_key_fault(line, list(_keys(config, "")), parent=parent, siblings=[], target=None)
+        return missing_key_fault(line, dotted_keys(config), parent=parent, siblings=siblings, target=target)
+    return missing_key_fault(line, dotted_keys(config), parent=parent, siblings=[], target=None)
 
 
 def _longest_part(config: DictConfig, key: str) -> tuple[str, object]:
@@ -116,18 +119,6 @@ def _holds(config: DictConfig, key: str) -> bool:
     except HYDRA_ERRORS:
         return False
     return isinstance(node, DictConfig) and last in node
-
-
-def _keys(node: DictConfig, prefix: str) -> list[str]:
-    found = []
-    for key in node:
-        if prefix == "" and key == "hydra":
-            continue
-        found.append(f"{prefix}{key}")
-        raw = node._get_node(key)
-        if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
-            found += _keys(raw, f"{prefix}{key}.")
-    return found
 
 
 def _short(error: BaseException) -> str:

@@ -40,7 +40,7 @@ def freeze(config: DictConfig) -> Path:
     try:
         directory = make_exclusively(wanted)
         _write(directory / "config.yaml", frozen_yaml(config))
-        _write(directory / "overrides.yaml", OmegaConf.to_yaml(composition.overrides))
+        _write(directory / "overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True))
         _write(directory / "provenance.json", json.dumps(provenance(list(composition.overrides)), indent=2) + "\n")
     except OSError as error:
         raise RunError(

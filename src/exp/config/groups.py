@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exp.config.hydra_adapter import Loader
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
 from exp.config.spelling import among, did_you_mean
-from exp.errors import Fault
+from exp.errors import ConfigError, Fault
 
 ONE = ("model", "data", "optimizer", "scheduler", "trainer", "strategy", "launch", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "logger")
@@ -24,7 +24,8 @@ class Vocabulary:
     """The words that a command line may use on one search path: groups, their options, keys at the top."""
 
     def __init__(self, loader: Loader, *, config_name: str) -> None:
-        self.loader = loader
+        self.loader, self.config_name = loader, config_name
+        self._keys_below: list[str] | None = None
         keys, declared = loader.primary(config_name)
         groups = [group for group in declared if not group.startswith("hydra/")]
         self.groups = sorted(set(groups))
@@ -38,6 +39,17 @@ class Vocabulary:
 
     def options(self, group: str) -> list[str]:
         return self.loader.options(group)
+
+    def keys_below(self) -> list[str]:
+        """All dotted keys of the config without overrides; none where even that does not compose."""
+        if self._keys_below is None:
+            try:
+                config = self.loader.compose(config_name=self.config_name, overrides=[])
+                self._keys_below = dotted_keys(config)
+            except (ConfigError, *HYDRA_ERRORS):
+                # Asked for a proposal only; the composition itself will tell what is wrong.
+                self._keys_below = []
+        return self._keys_below
 
     def words(self) -> list[str]:
         return sorted({*self.groups, *self.keys})

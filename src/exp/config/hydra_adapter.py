@@ -31,10 +31,10 @@ from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.search_path import Place
+from exp.config.search_path import Place, shown
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault
 
@@ -63,11 +63,17 @@ class BoundedFileSource(FileConfigSource):
         content = read_yaml(file)
         if content is not None and not isinstance(content, dict | list):
             raise ConfigError([Fault(
-                key=config_path, got=f"one value, {content!r}", expected="keys and values", source=str(file)
+                key=config_path, got=f"one value, {content!r}", expected="keys and values", source=shown(file)
             )])  # fmt: skip
         with file.open(encoding="utf-8") as opened:
             header = ConfigSource._get_header_dict(opened.read(512))
-        config = OmegaConf.create({} if content is None else content)
+        try:
+            config = OmegaConf.create({} if content is None else content)
+        except OmegaConfBaseException as error:
+            raise ConfigError([Fault(
+                key=str(error.full_key or config_path), got=str(error).splitlines()[0],
+                expected="a value that OmegaConf can read", source=shown(file),
+            )]) from error  # fmt: skip
         return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
 
     def file(self, config_path: str) -> Path:
@@ -77,8 +83,9 @@ class BoundedFileSource(FileConfigSource):
 class _Repository(ConfigRepository):
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
         super().initialize_sources(config_search_path)
+        # By scheme, not by class: Hydra's scanner executes its modules a second time, which makes a second class.
         self.sources = [
-            BoundedFileSource(source.provider, source.full_path()) if type(source) is FileConfigSource else source
+            BoundedFileSource(source.provider, source.full_path()) if source.scheme() == "file" else source
             for source in self.sources
         ]
 
@@ -234,3 +241,26 @@ def targets_in(plain: Any) -> Iterator[str]:
     elif isinstance(plain, list):
         for value in plain:
             yield from targets_in(value)
+
+
+def dotted_keys(config: DictConfig) -> list[str]:
+    """Every key of a composed config, at any depth of mappings, but for the hydra node."""
+    return [key for key, _ in _nodes(config, "")]
+
+
+def text_values(config: DictConfig) -> list[tuple[str, str]]:
+    """Key and raw text of every value that is text, interpolations among them, but for the hydra node."""
+    found = [(key, node._value()) for key, node in _nodes(config, "") if node is not None]
+    return [(key, value) for key, value in found if isinstance(value, str)]
+
+
+def _nodes(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    keys = range(len(node)) if isinstance(node, ListConfig) else node
+    for key in keys:
+        if prefix == "" and key == "hydra":
+            continue
+        raw = node._get_node(key)
+        yield f"{prefix}{key}", raw
+        holds = isinstance(raw, Container) and not (raw._is_none() or raw._is_missing() or raw._is_interpolation())
+        if holds:
+            yield from _nodes(raw, f"{prefix}{key}.")

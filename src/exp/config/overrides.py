@@ -179,7 +179,8 @@ def _value_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
 
 def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     what = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
-    cure = did_you_mean(top, vocabulary.words())
+    elsewhere = [key for key in vocabulary.keys_below() if key.rpartition(".")[2] == line.key]
+    cure = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
     return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top, count=40)}", cure)
 
 
@@ -225,4 +226,4 @@ def _syntax_fault(text: str, error: Exception) -> Fault:
 
 
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key=key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)
+    return Fault(key=key or "overrides", got=got, expected=expected, cure=cure, source=COMMAND_LINE)

@@ -57,28 +57,28 @@ def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:
     if COMPOSITION not in config:
         return {}
     composition = config[COMPOSITION]
-    try:
-        return _replay(tuple(composition.overrides), composition.config_dir, composition.config_name, str(Path.cwd()))
-    except (ConfigError, *HYDRA_ERRORS):
-        # A file has changed since, or the config was put together by hand: the fault is told without its file.
-        return {}
+    return _replay(tuple(composition.overrides), composition.config_dir, composition.config_name, str(Path.cwd()))
 
 
 @functools.lru_cache(maxsize=16)
 def _replay(
     overrides: tuple[str, ...], config_dir: str | None, config_name: str, _directory: str
 ) -> dict[tuple[str, ...], _Setter]:
-    from exp.config.compose import composition_of
+    from exp.config.compose import layers_of
     from exp.config.hydra_adapter import parse_override
 
-    composition = composition_of(overrides, config_dir=config_dir, config_name=config_name)
     setters: dict[tuple[str, ...], _Setter] = {}
-    for layer in composition.layers:
+    try:
+        layers = layers_of(overrides, config_dir=config_dir, config_name=config_name)
+    except (ConfigError, *HYDRA_ERRORS):
+        # A file has changed since, or the config was put together by hand: the fault is told without its file.
+        return setters
+    for layer in layers:
         setters.update(_of_layer(layer))
+    groups = {layer.config_path.rpartition("/")[0] for layer in layers}
     for text in overrides:
         line = parse_override(text)
-        chooses = composition.loader.group_exists(line.key_or_group) and not isinstance(line.value(), dict)
-        if line.is_delete() or chooses:
+        if line.is_delete() or (line.key_or_group in groups and not isinstance(line.value(), dict)):
             continue
         key = split(line.key_or_group)
         for below, _ in _walk(line.value(), ()):

@@ -100,7 +100,8 @@ def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:
 
 def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
     """What TensorBoard shows beside the curves: hyperparameters and the whole config as text."""
-    overrides = OmegaConf.load(directory / "overrides.yaml")
+    # As plain text: `name=a${seed}` is the record of an override, not an interpolation.
+    overrides = OmegaConf.to_container(OmegaConf.load(directory / "overrides.yaml"))
     for logger in parts.trainer.loggers:
         logger.log_hyperparams(chosen_values(config, overrides))
         if isinstance(logger, TensorBoardLogger):

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.config.hydra_adapter import Loader, hydra_base, hydra_config
 from exp.errors import ConfigError, Fault
 
-__all__ = ["HYDRA_VERSION", "answer", "argument_parser", "job_return", "run_sweeper"]
+__all__ = ["HYDRA_VERSION", "answer", "argument_parser", "job_return", "run_sweeper", "task_overrides"]
 
 
 def argument_parser(program: str) -> argparse.ArgumentParser:
@@ -72,7 +72,12 @@ def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Pat
         config.hydra.sweep.dir = str(directory)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
         sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
-        sweeper.sweep(arguments=list(config.hydra.overrides.task))
+        sweeper.sweep(arguments=task_overrides(config))
+
+
+def task_overrides(config: DictConfig) -> list[str]:
+    """The overrides of a composed config that are not Hydra's own, as typed: `name=a${seed}` is each job's to resolve."""
+    return list(OmegaConf.to_container(config.hydra.overrides.task, resolve=False))
 
 
 def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import parse_override
-from exp.config.hydra_program import job_return
+from exp.config.hydra_program import job_return, task_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted
 from exp.report import Report
 from exp.sweeps.isolation import isolated
@@ -51,8 +51,8 @@ class Sweep:
     ) -> None:
         self.directory, self.run, self.validate = directory, run, validate
         self.config_dir, self.config_name = master.config_dir, master.config_name
-        self.hydra_overrides = list(master.config.hydra.overrides.hydra)
-        fixed = (parse_override(text) for text in master.config.hydra.overrides.task)
+        self.hydra_overrides = list(OmegaConf.to_container(master.config.hydra.overrides.hydra, resolve=False))
+        fixed = (parse_override(text) for text in task_overrides(master.config))
         self.fixed = {line.get_key_element() for line in fixed if not line.is_sweep_override()}
         self.monitor, self.mode = master.config.monitor, master.config.mode
         self.rows: list[Row] = []
@@ -87,7 +87,7 @@ class Sweep:
         directory = Path(hydra.runtime.output_dir)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-        overrides = list(hydra.overrides.task)
+        overrides = list(OmegaConf.to_container(hydra.overrides.task, resolve=False))
         composition = composition_of(overrides, config_dir=self.config_dir, config_name=self.config_name)
         job = job_config(composition, job=hydra.job.num, sweep=str(self.directory))
         job[COMPOSITION].directory = str(directory)

@@ -51,6 +51,8 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     examined = examine(config)
     if examined.faults:
         raise ConfigError(examined.faults)
+    for note in examined.notes:
+        print(note, file=sys.stderr)
     return summary(config, examined)
 
 
@@ -67,7 +69,10 @@ def summary(config: DictConfig, examined: Examination) -> str:
 
 def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
+    from hydra.errors import HydraException
+
     from exp.config.compose import composition_of
+    from exp.config.diagnosis import fault_of
     from exp.config.hydra_program import job_return, run_sweeper
     from exp.run import fit
     from exp.sweeps.sweep import Sweep, job_faults
@@ -93,9 +98,15 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     master = composition_of(
         overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, multirun=True
     )
-    with tempfile.TemporaryDirectory() as directory:
+    # Hydra's sweeper writes a file into the sweep's directory, which must stand below the working directory.
+    with tempfile.TemporaryDirectory(prefix=".exp-check-", dir=Path.cwd()) as directory:
         jobs = Checked(master=master, directory=Path(directory), run=fit, validate=validate)
-        run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
+        # Hydra would compose every job by itself first, and stop at the first fault.
+        master.loader.tries_jobs = False
+        try:
+            run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
+        except HydraException as error:
+            raise ConfigError([fault_of(error)]) from error
     return jobs.count
 
 

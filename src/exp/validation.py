@@ -4,39 +4,60 @@
     2 the data node                  its target and parameters; then the data fills in what its YAML leaves open
     3 all targets, forward programs  config/check, second stage
     4 placement                      enough devices for the strategy, and the precision on them
-    5 shapes                         the network on the meta device, fed a batch of the data's shape
+    5 shapes                         the network on the meta device, fed a batch of the data's shape; then what its
+                                     optimizer and schedule refuse
 
 A later step runs only where the earlier ones left what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from exp.config.check import first_stage, located, once, second_stage
+from exp.config.kinds import UNKNOWN
+from exp.config.programs import program_fault
+from exp.config.reading import leaves, read
 from exp.errors import ConfigError, Fault
+from exp.models.program_error import ProgramError
 from exp.types import DataSpec
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from exp.strategies.placement import Placement
 
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = ("model", "data", "objective", "metrics", "seed", "security")
 DATA_KEYS = ("data", "seed", "security")
 PLACEMENT_KEYS = ("strategy", "launch")
+OPTIMIZATION_KEYS = ("optimizer", "scheduler")
+ANY_LENGTH = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What the check found: faults, and where there are none, what will run."""
+    """What the check found.
+
+    faults: none where the config can run. notes: what could not be looked at, and why.
+    placement, parameters: where it will run, and how many numbers the network holds; None where a fault hides it.
+    """
 
     faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
     placement: Placement | None
     parameters: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    faults: Sequence[Fault] = ()
+    notes: tuple[str, ...] = ()
+    parameters: int | None = None
 
 
 def validate(config: DictConfig) -> None:
@@ -64,9 +85,9 @@ def examine(config: DictConfig) -> Examination:
     faults += second_stage(config)
     placement, more = _placement(config, faults)
     faults += more
-    parameters, more = _shapes(config, faults)
-    faults = located(config, once([*faults, *more]))
-    return Examination(faults=tuple(faults), placement=placement, parameters=parameters)
+    shapes = _shapes(config, faults)
+    faults = located(config, once([*faults, *shapes.faults]))
+    return Examination(faults=tuple(faults), notes=shapes.notes, placement=placement, parameters=shapes.parameters)
 
 
 def _data_faults(config: DictConfig) -> list[Fault]:
@@ -110,18 +131,49 @@ def _precision_faults(word: str, placed: Placement) -> list[Fault]:
     return []
 
 
-def _shapes(config: DictConfig, faults: list[Fault]) -> tuple[int | None, list[Fault]]:
-    """How many parameters the network has, and the faults of its shapes. On the meta device: no memory, no values."""
-    from exp.build import build_network, plain_config
+def _shapes(config: DictConfig, faults: list[Fault]) -> _Shapes:
+    """The network without memory: its shapes, and what is built around it."""
+    from exp.build import build_entries, build_network, build_objective
+    from exp.plan.shapes import examine_shapes
 
-    if _touched(faults, SHAPE_KEYS):
-        return None, []
-    plain = plain_config(config)
-    found = []
-    more = _faults_raised(lambda: found.append(build_network(plain, _spec(plain["data"]), device="meta")))
+    plain, _ = read(config)
+    if _touched(faults, SHAPE_KEYS) or any(_holds_unknown(plain[key]) for key in SHAPE_KEYS):
+        return _Shapes()
+    built: list[Any] = []
+    more = _faults_raised(lambda: built.append(build_objective(plain)))
+    more += _faults_raised(lambda: build_entries(plain, "metrics"))
     if more:
-        return None, more
-    return sum(parameter.numel() for parameter in found[0].parameters()), []
+        return _Shapes(faults=more)
+    spec = _spec(plain["data"])
+
+    def network() -> nn.Module:
+        try:
+            built.append(build_network(plain, spec, device="meta"))
+        except ProgramError as error:
+            raise ConfigError([program_fault(config, error.key or "model.forward", error)]) from error
+        return built[-1]
+
+    seen = examine_shapes(network_factory=network, spec=spec, objective=built[0])
+    more = list(seen.faults)
+    if not more and len(built) == 2 and not _touched(faults, OPTIMIZATION_KEYS):
+        more = _optimization_faults(plain, built[1])
+    return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
+
+
+def _optimization_faults(plain: Mapping[str, Any], network: nn.Module) -> list[Fault]:
+    """What the constructors of optimizer and schedule refuse, and parameter groups that fit no parameter."""
+    from exp.build import build_optimization
+
+    if any(_holds_unknown(plain[key]) for key in OPTIMIZATION_KEYS):
+        return []
+    # The run's own length is not known here; a schedule must only be possible at all.
+    return _faults_raised(
+        lambda: build_optimization(plain).make(network, total_steps=ANY_LENGTH, total_epochs=ANY_LENGTH)
+    )
+
+
+def _holds_unknown(value: Any) -> bool:
+    return value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
 
 
 def _spec(data: Mapping[str, Any]) -> DataSpec:

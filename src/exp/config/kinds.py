@@ -42,9 +42,7 @@ def fits(value: Any, annotation: Any, default: Any = EMPTY) -> bool:
     A parameter without an annotation is judged by its default's type, and takes anything where that says nothing. A
     node with a `_target_` becomes an object later: only a plain scalar annotation refuses it.
     """
-    if value is UNKNOWN:
-        return True
-    if value is None and default is None:
+    if value is UNKNOWN or (value is None and default is None):
         return True
     if annotation is EMPTY or annotation is Any:
         return _like_default(value, default)
@@ -128,7 +126,7 @@ def _like_default(value: Any, default: Any) -> bool:
 
 def _is(value: Any, annotation: Any) -> bool:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
+    if value is UNKNOWN or annotation is Any or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
         return True
     if annotation is None or annotation is type(None):
         return value is None

@@ -101,6 +101,8 @@ class _Reader:
         known = [path for path, _ in leaves(self.raw)]
         if reference.startswith(".") or reference in known:
             return None
+        if reference.partition("[")[0] in known:
+            return None  # the list is there, and too short
         parent, _, word = reference.rpartition(".")
         siblings = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == parent}
         found = nearest(word, siblings)

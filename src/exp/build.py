@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -113,11 +114,15 @@ def build_trainer(
     word, scaler = plain["precision"]["word"], plain["precision"]["scaler"]
     precision = build_precision(word, **scaler, device_type=placement.accelerator)
     loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
+    # The bar is ours: Lightning's redraws at every batch.
+    shown = progress(arguments["enable_progress_bar"], rank=rank)
     return Trainer(
-        **arguments,
+        **{**arguments, "enable_progress_bar": False},
         **{**placed, "plugins": [*placed["plugins"], precision, AtomicCheckpointIO()]},
-        callbacks=[*callbacks, *progress(arguments["enable_progress_bar"], rank=rank)],
+        callbacks=[*callbacks, *shown],
         logger=list(loggers.values()),
+        # Lightning's own checkpoints only where the user's callbacks ask for them.
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
         deterministic=plain["runtime"]["deterministic"],
     )

@@ -10,7 +10,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +64,7 @@ class Ongoing:
     directory: the run directory. config: the frozen config; only the words that the report repeats are read.
     """
 
-    def __init__(self, directory: Path, config: Any, *, world_size: int) -> None:
+    def __init__(self, directory: Path, config: Any, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         self._facts = {
             "directory": str(directory),
@@ -72,7 +72,7 @@ class Ongoing:
             "strategy": config.strategy.name,
             "monitor": config.monitor,
             "world_size": world_size,
-            "command": shlex.join(sys.argv),
+            "command": shlex.join(["python", "-m", "exp.train", *overrides]),
             "versions": versions(),
         }
 

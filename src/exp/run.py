@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.build import Parts, build
 from exp.config.chosen import chosen_values
-from exp.config.freeze import freeze, read_frozen
+from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.console import run_log
 from exp.engine.launch import in_process, launch
 from exp.engine.threads import set_threads
@@ -38,7 +38,7 @@ def fit(config: DictConfig) -> Report:
     restarts = config.launch.max_restarts
     if in_process(placement, max_restarts=restarts):
         return run(directory)
-    ongoing = Ongoing(directory, config, world_size=placement.world_size)
+    ongoing = _ongoing(directory, config, world_size=placement.world_size)
     try:
         launch(directory, placement=placement, max_restarts=restarts, threads=config.runtime.threads)
     except RankError as error:
@@ -56,7 +56,7 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
     """
     directory = Path(directory).absolute()
     config = read_frozen(directory)
-    ongoing = Ongoing(directory, config, world_size=rank.world_size)
+    ongoing = _ongoing(directory, config, world_size=rank.world_size)
     parts = None
     with run_log(directory, rank=rank):
         try:
@@ -72,6 +72,10 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
         if rank.is_first:
             _end(parts, report)
     return report
+
+
+def _ongoing(directory: Path, config: DictConfig, *, world_size: int) -> Ongoing:
+    return Ongoing(directory, config, overrides=read_overrides(directory), world_size=world_size)
 
 
 def _placement(config: DictConfig, rank: Rank) -> Placement:

@@ -82,6 +82,11 @@ def read_frozen(directory: Path | str) -> DictConfig:
     return OmegaConf.load(path)
 
 
+def read_overrides(directory: Path | str) -> list[str]:
+    """The overrides that a frozen config was composed with."""
+    return list(OmegaConf.load(Path(directory) / "overrides.yaml"))
+
+
 def provenance(overrides: list[str]) -> dict[str, Any]:
     """Where a run came from: plain values only."""
     return {

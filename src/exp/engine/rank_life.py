@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from exp.engine.failure import Failure, failure_of, write_failure
-from exp.engine.spawn import EXCHANGE, PARENT
+from exp.engine.spawn import EXCHANGE, PARENT, SUPERVISED
 from exp.errors import Interrupted
 from exp.strategies.group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
@@ -49,6 +49,8 @@ def _status_of(body: Callable[[Rank], None]) -> int:
     try:
         _install_first_handlers()
         rank = rank_of()
+        if rank.world_size > 1 or PARENT in os.environ:
+            os.environ[SUPERVISED] = "1"
         _write_stack_on_request(rank)
         body(rank)
         meet()

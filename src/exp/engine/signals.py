@@ -1,13 +1,15 @@
-"""SIGINT and SIGTERM: the first one asks for the end, the second one is the end."""
+"""SIGINT and SIGTERM: the first one asks for the end, the second one is the end, but in a rank that is watched."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from types import FrameType
 from typing import Any
 
+from exp.engine.spawn import SUPERVISED
 from exp.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -43,12 +45,19 @@ class SignalFlag:
         if self.received is None:
             self.received = signum
             for other in SIGNALS:
-                if other in self._before and not _is_interactive():
+                if other in self._before and not _is_interactive() and not _is_supervised():
                     # The system's own action needs no Python, which may hang in a collective.
                     signal.signal(other, signal.SIG_DFL)
             return
+        if _is_supervised():
+            return  # a cluster signals all processes of a job, and the launcher passes its own on: both reach a rank
         # In a notebook only: the end of the process would be the end of all its variables.
         raise Interrupted(signum=signum, checkpoint=None)
+
+
+def _is_supervised() -> bool:
+    """Whether a launcher would end this process by SIGKILL where it does not end by itself."""
+    return SUPERVISED in os.environ
 
 
 def _is_interactive() -> bool:

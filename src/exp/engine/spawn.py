@@ -15,13 +15,15 @@ from exp.strategies.rank import STORE
 # How a rank finds its parent and the folder in which the two exchange words.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
+# Set in a rank that somebody watches and would end by SIGKILL: exp's launcher, torchrun, SLURM.
+SUPERVISED = "EXP_SUPERVISED"
 
 # Another job's variables would tell a rank that it is somebody else.
 FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
     | {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
-    | {STORE, PARENT, EXCHANGE}
+    | {STORE, PARENT, EXCHANGE, SUPERVISED}
 )
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JSM_")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -52,7 +52,7 @@ def exp_edges() -> set[tuple[str, str]]:
         if path == ROOT / "__init__.py":
             continue
         for name in imports(path):
-            if name.startswith("exp."):
+            if name.startswith("exp.") and not name.startswith("exp.__"):
                 edges.add((room(path), name.split(".")[1]))
     return edges
 

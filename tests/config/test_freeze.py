@@ -1,0 +1,71 @@
+"""The run directory is made once, alone, and says where the run came from."""
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from omegaconf import OmegaConf
+
+from exp.config.freeze import freeze, make_exclusively, provenance, read_frozen, read_overrides
+from exp.errors import RunError
+
+
+def composed(directory):
+    return OmegaConf.create(
+        {
+            "name": "train",
+            "data": {"num_classes": 10},
+            "model": {"out_features": "${data.num_classes}"},
+            "_composition_": {"overrides": ["optimizer.lr=0.1"], "directory": str(directory)},
+        }
+    )
+
+
+def test_two_at_once_never_share_a_directory(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: make_exclusively(tmp_path / "a" / "12-00-00"), range(16)))
+    assert len({path.name for path in made}) == 16
+    assert {path.name for path in made} == {"12-00-00", *(f"12-00-00-{count}" for count in range(2, 17))}
+
+
+def test_the_frozen_config_is_resolved_and_read_back(tmp_path):
+    directory = freeze(composed(tmp_path / "run"))
+    text = (directory / "config.yaml").read_text()
+    assert "${" not in text
+    assert "_composition_" not in text
+    assert read_frozen(directory).model.out_features == 10
+    assert read_overrides(directory) == ["optimizer.lr=0.1"]
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunError, match=r"cannot be written.*hydra\.run\.dir"):
+        freeze(composed(tmp_path / "file" / "run"))
+
+
+def test_a_directory_that_is_no_run_is_told(tmp_path):
+    with pytest.raises(RunError, match=r"config\.yaml is not there"):
+        read_frozen(tmp_path)
+
+
+def test_provenance_holds_the_revision_and_what_was_not_committed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "a.txt").write_text("one\n")
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", "a.txt"], check=True)
+    subprocess.run(["git", *identity, "commit", "-qm", "one"], check=True)
+    (tmp_path / "a.txt").write_text("two\n")
+    found = provenance(["seed=1"])
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert found["git"]["revision"] == revision
+    assert "+two" in found["git"]["diff"]
+    assert found["overrides"] == ["seed=1"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_outside_a_repository_there_is_no_revision(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance([])["git"] is None

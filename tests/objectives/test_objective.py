@@ -191,6 +191,7 @@ def test_float64_stays_float64() -> None:
 def test_settings_are_not_in_the_state_dict_but_follow_the_device() -> None:
     objective = Objective({"cross_entropy": CrossEntropy(class_weights=[1.0] * CLASSES)})
     assert objective.state_dict() == {}
+    assert sum(isinstance(module, CrossEntropy) for _, module in objective.named_modules(remove_duplicate=False)) == 1
     assert objective.to("meta").terms["cross_entropy"].loss.class_weights.device.type == "meta"
 
 

@@ -61,7 +61,7 @@ class Objective(nn.Module):
         # A plain mapping, for an nn.ModuleDict refuses names such as `update` and is slow to read; the list registers.
         self.terms = {name: term if isinstance(term, Term) else Term(loss=term) for name, term in terms.items()}
         self._terms = nn.ModuleList(self.terms.values())
-        self._first = next(iter(self.terms.values()))
+        self._output = next(iter(self.terms.values())).output
 
     def forward(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its parts.
@@ -70,7 +70,7 @@ class Objective(nn.Module):
         Returns: the sum of weight times term, 0-d and with a gradient; and each term's own loss, 0-d, detached and
             not weighted.
         """
-        device = _pick(values, self._first.output, "output").device.type
+        device = _pick(values, self._output, "output").device.type
         if torch.is_autocast_enabled(device):
             # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
             with torch.autocast(device, enabled=False):

@@ -15,6 +15,7 @@ from typing import Any
 from hydra import __version__ as HYDRA_VERSION
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext, RunMode
@@ -43,7 +44,7 @@ def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, o
     from hydra._internal.hydra import Hydra
 
     root = logging.getLogger()
-    kept = root.level, list(root.handlers)
+    kept = root.level, list(root.handlers), HydraConfig.instance().cfg
     with hydra_base():
         hydra = Hydra(task_name=config_name, config_loader=loader)
         try:
@@ -61,6 +62,7 @@ def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, o
         finally:
             root.setLevel(kept[0])
             root.handlers[:] = kept[1]
+            HydraConfig.instance().cfg = kept[2]
 
 
 def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Path) -> None:
@@ -76,7 +78,7 @@ def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Pat
 
 
 def task_overrides(config: DictConfig) -> list[str]:
-    """The overrides of a composed config that are not Hydra's own, as typed: `name=a${seed}` is each job's to resolve."""
+    """The overrides of a composed config that are not Hydra's own, as typed: each job resolves `name=a${seed}`."""
     return list(OmegaConf.to_container(config.hydra.overrides.task, resolve=False))
 
 

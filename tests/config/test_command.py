@@ -1,0 +1,158 @@
+"""The command line: help and answers without torch, flags that are refused, exit statuses."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exp.config.command import help_text, parse_arguments
+from exp.config.compose import open_search_path
+from exp.config.search_path import OWN_CONF
+from exp.config.tree import print_tree
+from exp.errors import ConfigError
+from exp.train import main
+
+SEEN = """
+import json, sys
+from exp.train import main
+status = main(json.loads(sys.argv[1]))
+names = ("torch", "lightning", "torchmetrics", "numpy", "sklearn", "tensorboard")
+heavy = [name for name in names if name in sys.modules]
+print("STATUS", status, "HEAVY", heavy)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--cfg", "job"],
+        ["--cfg", "job", "--resolve", "model=mlp", "+precision=bf16"],
+        ["--info", "defaults-tree"],
+        ["--hydra-help"],
+        ["--version"],
+        ["--cfg", "job", "optimzer=sgd"],
+        ["--cfg", "job", "optimizer.lrr=3"],
+    ],
+    ids=" ".join,
+)
+def test_questions_import_nothing_heavy(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN, json.dumps(arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+    wrong = arguments[-1].startswith(("optimzer", "optimizer.lrr"))
+    assert f"STATUS {2 if wrong else 0} HEAVY []" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_cfg_job_prints_the_config_and_follows_both_signs(capsys):
+    assert main(["--cfg", "job", "+precision=bf16", "--package", "precision"]) == 0
+    assert "word: bf16" in capsys.readouterr().out
+    assert main(["--cfg", "job", "--package", "precison"]) == 2
+    assert "precison" in capsys.readouterr().err
+
+
+def test_info_names_the_search_path_and_leaves_logging_as_it_was(capsys):
+    before = list(logging.getLogger().handlers), logging.getLogger().level
+    assert main(["--info", "searchpath"]) == 0
+    assert str(OWN_CONF) in capsys.readouterr().out
+    assert (list(logging.getLogger().handlers), logging.getLogger().level) == before
+
+
+def test_help_lists_every_group_with_its_options():
+    _, vocabulary = open_search_path(config_dir=None, config_name="train")
+    text = help_text(vocabulary)
+    for directory in OWN_CONF.iterdir():
+        if directory.is_dir():
+            for option in directory.glob("[!_]*.yaml"):
+                assert option.stem in text
+    assert max(map(len, text.splitlines())) < 160
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--experimental-rerun", "x.pickle"], "--experimental-rerun"),
+        (["--config-path", "/etc"], "--config-path"),
+        (["--config-dir", "nowhere"], "--config-dir"),
+        (["--config-name", "nothing"], "--config-name"),
+        (["--resolve"], "--resolve"),
+        (["-m", "--cfg", "job"], "--multirun --cfg"),
+        (["--nonsense"], "--nonsense"),
+        (["--cfg", "jobb"], "jobb"),
+        (["--cfg"], "--cfg"),
+        (["--cfg", "job", "seed=1,2"], "seed"),
+        (["--shell-completion", "nonsense=1"], "subcommand"),
+        (["-m", "optimizer=adamw,adamm"], "optimizer"),
+        (["-m", "hydra.sweep.dir=../x", "seed=1,2"], "hydra.sweep.dir"),
+        (["-m", "hydra/launcher=nope", "seed=1,2"], "hydra/launcher"),
+    ],
+)
+def test_wrong_flags_exit_2_and_say_why(arguments, key, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert key in captured.err
+    assert "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) <= 12
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_flags_and_overrides_may_be_mixed():
+    arguments = parse_arguments(["seed=1", "-m", "optimizer.lr=1,2", "--config-dir", ".", "name=x"])
+    assert arguments.overrides == ["seed=1", "optimizer.lr=1,2", "name=x"]
+    assert arguments.multirun
+    with pytest.raises(ConfigError, match="exclude each other"):
+        parse_arguments(["--run", "-m"])
+
+
+def test_version_names_both(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("exp ")
+
+
+def test_a_wrong_command_tells_its_fault_on_stderr_alone(capsys):
+    assert main(["optimzer=sgd"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Did you mean optimizer?" in captured.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_reader_who_leaves_early_costs_no_traceback():
+    command = f"{sys.executable} -m exp.train --cfg job | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+def test_the_tree_shows_every_node(capsys):
+    from exp.config.compose import compose
+
+    config = compose(["print_config=true"])
+    print_tree(config)
+    shown = capsys.readouterr().out
+    assert all(str(key) in shown for key in config if key != "_composition_")
+    assert "_composition_" not in shown
+
+
+def test_a_users_module_beside_conf_is_found_by_a_console_script(tmp_path):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("# Mine. Select it with model=mine\n_target_: mine.Net\n")
+    (tmp_path / "mine.py").write_text("VALUE = 3\n")
+    program = "from exp.config.compose import compose; compose(['model=mine']); import mine; print(mine.VALUE)"
+    script = tmp_path / "bin" / "script.py"
+    script.parent.mkdir()
+    script.write_text(program)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.strip() == "3", done.stderr

@@ -30,6 +30,8 @@ class ScaledPrecision(MixedPrecision):
     the optimizer (Lightning leaves a fused one's scaled and refuses to clip them), so that on_before_optimizer_step
     and clipping see true gradients; then comes the step, skipped where a gradient is not finite, and the scale's
     update.
+
+    Relies on Precision._after_closure, which calls on_before_optimizer_step and then clips, seen in Lightning 2.6.6.
     """
 
     scaler: CountingScaler

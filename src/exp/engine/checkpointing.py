@@ -72,7 +72,7 @@ class Checkpointing(Callback):
         """
         self._position = position
         try:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._position = None
 

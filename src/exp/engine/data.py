@@ -77,6 +77,13 @@ class TrainingBatches:
         """Raises: TypeError where a stream does not know."""
         return len(self.loader)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is the run's. With it and `load_state_dict` Lightning knows that a resume is exact."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
 
 def moved(data: Any, device: torch.device) -> Any:
     """The same structure on a device; copies from pinned memory run beside the computation."""

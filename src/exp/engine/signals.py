@@ -36,10 +36,12 @@ class SignalFlag:
                 self._before[signum] = signal.signal(signum, self._remember)
 
     def restore(self) -> None:
-        """Puts back what was there before. Safe to call twice."""
+        """Puts back what was there before, where nobody else has taken over since. Safe to call twice."""
         while self._before:
             signum, handler = self._before.popitem()
-            signal.signal(signum, handler)
+            own = signal.SIG_DFL if self.received is not None and not _is_interactive() else self._remember
+            if signal.getsignal(signum) == own:
+                signal.signal(signum, handler)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         if self.received is None:

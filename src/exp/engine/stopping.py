@@ -83,6 +83,7 @@ class Stopping(Callback):
         if self._agreed:  # it came after the last batch; Checkpointing has saved
             last = None if self.checkpointing is None else self.checkpointing.last_path
             raise Interrupted(signum=self._agreed, checkpoint=str(last) if last and last.is_file() else None)
+        self._signals.restore()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -140,12 +141,16 @@ class Stopping(Callback):
             saved = str(self.checkpointing.last_path)
         raise Interrupted(signum=self._agreed, checkpoint=saved)
 
-    # --- the end ---
+    # --- the end: before Lightning puts back what was there before its own handlers ---
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.restore()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            self._signals.restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._signals.restore()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -1,0 +1,101 @@
+"""Small runs, in this process and in others."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).parent / "small_run.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small_run() -> ModuleType:
+    """The module small_run.py; the tests' own folder is not on the path."""
+    spec = importlib.util.spec_from_file_location("small_run", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["small_run"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Elsewhere:
+    """Starts small runs in processes of their own, forked from one that has imported everything: 0.1 s each."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["torch", "lightning.pytorch", "exp.engine.stopping", "exp.precision.plugin"]
+        )
+        self._started: list[BaseProcess] = []
+
+    def start(self, directory: Path, **settings: Any) -> BaseProcess:
+        given = {"directory": str(directory), **settings}
+        # The standard library's runpy can be named to another process; a module of the tests cannot.
+        process = self._context.Process(target=runpy.run_path, args=(str(PROGRAM), {"SETTINGS": given}, "__main__"))
+        process.start()
+        self._started.append(process)
+        return process
+
+    def run(self, directory: Path, **settings: Any) -> int:
+        """Its exit status, negative where a signal killed it."""
+        return self.end(self.start(directory, **settings))
+
+    def ranks(self, directory: Path, world_size: int, **settings: Any) -> list[BaseProcess]:
+        directory.mkdir(parents=True, exist_ok=True)
+        store = directory / f"store-{time.monotonic_ns()}"
+        return [
+            self.start(directory, rank=rank, world_size=world_size, store=str(store), **settings)
+            for rank in range(world_size)
+        ]
+
+    def end(self, process: BaseProcess, *, seconds: float = 60) -> int:
+        process.join(seconds)
+        assert process.exitcode is not None, "the run does not end"
+        return process.exitcode
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Elsewhere]:
+    runs = Elsewhere()
+    with contextlib.closing(runs):
+        yield runs
+
+
+@pytest.fixture
+def logged() -> Callable[..., dict[tuple[str, int], float]]:
+    """Reads a run's values by (tag, step); a value that was logged twice, before and after a kill, must be the same."""
+
+    def read(directory: Path, *, rank: int = 0) -> dict[tuple[str, int], float]:
+        found: dict[tuple[str, int], float] = {}
+        for line in (directory / f"values.{rank}.jsonl").read_text().splitlines():
+            tag, step, value = json.loads(line)
+            assert found.setdefault((tag, step), value) == value, f"{tag} differs at step {step}"
+        return found
+
+    return read

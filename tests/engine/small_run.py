@@ -1,0 +1,237 @@
+"""A run of seconds for the tests of the engine: called in this process, or as a program in another one.
+
+As a program it is given SETTINGS (see `main`) and writes into their directory: values.<rank>.jsonl, a line for each
+value as it is logged, so that a kill leaves what came before; weights.<rank>.pt and result.<rank>.json at a good end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from exp.data.data import Data
+from exp.data.in_memory import Tensors
+from exp.engine.averaging import ExponentialMovingAverage
+from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.checkpointing import Checkpointing
+from exp.engine.data import RunData
+from exp.engine.length import take_limits
+from exp.engine.module import TrainingModule
+from exp.engine.recording import Recording
+from exp.engine.stopping import Stopping
+from exp.errors import ExpError
+from exp.objectives.metrics import Accuracy
+from exp.objectives.objective import Objective
+from exp.optim.optimization import Optimization
+from exp.optim.schedules import Cosine
+from exp.precision.plugin import build_precision
+from exp.strategies.ddp import DDP
+from exp.strategies.group import join, meet
+from exp.strategies.placement import Machine, placement
+from exp.strategies.rank import Rank
+from exp.strategies.single import Single
+from exp.strategies.strategy import trainer_arguments
+
+SCHEDULES: dict[str, tuple[Any, str]] = {
+    "cosine": (functools.partial(Cosine, warmup_steps=3), "step"),
+    "steps": (functools.partial(StepLR, step_size=1, gamma=0.5), "epoch"),
+    # An improvement of less than 1 is none, so that it acts at every second epoch.
+    "plateau": (functools.partial(ReduceLROnPlateau, patience=0, threshold=1.0), "epoch"),
+}
+CALLBACKS: dict[str, Any] = {
+    "ema": functools.partial(ExponentialMovingAverage, decay=0.5),
+    "early_stopping": functools.partial(EarlyStopping, monitor="loss/val", patience=1, min_delta=0.05),
+}
+
+
+class Values(Logger):
+    """Keeps what is logged, by (tag, step), and writes it to a file at once."""
+
+    name, version = "values", ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.seen: dict[tuple[str, int], float] = {}
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert step is not None
+        with self.path.open("a") as file:
+            for tag, value in metrics.items():
+                assert (tag, step) not in self.seen, f"{tag} was logged twice at step {step}"
+                self.seen[tag, step] = value
+                file.write(json.dumps([tag, step, value]) + "\n")
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Killed(Exception):
+    """What a test raises in the place of a kill."""
+
+
+class At(Callback):
+    """Does something at the n-th call of a callback hook."""
+
+    def __init__(self, hook: str, count: int, action: Any) -> None:
+        self._left = count
+        self._action = action
+        setattr(self, hook, self._count)
+
+    def _count(self, *_: Any, **__: Any) -> None:
+        self._left -= 1
+        if not self._left:
+            self._action()
+
+
+def samples(count: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 6, generator=generator)
+    return inputs, (inputs.sum(dim=1) > 0).long()
+
+
+def network(*, dropout: float = 0.3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
+
+
+class Small:
+    """The parts of a small run: 105 training samples in batches of 16, 7 a epoch."""
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        schedule: str | None = None,
+        word: str = "fp32",
+        callbacks: tuple[Any, ...] = (),
+        stages: tuple[Any, ...] = ("train", "val", "test"),
+        every_n_steps: int | None = 4,
+        num_workers: int = 0,
+        data: Data | None = None,
+        model: nn.Module | None = None,
+        hooks: dict[str, Any] | None = None,
+        terms: dict[str, nn.Module] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        store: str | None = None,
+        **trainer: Any,
+    ) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        inputs, targets = samples()
+        data = data or Data(
+            dataset=Tensors(entries=(inputs, targets), num_classes=2),
+            batch_size=16,
+            parts={"train": 0.7, "val": 0.2, "test": 0.1},
+            num_workers=num_workers,
+        )
+        arguments, limits = take_limits({"max_epochs": 4, "log_every_n_steps": 3, **trainer})
+        factory, interval = SCHEDULES[schedule] if schedule else (None, "step")
+        self.module = TrainingModule(
+            network=model or network(),
+            objective=Objective(terms or {"ce": nn.CrossEntropyLoss()}),
+            metrics={"accuracy": Accuracy(num_classes=2)},
+            metric_stages=stages,
+            optimization=Optimization(
+                optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2),
+                schedule_factory=factory,
+                interval=interval,
+                monitor="loss/val",
+            ),
+            limits=limits,
+        )
+        self.data = RunData(data=data)
+        self.recording = Recording(hooks=hooks)
+        self.checkpointing = Checkpointing(directory=directory, every_n_steps=every_n_steps)
+        self.stopping = Stopping(limits=limits, checkpointing=self.checkpointing)
+        self.values = Values(self.directory / f"values.{rank}.jsonl")
+        own = Rank(global_rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, store=store)
+        placed = placement(
+            "ddp" if world_size > 1 else "single",
+            devices=world_size,
+            accelerator="cpu",
+            machine=Machine(gpus=0, mps=False),
+        )
+        join(own, placed, timeout_seconds=60)
+        strategy = DDP() if world_size > 1 else Single(name="single")
+        arguments |= trainer_arguments(strategy, placement=placed, rank=own)
+        precision = build_precision(word, device_type="cpu", enabled=word == "fp16")
+        arguments["plugins"] = [*arguments["plugins"], precision, AtomicCheckpointIO()]
+        self.trainer = Trainer(
+            **arguments,
+            callbacks=[
+                self.recording,
+                *(CALLBACKS[one]() if isinstance(one, str) else one for one in callbacks),
+                self.checkpointing,
+                self.stopping,
+            ],
+            logger=self.values,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+
+    @property
+    def last(self) -> Path:
+        return self.checkpointing.last_path
+
+    def fit(self, *, resume: Path | str | None = None) -> None:
+        self.trainer.fit(
+            self.module, datamodule=self.data, ckpt_path=None if resume is None else str(resume), weights_only=True
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.module.network.state_dict().items()}
+
+
+def main(settings: dict[str, Any]) -> None:
+    """directory, and any of Small's settings, and
+    kill: [hook, count] at which the process kills itself. slow_validation: seconds a batch.
+    resume: whether to go on from last.ckpt, where there is one.
+    """
+    torch.set_num_threads(1)
+    settings = dict(settings)
+    kill, slow, slow_steps = (
+        settings.pop("kill", None),
+        settings.pop("slow_validation", 0),
+        settings.pop("slow_steps", 0),
+    )
+    resume = settings.pop("resume", False)
+    extra: list[Any] = list(settings.pop("callbacks", ()))
+    if kill is not None:
+        extra.append(At(*kill, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    for hook, seconds in (("on_validation_batch_start", slow), ("on_train_batch_start", slow_steps)):
+        if seconds:
+            callback = Callback()
+            setattr(callback, hook, lambda *_, seconds=seconds, **__: time.sleep(seconds))
+            extra.append(callback)
+    small = Small(callbacks=tuple(extra), **settings)
+    rank = settings.get("rank", 0)
+    try:
+        small.fit(resume=small.last if resume and small.last.is_file() else None)
+        result = {"step": small.trainer.global_step, "epoch": small.trainer.current_epoch, "error": None}
+    except ExpError as error:
+        result = {"step": small.trainer.global_step, "error": str(error), "status": error.exit_status}
+    torch.save(small.weights(), small.directory / f"weights.{rank}.pt")
+    result["metrics"], result["best"] = small.recording.metrics, small.checkpointing.best
+    (small.directory / f"result.{rank}.json").write_text(json.dumps(result))
+    meet()
+    os._exit(0 if result["error"] is None else result["status"])
+
+
+if __name__ == "__main__":
+    main(globals()["SETTINGS"])

@@ -1,0 +1,196 @@
+"""A run that was killed goes on as if nothing had been: losses, metrics, weights, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from exp.errors import RunError
+
+pytestmark = [
+    # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "each_step": {"every_n_steps": 1},
+    "epochs_only": {"every_n_steps": None},
+    "accumulated": {"accumulate_grad_batches": 3, "every_n_steps": 1},
+    "fp16": {"word": "fp16"},
+    "cosine": {"schedule": "cosine"},
+    "steps_by_epoch": {"schedule": "steps"},
+    "plateau": {"schedule": "plateau"},
+    "max_steps_within_an_epoch": {"max_steps": 17},
+    "max_steps_at_an_epochs_end": {"max_steps": 21},
+    "max_steps_alone": {"max_steps": 21, "max_epochs": None},
+    "validation_within_epochs": {"val_check_interval": 3, "every_n_steps": 1},
+    "validation_within_accumulated": {"val_check_interval": 3, "accumulate_grad_batches": 2, "every_n_steps": 1},
+    "validation_every_second_epoch": {"check_val_every_n_epoch": 2, "schedule": "plateau"},
+    "validation_across_epochs": {"check_val_every_n_epoch": None, "val_check_interval": 5},
+    "limited_batches": {"limit_train_batches": 5},
+    "averaged": {"callbacks": ("ema",)},
+    "averaged_plateau": {"callbacks": ("ema",), "schedule": "plateau", "accumulate_grad_batches": 2},
+    "stopped_early": {"callbacks": ("early_stopping",), "max_epochs": 20},
+    "clipped": {"gradient_clip_val": 0.1},
+}
+
+
+def interrupted_at(small_run: ModuleType, hook: str, count: int) -> Callback:
+    def stop() -> None:
+        raise small_run.Killed
+
+    return small_run.At(hook, count, stop)
+
+
+KILLS: dict[str, list[tuple[str, int]]] = {
+    "batches": [("on_train_batch_end", 6), ("on_train_batch_end", 7)],
+    "three_times": [("on_train_batch_end", 9), ("on_train_batch_start", 3), ("on_before_optimizer_step", 5)],
+    "validation": [("on_validation_start", 2), ("on_validation_batch_end", 2)],
+    "epochs": [("on_train_epoch_end", 2), ("on_train_epoch_start", 2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [(name, KILLS["three_times"]) for name in PLANS]
+    + [(name, KILLS["validation"]) for name in ("plain", "accumulated", "plateau", "averaged", "max_steps_alone")]
+    + [(name, kills) for name in ("plain", "plateau") for kills in (KILLS["batches"], KILLS["epochs"])],
+)
+def test_a_run_that_was_broken_off_several_times_equals_the_unbroken_one(
+    tmp_path: Path, small_run: ModuleType, name: str, kills: list[tuple[str, int]]
+) -> None:
+    plan = dict(PLANS[name])
+    whole = small_run.Small(tmp_path / "whole", **plan)
+    whole.fit()
+    callbacks = plan.pop("callbacks", ())
+    values: dict[Any, float] = {}
+    for kill in [*kills, None]:
+        extra = () if kill is None else (interrupted_at(small_run, *kill),)
+        part = small_run.Small(tmp_path / "parts", callbacks=(*callbacks, *extra), **plan)
+        with contextlib.suppress(small_run.Killed):
+            part.fit(resume=part.last if part.last.is_file() else None)
+        values |= part.values.seen
+    assert_equal_runs(whole, part, values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kills"),
+    [
+        ({"every_n_steps": 2}, [["on_train_batch_end", 5], ["on_train_batch_end", 9]]),
+        (
+            {"accumulate_grad_batches": 2, "num_workers": 0, "schedule": "cosine"},
+            [["on_train_batch_end", 11], ["on_validation_end", 1]],
+        ),
+    ],
+    ids=["plain", "accumulated"],
+)
+def test_a_run_that_was_killed_by_the_system_twice_equals_the_unbroken_one(
+    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any], settings: dict[str, Any], kills: list[list[Any]]
+) -> None:
+    assert elsewhere.run(tmp_path / "whole", **settings) == 0
+    for kill in kills:
+        assert elsewhere.run(tmp_path / "parts", resume=True, kill=kill, **settings) == -9
+    assert elsewhere.run(tmp_path / "parts", resume=True, **settings) == 0
+    assert_equal_directories(tmp_path / "whole", tmp_path / "parts", logged)
+
+
+def test_a_run_on_two_ranks_that_was_killed_twice_equals_the_unbroken_one(
+    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any]
+) -> None:
+    def run(name: str, **settings: Any) -> list[int]:
+        ranks = elsewhere.ranks(tmp_path / name, 2, resume=True, every_n_steps=2, schedule="plateau", **settings)
+        if "kill" in settings:
+            elsewhere.end(ranks[0])
+            ranks[1].kill()
+        return [elsewhere.end(rank) for rank in ranks]
+
+    assert run("whole") == [0, 0]
+    assert run("parts", kill=["on_train_batch_end", 6])[0] == -9
+    assert run("parts", kill=["on_train_batch_end", 8])[0] == -9
+    assert run("parts") == [0, 0]
+    assert_equal_directories(tmp_path / "whole", tmp_path / "parts", logged)
+    first, second = (torch.load(tmp_path / "whole" / f"weights.{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name)
+
+
+def assert_equal_directories(whole: Path, parts: Path, logged: Callable[..., Any]) -> None:
+    expected, found = logged(whole), logged(parts)
+    assert {key: found[key] for key in expected} == expected
+    results = [json.loads((folder / "result.0.json").read_text()) for folder in (whole, parts)]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    assert results[0]["step"] == results[1]["step"]
+    weights = [torch.load(folder / "weights.0.pt") for folder in (whole, parts)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_resumed_run_that_was_complete_does_nothing(tmp_path: Path, small_run: ModuleType) -> None:
+    for limits in ({}, {"max_steps": 17}):
+        whole = small_run.Small(tmp_path / str(limits), **limits)
+        whole.fit()
+        again = small_run.Small(tmp_path / f"again {limits}", **limits)
+        again.fit(resume=whole.last)
+        assert not again.values.seen
+        assert again.trainer.global_step == whole.trainer.global_step
+        assert again.recording.metrics == whole.recording.metrics
+        # The new directory is one to evaluate from, too.
+        assert again.checkpointing.best_path.read_bytes() == whole.checkpointing.best_path.read_bytes()
+
+
+def test_a_complete_run_goes_on_with_more_epochs(tmp_path: Path, small_run: ModuleType) -> None:
+    small_run.Small(tmp_path / "a", max_epochs=2).fit()
+    longer = small_run.Small(tmp_path / "a", max_epochs=4)
+    longer.fit(resume=longer.last)
+    whole = small_run.Small(tmp_path / "b", max_epochs=4)
+    whole.fit()
+    assert all(torch.equal(tensor, whole.weights()[name]) for name, tensor in longer.weights().items())
+
+
+def test_a_checkpoint_of_another_kind_can_be_evaluated_but_not_resumed(tmp_path: Path, small_run: ModuleType) -> None:
+    class Foreign(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "foreign.ckpt")
+
+    first = small_run.Small(tmp_path / "a", max_epochs=1, callbacks=(Foreign(),))
+    first.fit()
+    again = small_run.Small(tmp_path / "a", max_epochs=2)
+    with pytest.raises(RunError, match="says nothing of its position"):
+        again.fit(resume=tmp_path / "foreign.ckpt")
+    fresh = small_run.Small(tmp_path / "b")
+    fresh.trainer.test(fresh.module, datamodule=fresh.data, ckpt_path=str(tmp_path / "foreign.ckpt"), verbose=False)
+    assert all(torch.equal(tensor, first.weights()[name]) for name, tensor in fresh.weights().items())
+
+
+def test_the_best_is_forgotten_where_its_file_is_not_beside_the_checkpoint(
+    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = small_run.Small(tmp_path / "a", max_epochs=1)
+    first.fit()
+    first.checkpointing.best_path.unlink()
+    again = small_run.Small(tmp_path / "b", max_epochs=2)
+    again.fit(resume=first.last)
+    assert "best is sought anew" in caplog.text
+    assert again.checkpointing.best["step"] == 14
+    assert again.checkpointing.best_path.is_file()
+
+
+def assert_equal_runs(whole: Any, part: Any, values: dict[Any, float]) -> None:
+    assert {key: values[key] for key in whole.values.seen if key in values} == whole.values.seen
+    # Learning rates and loss scales have a point more where a part begins.
+    assert all(tag.startswith(("optimizer/", "precision/")) for tag, _ in values.keys() - whole.values.seen.keys())
+    assert part.trainer.global_step == whole.trainer.global_step
+    assert part.recording.metrics == whole.recording.metrics
+    found, expected = part.checkpointing.best, whole.checkpointing.best
+    assert (found["value"], found["step"]) == (expected["value"], expected["step"])
+    weights = part.weights()
+    for tag, tensor in whole.weights().items():
+        assert torch.equal(weights[tag], tensor), tag

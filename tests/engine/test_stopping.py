@@ -1,0 +1,195 @@
+"""Limits end a run where they say; signals end it with its state saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback
+
+from exp.engine.length import seconds_of, take_limits
+from exp.engine.signals import SignalFlag
+from exp.errors import ConfigError, Interrupted
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def wait_for(path: Path, text: str, *, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not (path.is_file() and text in path.read_text()):
+        assert time.monotonic() < end, f"{text} does not come in {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_state_and_the_run_goes_on_exactly(
+    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any], signum: int
+) -> None:
+    assert elsewhere.run(tmp_path / "whole", every_n_steps=None) == 0
+    settings = {"every_n_steps": None, "resume": True}
+    process = elsewhere.start(tmp_path / "parts", slow_steps=0.05, **settings)
+    wait_for(tmp_path / "parts" / "values.0.jsonl", '"loss/train", 3')
+    os.kill(process.pid, signum)
+    assert elsewhere.end(process) == 128 + signum
+    result = json.loads((tmp_path / "parts" / "result.0.json").read_text())
+    assert "the state is in" in result["error"]
+    assert 3 <= result["step"] < 28
+    assert elsewhere.run(tmp_path / "parts", **settings) == 0
+    expected, found = logged(tmp_path / "whole"), logged(tmp_path / "parts")
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(
+    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any]
+) -> None:
+    assert elsewhere.run(tmp_path / "whole", schedule="plateau", callbacks=["ema"]) == 0
+    settings = {"schedule": "plateau", "callbacks": ["ema"], "resume": True}
+    process = elsewhere.start(tmp_path / "parts", slow_validation=1.0, **settings)
+    wait_for(tmp_path / "parts" / "values.0.jsonl", '"loss/train", 7')
+    os.kill(process.pid, signal.SIGTERM)
+    assert elsewhere.end(process, seconds=20) == 143
+    # Nothing of the validation counts, and it comes again.
+    assert ("loss/val", 7) not in logged(tmp_path / "parts")
+    assert elsewhere.run(tmp_path / "parts", **settings) == 0
+    expected, found = logged(tmp_path / "whole"), logged(tmp_path / "parts")
+    assert {key: found[key] for key in expected} == expected
+    weights = [torch.load(tmp_path / name / "weights.0.pt") for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_signal_to_one_rank_ends_all_of_them(tmp_path: Path, elsewhere: Any) -> None:
+    ranks = elsewhere.ranks(tmp_path, 2, slow_steps=0.02, max_epochs=100, every_n_steps=None)
+    wait_for(tmp_path / "values.0.jsonl", '"loss/train", 6')
+    began = time.monotonic()
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert [elsewhere.end(rank) for rank in ranks] == [143, 143]
+    assert time.monotonic() - began < 10
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, elsewhere: Any) -> None:
+    process = elsewhere.start(tmp_path, slow_validation=30.0)
+    wait_for(tmp_path / "values.0.jsonl", '"loss/train", 7')
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    assert elsewhere.end(process, seconds=5) == -signal.SIGTERM
+
+
+def test_handlers_are_put_back(tmp_path: Path, small_run: ModuleType) -> None:
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    seen: list[Any] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    small_run.Small(tmp_path / "a", max_epochs=1, callbacks=(Look(),)).fit()
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+    assert seen[0] not in before
+    failing = small_run.At("on_train_batch_end", 2, lambda: (_ for _ in ()).throw(small_run.Killed))
+    with pytest.raises(small_run.Killed):
+        small_run.Small(tmp_path / "b", max_epochs=1, callbacks=(failing,)).fit()
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_run_in_another_thread_trains_without_handlers(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path, max_epochs=1)
+    thread = threading.Thread(target=small.fit)
+    thread.start()
+    thread.join()
+    assert small.trainer.global_step == 7
+
+
+def test_a_signal_behind_the_last_batch_is_not_lost(tmp_path: Path, small_run: ModuleType) -> None:
+    kill = small_run.At("on_train_epoch_end", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    small = small_run.Small(tmp_path, max_epochs=1, callbacks=(kill,))
+    with pytest.raises(Interrupted) as caught:
+        small.fit()
+    assert caught.value.exit_status == 143
+    assert caught.value.checkpoint == str(small.last)
+
+
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, small_run: ModuleType) -> None:
+    kill = small_run.At("on_train_batch_start", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    small = small_run.Small(tmp_path, accumulate_grad_batches=100, callbacks=(kill,))
+    with pytest.raises(Interrupted, match="no state was saved") as caught:
+        small.fit()
+    assert caught.value.exit_status == 130
+
+
+def test_a_signal_ends_the_test_stage(tmp_path: Path, small_run: ModuleType) -> None:
+    kill = small_run.At("on_test_batch_end", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    small = small_run.Small(tmp_path, callbacks=(kill,))
+    with pytest.raises(Interrupted):
+        small.trainer.test(small.module, datamodule=small.data, verbose=False)
+
+
+def test_in_a_notebook_the_second_signal_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    flag = SignalFlag()
+    flag.install()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert flag.received == signal.SIGINT
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        flag.restore()
+
+
+def test_max_steps_ends_with_a_validation_and_a_checkpoint(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path, max_steps=10)
+    small.fit()
+    assert small.trainer.global_step == 10
+    assert ("loss/val", 10) in small.values.seen
+    assert torch.load(small.last)["exp_position"]["batch"] == 3
+
+
+def test_max_time_ends_the_run_and_counts_what_came_before_a_resume(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path, max_time={"seconds": 0.2}, max_epochs=100_000)
+    began = time.monotonic()
+    small.fit()
+    assert 0.2 <= time.monotonic() - began < 10
+    steps = small.trainer.global_step
+    assert 0 < steps < 700_000
+    again = small_run.Small(tmp_path, max_time={"seconds": 0.2}, max_epochs=100_000)
+    again.fit(resume=again.last)
+    assert again.trainer.global_step == steps
+
+
+def test_no_limit_by_epochs_where_only_another_is_given() -> None:
+    arguments, limits = take_limits({"max_epochs": None, "max_steps": 5, "max_time": None})
+    assert (arguments, limits.max_steps, limits.max_seconds) == ({"max_epochs": -1}, 5, None)
+    assert take_limits({"max_epochs": 3, "max_steps": -1})[0] == {"max_epochs": 3}
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_max_time_reads_what_it_writes(days: int, hours: int, minutes: int, seconds: int) -> None:
+    expected = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    assert seconds_of(f"{days:02d}:{hours:02d}:{minutes:02d}:{seconds:02d}") == expected
+    assert seconds_of({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}) == expected
+
+
+@pytest.mark.parametrize("wrong", ["10", "1:2:3", "a:b:c:d", {"weeks_": 1}, 7, {"seconds": -1}])
+def test_a_max_time_that_cannot_be_read_is_a_fault(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
+        seconds_of(wrong)

@@ -151,25 +151,54 @@ def _shapes(config: DictConfig, faults: list[Fault]) -> _Shapes:
             built.append(build_network(plain, spec, device="meta"))
         except ProgramError as error:
             raise ConfigError([program_fault(config, error.key or "model.forward", error)]) from error
+        refuse_integers(built[-1])
         return built[-1]
 
     seen = examine_shapes(network_factory=network, spec=spec, objective=built[0])
     more = list(seen.faults)
-    if not more and len(built) == 2 and not _touched(faults, OPTIMIZATION_KEYS):
-        more = _optimization_faults(plain, built[1])
+    if not more and len(built) == 2:
+        more = _around_the_network(plain, built[1], faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
-def _optimization_faults(plain: Mapping[str, Any], network: nn.Module) -> list[Fault]:
-    """What the constructors of optimizer and schedule refuse, and parameter groups that fit no parameter."""
+def _around_the_network(plain: Mapping[str, Any], network: nn.Module, faults: Sequence[Fault]) -> list[Fault]:
+    """What optimizer and schedule refuse, and patterns that match no parameter and no module of the network."""
     from exp.build import build_optimization
+    from exp.hooks.hook import matching
 
-    if any(_holds_unknown(plain[key]) for key in OPTIMIZATION_KEYS):
-        return []
-    # The run's own length is not known here; a schedule must only be possible at all.
-    return _faults_raised(
-        lambda: build_optimization(plain).make(network, total_steps=ANY_LENGTH, total_epochs=ANY_LENGTH)
-    )
+    more = []
+    if not _touched(faults, OPTIMIZATION_KEYS) and not any(_holds_unknown(plain[key]) for key in OPTIMIZATION_KEYS):
+        trainer = plain["trainer"]
+        # How many steps an epoch has is not known here; a schedule must fit what is.
+        more += _faults_raised(
+            lambda: build_optimization(plain).make(
+                network, total_steps=_limit(trainer, "max_steps"), total_epochs=_limit(trainer, "max_epochs")
+            )
+        )
+    for name, hook in plain["hooks"].items() if not _touched(faults, ("hooks",)) else ():
+        patterns = hook.get("modules")
+        if isinstance(patterns, list) and not _holds_unknown(patterns):
+            key = f"hooks.{name}.modules"
+            more += _faults_raised(lambda key=key, patterns=patterns: matching(network, patterns, key=key))
+    return more
+
+
+def _limit(trainer: Mapping[str, Any], name: str) -> int:
+    limit = trainer.get(name)
+    return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
+
+
+def refuse_integers(network: nn.Module) -> None:
+    """Lets a linear layer that is fed integers fail, as it does with numbers: on the meta device it would not."""
+    from torch import nn
+
+    def refuse(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
+        if inputs and not inputs[0].is_floating_point() and module.weight.is_floating_point():
+            raise RuntimeError(f"the input is {inputs[0].dtype}, the weight {module.weight.dtype}")
+
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(refuse)
 
 
 def _holds_unknown(value: Any) -> bool:

@@ -106,7 +106,11 @@ class _Reader:
         parent, _, word = reference.rpartition(".")
         siblings = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == parent}
         found = nearest(word, siblings)
-        return siblings[found[0]] if found else next(iter(nearest(reference, known)), None)
+        if found:
+            return siblings[found[0]]
+        # A part of the key itself is like it, and no help.
+        others = [path for path in known if not reference.startswith(f"{path}.")]
+        return next(iter(nearest(reference, others)), None)
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
         """References that resolving a text follows, at least; a circle ends where it closes."""

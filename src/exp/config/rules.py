@@ -73,11 +73,11 @@ def resume_is_there(values: Values) -> Iterator[Fault]:
 
 def the_run_ends(values: Values) -> Iterator[Fault]:
     """Lightning reads "no limit" in two ways and trains on in silence."""
-    unlimited = values["trainer.max_epochs"] in (None, -1) and values["trainer.max_steps"] == -1
+    unlimited = values["trainer.max_epochs"] in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
         yield Fault(
             key="trainer.max_epochs",
-            got=f"{show(values['trainer.max_epochs'])}, with max_steps -1 and max_time null",
+            got=f"{show(values['trainer.max_epochs'])}, with no max_steps and no max_time",
             expected="a limit: max_epochs, max_steps or max_time",
         )
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]

@@ -124,7 +124,7 @@ def duration() -> Rule:
     def accepts(value: Any) -> bool:
         if isinstance(value, dict):
             return bool(value) and set(value) <= units and all(isinstance(part, int | float) for part in value.values())
-        return isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value) is not None
+        return isinstance(value, str) and re.fullmatch(r"\d+(:\d+){3}", value) is not None
 
     return Rule(
         expected="DD:HH:MM:SS in quotes, such as '00:01:30:00', or a mapping such as {hours: 1}", accepts=accepts
@@ -184,7 +184,7 @@ VALUES: dict[str, Rule] = {
     "scheduler.interval": one_of("step", "epoch"),
     "scheduler.monitor": maybe(text()),
     "trainer.max_epochs": maybe(either(integer(1), one_of(-1))),
-    "trainer.max_steps": either(integer(1), one_of(-1)),
+    "trainer.max_steps": maybe(either(integer(1), one_of(-1))),
     "trainer.max_time": maybe(duration()),
     "trainer.accumulate_grad_batches": integer(1),
     "trainer.log_every_n_steps": integer(1),

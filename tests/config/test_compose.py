@@ -407,8 +407,8 @@ def test_a_parsed_override_is_not_changed_by_composing():
 
 PIECES = st.sampled_from([
     "model", "hooks", "precision", "optimizer.lr", "hydra.run.dir", "hydra/sweeper", "seed", "=", "+", "~", "++", "[",
-    "]", "{", "}", ",", ":", "'", '"', "${", "}", "$", "@", ".", "..", "/", "\\", " ", "null", "true", "1e-3", "???", "a",
-    "_target_", "mlp", "range(1,3)", "glob(*)", "choice(a,b)", "interval(0,1)", "extend_list(1)", "\n", "é", "\0",
+    "]", "{", "}", ",", ":", "'", '"', "${", "}", "$", "@", ".", "..", "/", "\\", " ", "null", "true", "1e-3", "???",
+    "a", "_target_", "mlp", "range(1,3)", "glob(*)", "choice(a,b)", "interval(0,1)", "extend_list(1)", "\n", "é", "\0",
 ])  # fmt: skip
 
 

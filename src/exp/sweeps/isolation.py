@@ -82,7 +82,10 @@ def _torch() -> Iterator[Callable[[], Any]]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != (deterministic, warns):
+            # Not for nothing: this setter imports torch's compiler, two seconds.
+            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, cudnn_deterministic
         if torch.cuda.is_initialized():

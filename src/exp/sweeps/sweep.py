@@ -67,7 +67,8 @@ class Sweep:
         Returns: Hydra's JobReturn of each: its monitored value, nan where it failed.
         Raises: ConfigError before the first job of the sweep where any has a fault; Interrupted.
         """
-        jobs = [self._composed(first + count, overrides) for count, overrides in enumerate(batch)]
+        with isolated():
+            jobs = [self._composed(first + count, overrides) for count, overrides in enumerate(batch)]
         if not self.rows and any(job.error for job in jobs):
             raise ConfigError(job_faults(jobs))
         results = []
@@ -100,8 +101,7 @@ class Sweep:
                 [*self.hydra_overrides, *overrides], config_dir=self.config_dir, config_name=self.config_name
             )
             config = job_config(composition, job=number, sweep=str(self.directory))
-            with isolated():
-                self.validate(config)
+            self.validate(config)
         except ConfigError as error:
             return Job(number=number, overrides=tuple(overrides), config=None, error=error)
         return Job(number=number, overrides=tuple(overrides), config=config, error=None)

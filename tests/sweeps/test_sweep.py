@@ -1,0 +1,270 @@
+"""The bookkeeping of a sweep, with a run function in the place of training: which jobs, in what order, what is kept."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exp.config.freeze import COMPOSITION
+from exp.errors import ConfigError, Fault, Interrupted, RunError
+from exp.report import Report
+from exp.sweeps.multirun import sweep
+
+
+class Runs:
+    """Stands for training: makes the directory, and gives the seed for a loss."""
+
+    def __init__(self):
+        self.configs = []
+
+    def __call__(self, config):
+        self.configs.append(config)
+        directory = Path(config[COMPOSITION].directory)
+        directory.mkdir()
+        if config.seed == 66:
+            raise RunError("the loss is nan at step 3\nand more")
+        if config.seed == 67:
+            raise ZeroDivisionError("a bug in a layer")
+        if config.seed == 68:
+            return Report(status="failed", directory=str(directory), error={"type": "X", "message": "told"})
+        if config.seed == 99:
+            raise Interrupted(signum=15, checkpoint="last.ckpt")
+        if config.seed == 98:
+            raise KeyboardInterrupt
+        value = config.seed / 10
+        return Report(
+            status="completed",
+            directory=str(directory),
+            metrics={"loss/val": value, "accuracy/val": 1 - value},
+            best={"metric": "loss/val", "value": value, "step": 3, "checkpoint": "best.ckpt"},
+        )
+
+
+def valid(config):
+    if config.seed == 13:
+        raise ConfigError([Fault(key="seed", got="13", expected="another number", source="command line")])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run_sweep(*overrides: str) -> tuple[int, Runs]:
+    runs = Runs()
+    return sweep(list(overrides), run=runs, validate=valid), runs
+
+
+def sweep_directories() -> list[Path]:
+    return sorted(path.parent for path in Path("outputs").rglob("table.csv"))
+
+
+def rows() -> list[dict[str, str]]:
+    (directory,) = sweep_directories()
+    return list(csv.DictReader((directory / "table.csv").read_text().splitlines()))
+
+
+def test_every_combination_runs_once_in_its_own_directory_with_its_own_config(capsys):
+    status, runs = run_sweep("optimizer.lr=0.1,0.2", "seed=3,1", "hooks=[memory]", "precision=bf16")
+    assert status == 0
+    assert [(config.optimizer.lr, config.seed) for config in runs.configs] == [(0.1, 3), (0.1, 1), (0.2, 3), (0.2, 1)]
+    assert all(list(config.hooks) == ["memory"] and config.precision.word == "bf16" for config in runs.configs)
+    (directory,) = sweep_directories()
+    assert [config[COMPOSITION].directory for config in runs.configs] == [
+        str(directory.absolute() / str(number)) for number in range(4)
+    ]
+    assert "best       job 1, loss/val 0.1  optimizer.lr=0.1 seed=1" in capsys.readouterr().out
+
+
+def test_the_table_holds_what_differs_and_what_came_of_it():
+    run_sweep("optimizer.lr=0.1", "seed=2,1", "+precision=bf16,fp16")
+    table = rows()
+    assert [row["seed"] for row in table] == ["2", "2", "1", "1"]
+    assert [row["precision"] for row in table] == ["bf16", "fp16", "bf16", "fp16"]
+    assert "optimizer.lr" not in table[0]
+    assert table[2]["best loss/val"] == "0.1"
+    assert table[2]["accuracy/val"] == "0.9"
+    assert [row["directory"] for row in table] == ["0", "1", "2", "3"]
+    page = (sweep_directories()[0] / "table.md").read_text()
+    assert "Best: job 2, loss/val 0.1" in page
+
+
+def test_a_failing_job_is_told_and_the_sweep_goes_on(capsys):
+    status, runs = run_sweep("seed=66,67,68,5")
+    assert status == 1
+    assert [config.seed for config in runs.configs] == [66, 67, 68, 5]
+    table = rows()
+    assert [row["status"] for row in table] == ["failed", "failed", "failed", "completed"]
+    assert [row["error"] for row in table[:3]] == [
+        "the loss is nan at step 3", "ZeroDivisionError: a bug in a layer", "told",
+    ]  # fmt: skip
+    captured = capsys.readouterr()
+    assert "ZeroDivisionError" in captured.err
+    assert "best       job 3" in captured.out
+
+
+@pytest.mark.parametrize(("seed", "status"), [(99, 143), (98, 130)])
+def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status):
+    done, runs = run_sweep(f"seed=1,{seed},2")
+    assert done == status
+    assert len(runs.configs) == 2
+    assert [row["status"] for row in rows()] == ["completed", "interrupted"]
+
+
+def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind():
+    runs = Runs()
+    with pytest.raises(ConfigError) as caught:
+        sweep(["seed=1,13,2", "optimizer.lr=0.1,0.2"], run=runs, validate=valid)
+    assert runs.configs == []
+    (fault,) = caught.value.faults
+    assert fault.source == "jobs 2, 3, command line"
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_faults_of_different_jobs_are_told_with_their_overrides():
+    with pytest.raises(ConfigError) as caught:
+        sweep(["seed=1,13", "model.layers.nope.x=1,2"], run=Runs(), validate=valid)
+    text = str(caught.value)
+    assert "model.layers.nope.x" in text
+    assert len(text.splitlines()) <= 12
+    with pytest.raises(ConfigError) as caught:
+        sweep(["seed=1,13"], run=Runs(), validate=valid)
+    assert "job 1 (seed=13)" in str(caught.value)
+
+
+def test_a_fault_of_the_whole_command_is_told_once_and_makes_no_directory():
+    with pytest.raises(ConfigError) as caught:
+        sweep(["seed=1,2", "optimzer.lr=3", "optimizer=adamw,adamm"], run=Runs(), validate=valid)
+    assert [fault.key for fault in caught.value.faults] == ["optimzer.lr", "optimizer"]
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_sweep_directory_is_fixed_although_the_name_is_swept():
+    _, runs = run_sweep("name=a,b", "seed=1")
+    (directory,) = sweep_directories()
+    assert {str(Path(config[COMPOSITION].directory).parent) for config in runs.configs} == {str(directory.absolute())}
+
+
+def test_two_sweeps_never_share_a_directory():
+    for _ in range(3):
+        run_sweep("seed=1", "hydra.sweep.dir=outputs/mine")
+    assert [path.name for path in sweep_directories()] == ["mine", "mine-2", "mine-3"]
+
+
+def test_an_interpolation_is_each_jobs_own():
+    _, runs = run_sweep("name=n${seed}", "seed=1,2")
+    assert [config.name for config in runs.configs] == ["n1", "n2"]
+
+
+def test_the_subdirectory_may_be_named_by_the_overrides_but_stays_inside():
+    _, runs = run_sweep("seed=1,2", "hydra.sweep.subdir=seed_${seed}")
+    assert [Path(config[COMPOSITION].directory).name for config in runs.configs] == ["seed_1", "seed_2"]
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir"):
+        run_sweep("seed=1,2", "hydra.sweep.subdir=../x")
+
+
+def test_a_sweep_of_one_job_and_a_swept_group_of_entries():
+    status, runs = run_sweep("seed=4")
+    assert (status, len(runs.configs)) == (0, 1)
+    _, runs = run_sweep("hooks=[memory],[gradients,throughput]", "hydra.sweep.dir=outputs/other")
+    assert [sorted(config.hooks) for config in runs.configs] == [["memory"], ["gradients", "throughput"]]
+
+
+def test_batches_of_the_sweeper_are_one_sweep():
+    status, runs = run_sweep("seed=1,66,3,13", "hydra.sweeper.max_batch_size=2")
+    assert status == 1
+    assert [config.seed for config in runs.configs] == [1, 66, 3]
+    table = rows()
+    assert [row["job"] for row in table] == ["0", "1", "2", "3"]
+    assert "seed: 13" in table[3]["error"]
+
+
+def test_a_sweep_kind_that_the_sweeper_does_not_know_is_a_fault():
+    with pytest.raises(ConfigError, match="INTERVAL"):
+        run_sweep("optimizer.lr=interval(0,1)")
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_hydras_basic_launcher_runs_the_jobs_too():
+    status, runs = run_sweep("seed=1,2", "hydra/launcher=basic")
+    assert status == 0
+    assert [config.seed for config in runs.configs] == [1, 2]
+
+
+PLUGIN = '''
+import random
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+
+
+class RandomSweeper(Sweeper):
+    """Draws a learning rate for each trial, a batch at a time, and looks at what comes back."""
+
+    def __init__(self, trials):
+        self.trials = trials
+
+    def setup(self, *, hydra_context, task_function, config):
+        from hydra.core.plugins import Plugins
+
+        self.config, self.hydra_context = config, hydra_context
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        values = []
+        for trial in range(self.trials):
+            batch = [[*arguments, f"optimizer.lr={random.uniform(0.001, 0.1)}"]]
+            self.validate_batch_is_legal(batch)
+            (result,) = self.launcher.launch(batch, initial_job_idx=trial)
+            values.append(result.return_value)
+        print("BACK", values)
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="random",
+    node={"_target_": "hydra_plugins.random_sweeper.RandomSweeper", "trials": 3}, provider="random",
+)
+'''
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from exp.errors import RunError
+from exp.report import Report
+from exp.sweeps.multirun import sweep
+
+def run(config):
+    directory = Path(config._composition_.directory)
+    directory.mkdir()
+    print("RAN", config.optimizer.lr)
+    if directory.name == "1":
+        raise RunError("no")
+    return Report(status="completed", directory=str(directory), metrics={"loss/val": config.optimizer.lr})
+
+print("STATUS", sweep(sys.argv[1:], run=run, validate=lambda config: None))
+"""
+
+
+def test_a_stochastic_sweeper_gets_one_config_a_job_and_the_value_of_each_back(tmp_path):
+    (tmp_path / "site" / "hydra_plugins").mkdir(parents=True)
+    (tmp_path / "site" / "hydra_plugins" / "random_sweeper.py").write_text(PLUGIN)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "hydra/sweeper=random", "hydra.sweeper.trials=3", "seed=5"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "STATUS 1" in done.stdout, done.stdout + done.stderr
+    ran = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("RAN")]
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("BACK")]
+    back = json.loads(told.removeprefix("BACK ").replace("nan", "NaN"))
+    assert len(set(ran)) == 3
+    assert [back[0], back[2]] == [ran[0], ran[2]]
+    assert math.isnan(back[1])
+    table = rows()
+    assert [float(row["optimizer.lr"]) for row in table] == pytest.approx(ran)
+    assert [row["status"] for row in table] == ["completed", "failed", "completed"]

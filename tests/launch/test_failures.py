@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from exp.errors import ConfigError, RankError
+from exp.engine.launch import launch
+from exp.errors import ConfigError, RankError, RunError
+from exp.strategies.placement import Machine, placement
 
 
 @pytest.fixture
@@ -125,9 +127,6 @@ def test_a_fault_in_the_config_that_a_rank_finds_comes_back_whole(launched):
 
 
 def test_a_rank_that_cannot_be_imported_says_so(launched, run_directory):
-    from exp.engine.launch import launch
-    from exp.strategies.placement import Machine, placement
-
     with pytest.raises(RankError, match="without a word"):
         launch(run_directory, placement=placement("ddp", machine=Machine(gpus=0)), worker="no_such_module")
     assert "no_such_module" in Path(run_directory, "train.rank1.log").read_text()
@@ -158,3 +157,12 @@ def running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_several_machines_are_left_to_torchrun_and_slurm_with_the_commands_to_write(run_directory):
+    placed = placement("ddp", devices=4, nodes=2, machine=Machine(gpus=4))
+    with pytest.raises(RunError) as caught:
+        launch(run_directory, placement=placed)
+    said = str(caught.value)
+    assert "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400" in said
+    assert f"srun --nodes=2 --ntasks-per-node=4 python -m exp.worker {run_directory}" in said

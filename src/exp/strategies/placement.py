@@ -174,7 +174,7 @@ def _faults_of_words(*, devices: Any, nodes: Any, accelerator: Any) -> list[Faul
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
         faults.append(Fault(key="launch.nodes", got=repr(nodes), expected="1 or more"))
     if accelerator not in ACCELERATORS:
-        cure = "write launch.accelerator=cuda" if accelerator == "gpu" else None
+        cure = "Write launch.accelerator=cuda" if accelerator == "gpu" else None
         faults.append(
             Fault(key="launch.accelerator", got=repr(accelerator), expected=" | ".join(ACCELERATORS), cure=cure)
         )
@@ -191,7 +191,7 @@ def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: st
                 key="launch.accelerator",
                 got="cuda",
                 expected="a machine with a CUDA device that torch can see",
-                cure="write launch.accelerator=cpu or auto",
+                cure="Write launch.accelerator=cpu or auto",
             )
         )
     elif placed.accelerator == "cuda" and max(placed.device_indices) >= machine.gpus:
@@ -201,7 +201,7 @@ def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: st
                 got=_words(devices),
                 expected=f"at most the {machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of this machine"
                 + (f", 0 to {machine.gpus - 1}" if listed else ""),
-                cure="write launch.accelerator=cpu to try it with that many gloo ranks",
+                cure="Write launch.accelerator=cpu to try it with that many gloo ranks",
             )
         )
     if placed.accelerator == "mps" and not machine.mps:
@@ -212,7 +212,7 @@ def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: st
                 key="launch.accelerator",
                 got=f"mps with {placed.world_size} ranks",
                 expected="one rank: Apple's GPU has no collectives",
-                cure="write launch.accelerator=cpu",
+                cure="Write launch.accelerator=cpu",
             )
         )
     if listed and placed.accelerator != "cuda":
@@ -221,7 +221,7 @@ def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: st
                 key="launch.devices",
                 got=f"{_words(devices)} on {placed.accelerator}",
                 expected="a number: a list names GPUs",
-                cure=f"write launch.devices={count}",
+                cure=f"Write launch.devices={count}",
             )
         )
     if placed.strategy == "single" and placed.world_size > 1:
@@ -230,7 +230,7 @@ def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: st
                 key="strategy.name",
                 got=f"single with {placed.world_size} ranks",
                 expected="one device",
-                cure="write strategy=ddp",
+                cure="Write strategy=ddp",
             )
         )
     return faults
@@ -241,7 +241,7 @@ def _mismatch(rank: Rank, *, devices: Devices, nodes: int, wanted: int, wanted_n
         key="launch.devices" if wanted != rank.local_world_size else "launch.nodes",
         got=f"devices={_words(devices)}, nodes={nodes}",
         expected=f"what was started: {rank.local_world_size} ranks on each of {rank.nodes} nodes",
-        cure=f"start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1",
+        cure=f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1",
     )
 
 

@@ -122,6 +122,7 @@ class Small:
         num_workers: int = 0,
         data: Data | None = None,
         model: nn.Module | None = None,
+        plain_network: bool = False,
         hooks: dict[str, Any] | None = None,
         terms: dict[str, nn.Module] | None = None,
         rank: int = 0,
@@ -139,11 +140,13 @@ class Small:
             num_workers=num_workers,
         )
         arguments, limits = take_limits({"max_epochs": 4, "log_every_n_steps": 3, **trainer})
+        torch.manual_seed(0)
         factory, interval = SCHEDULES[schedule] if schedule else (None, "step")
         self.module = TrainingModule(
-            network=model or network(),
+            # Without dropout and statistics, which differ with the number of ranks.
+            network=model or (nn.Linear(6, 2) if plain_network else network()),
             objective=Objective(terms or {"ce": nn.CrossEntropyLoss()}),
-            metrics={"accuracy": Accuracy(num_classes=2)},
+            metrics={"accuracy": Accuracy(num_classes=2, average="micro")},
             metric_stages=stages,
             optimization=Optimization(
                 optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2),

@@ -23,6 +23,11 @@ class RunData(LightningDataModule):
         super().__init__()
         self.data = data
 
+    def setup(self, stage: str) -> None:
+        """No validation where the data has no val part; Lightning would ask for its loader."""
+        if "val" not in self.data.stages:
+            self.trainer.limit_val_batches = 0
+
     def batches(self, stage: Stage) -> int | None:
         """Global batches of an epoch; None where a stream does not know."""
         try:
@@ -40,9 +45,8 @@ class RunData(LightningDataModule):
             )
         return TrainingBatches(loader, module=self)
 
-    def val_dataloader(self) -> Loader | list[Loader]:
-        """No loader, and no validation, where the data has no val part."""
-        return self._loader("val") if "val" in self.data.stages else []
+    def val_dataloader(self) -> Loader:
+        return self._loader("val")
 
     def test_dataloader(self) -> Loader:
         return self._loader("test")

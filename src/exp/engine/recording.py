@@ -60,6 +60,7 @@ class Recording(Callback):
         self._values: dict[str, Any] | None = None
         self._step: Step | None = None
         self._size = 0
+        self._data: Any = None
         self._losses: list[Tensor] = []
         self._rates: list[float] = []
 
@@ -75,7 +76,7 @@ class Recording(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._index = self._first = trainer.global_step
         self._start_window()
-        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in self.metrics.items()})
+        trainer.callback_metrics.update(_tensors(self.metrics))
         for logger in trainer.loggers:
             if self._index and isinstance(logger, TensorBoardLogger):
                 logger.purge(self._index + 1)
@@ -97,6 +98,7 @@ class Recording(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         self._size += batch.global_size
+        self._data = batch.data
         index = self._index + 1
         due = [hook for hook in self._around if hook.due(index)]
         pl_module.last.around = self._context(due, trainer, pl_module) if due else None
@@ -138,7 +140,7 @@ class Recording(Callback):
                     values.update(found)
         self._buffer.add(Recorded(index, self._size, losses, values))
         self._index = index
-        self._values, self._step, self._size = None, None, 0
+        self._values, self._step, self._size, self._data = None, None, 0, None
         if self._losses:
             self._losses = []
         if self._is_flush(trainer, index):
@@ -160,6 +162,7 @@ class Recording(Callback):
             )
         self._step.batch_size = self._size
         self._step.loss = pl_module.last.loss
+        self._step.data = self._data
         return self._step
 
     def _context(
@@ -252,7 +255,7 @@ class Recording(Callback):
         """
         self.metrics.update(values)
         self.latest.update(values)
-        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in values.items()})
+        trainer.callback_metrics.update(_tensors(values))
 
     def _pause(self) -> None:
         for hook in self._pausing:
@@ -292,6 +295,11 @@ class _Together:
     def __exit__(self, *error: Any) -> bool | None:
         assert self._stack is not None
         return self._stack.__exit__(*error)
+
+
+def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
+    """The form in which Lightning's own callbacks compare values; in the precision of a report."""
+    return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}
 
 
 def _lost(loss: float, index: int) -> str:

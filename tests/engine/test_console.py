@@ -1,0 +1,158 @@
+"""A bar on a terminal, lines elsewhere, everything else in train.log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from exp.engine import console
+from exp.engine.console import Bar, Lines, Progress, progress, run_log
+from exp.strategies.rank import ALONE, Rank
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+SECOND = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
+
+
+def test_lines_elsewhere_than_on_a_terminal(
+    tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    with run_log(tmp_path, rank=ALONE) as path:
+        small_run.Small(tmp_path, callbacks=tuple(progress(True, rank=ALONE))).fit()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert len(lines) == 4
+    assert re.fullmatch(
+        r"epoch 4/4  step 28  loss/val 0\.\d+  accuracy/val [01]\.?\d*  loss/train 0\.\d+.*", _sorted(lines[-1])
+    )
+    assert "\x1b" not in out
+    assert err == ""
+    log = path.read_text()
+    assert all(line in log for line in lines)
+    # Lightning's chatter is there, and only there.
+    assert "GPU available" in log
+
+
+def _sorted(line: str) -> str:
+    """The same line with the values in one order."""
+    parts = line.split("  ")
+    order = ("loss/val", "accuracy/val", "loss/train")
+    values = sorted((part for part in parts if part.startswith(order)), key=lambda part: order.index(part.split()[0]))
+    return "  ".join([*parts[:2], *values])
+
+
+def test_many_short_epochs_give_few_lines(
+    tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_run.Small(tmp_path, callbacks=tuple(progress(True, rank=ALONE)), max_epochs=20).fit()
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= 3
+    assert lines[-1].startswith("epoch 20/20  step 140")
+
+
+def test_nothing_on_the_screen_where_the_bar_is_off_and_on_other_ranks(
+    tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert progress(True, rank=SECOND) == []
+    with run_log(tmp_path, rank=ALONE) as path:
+        small_run.Small(tmp_path, callbacks=tuple(progress(False, rank=ALONE)), max_epochs=1).fit()
+    assert capsys.readouterr() == ("", "")
+    assert "epoch 1/1  step 7" in path.read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    callbacks = progress(True, rank=ALONE)
+    assert isinstance(callbacks[0].display, Bar)  # type: ignore[attr-defined]
+    small = small_run.Small(tmp_path, callbacks=tuple(callbacks), max_epochs=2)
+    small.fit()
+    text = terminal.getvalue()
+    assert "epoch 2/2" in text
+    assert "7/7" in text
+    assert "loss/val" in text
+    # The cursor is given back.
+    assert text.rstrip().endswith("\x1b[?25h") or "\x1b[?25h" in text
+
+
+def test_a_failing_run_gives_the_terminal_back(
+    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def fail() -> None:
+        raise small_run.Killed
+
+    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
+    failing = small_run.At("on_train_batch_end", 3, fail)
+    with pytest.raises(small_run.Killed):
+        small_run.Small(tmp_path, callbacks=(*progress(True, rank=ALONE), failing)).fit()
+    assert terminal.getvalue().count("\x1b[?25h") == terminal.getvalue().count("\x1b[?25l") == 1
+
+
+def test_warnings_of_exp_reach_the_screen_and_everything_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_log(tmp_path, rank=ALONE) as path, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.getLogger("exp.engine.x").warning("take care")
+        logging.getLogger("exp.engine.x").info("for the file")
+        logging.getLogger("lightning.pytorch").warning("chatter")
+        warnings.warn("of a library", stacklevel=1)
+    assert capsys.readouterr().err == "take care\n"
+    text = path.read_text()
+    assert all(part in text for part in ("take care", "for the file", "chatter", "of a library"))
+
+
+def test_other_ranks_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_log(tmp_path, rank=SECOND) as path:
+        logging.getLogger("exp.engine.x").warning("take care")
+    assert path == tmp_path / "train.rank1.log"
+    assert "take care" in path.read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_everything_is_put_back(tmp_path: Path) -> None:
+    def state() -> list[Any]:
+        names = (None, "exp", "lightning.pytorch", "lightning.fabric", "lightning")
+        loggers = [logging.getLogger(name) for name in names]
+        return [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers] + [warnings.showwarning]
+
+    before = state()
+    with pytest.raises(KeyError), run_log(tmp_path, rank=ALONE):
+        raise KeyError
+    assert state() == before
+
+
+def test_a_view_of_a_test_stage(tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
+    views: list[Any] = []
+
+    class Keep(Lines):
+        def update(self, view: Any) -> None:
+            views.append((view.title, view.done, view.total))
+
+    small = small_run.Small(tmp_path, callbacks=(Progress(Keep()),))
+    small.trainer.test(small.module, datamodule=small.data, verbose=False)
+    assert views == [("test", 1, 1)]

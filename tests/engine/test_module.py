@@ -1,0 +1,235 @@
+"""A training step does what a loop by hand does, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional
+
+from exp.data.data import Data
+from exp.data.in_memory import Tensors
+from exp.data.randomness import reseed
+from exp.engine.length import Limits, total_steps
+from exp.engine.module import network_call
+from exp.errors import ExpError, RunError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def by_hand(
+    small: Any, epochs: int, *, accumulate: int = 1, clip: float | None = None, network: nn.Module
+) -> list[float]:
+    """The same training without Lightning: the losses of the optimizer steps."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
+    loader = small.data.data.loader("train")
+    losses = []
+    for epoch in range(epochs):
+        batches = list(loader)
+        for place, batch in enumerate(batches):
+            if place % accumulate == 0:
+                optimizer.zero_grad()
+                window: list[tuple[float, int]] = []
+            reseed(seed=0, rank=0, epoch=epoch, batch=place)
+            inputs, target = batch.data
+            loss = functional.cross_entropy(network(inputs), target)
+            (loss / accumulate).backward()
+            window.append((float(loss.detach()), batch.global_size))
+            if place % accumulate == accumulate - 1 or place == len(batches) - 1:
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(network.parameters(), clip)
+                optimizer.step()
+                losses.append(sum(value * size for value, size in window) / sum(size for _, size in window))
+    return losses
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, None), (1, 0.1), (2, 0.5)])
+def test_fit_equals_a_loop_by_hand_bit_for_bit(
+    tmp_path: Path, small_run: ModuleType, accumulate: int, clip: float | None
+) -> None:
+    small = small_run.Small(tmp_path, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    small.fit()
+    network = small_run.network()
+    losses = by_hand(small, 4, accumulate=accumulate, clip=clip, network=network)
+    assert all(torch.equal(tensor, network.state_dict()[name]) for name, tensor in small.weights().items())
+    found = [
+        value for (tag, _), value in sorted(small.values.seen.items(), key=lambda one: one[0][1]) if tag == "loss/train"
+    ]
+    assert found == pytest.approx(losses, rel=1e-6 if accumulate > 1 else 0, abs=0)
+
+
+def test_epoch_values_are_means_over_samples(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path, max_epochs=1)
+    small.fit()
+    network = small.module.network.eval()
+    with torch.no_grad():
+        batches = [batch.data for batch in small.data.data.loader("val")]
+        inputs, target = (torch.cat(column) for column in zip(*batches, strict=True))
+        output = network(inputs)
+    assert len(batches[0][1]) != len(batches[-1][1])
+    assert small.recording.metrics["loss/val"] == pytest.approx(
+        float(functional.cross_entropy(output, target)), rel=1e-6
+    )
+    accuracy = float((output.argmax(dim=1) == target).float().mean())
+    assert small.recording.metrics["accuracy/val"] == pytest.approx(accuracy, rel=1e-6)
+    losses = [value for (tag, _), value in small.values.seen.items() if tag == "loss/train"]
+    sizes = [batch.size for batch in small.data.data.loader("train")]
+    expected = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    assert small.recording.metrics["loss/train"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_two_ranks_train_as_one(tmp_path: Path, small_run: ModuleType, elsewhere: Any, logged: Any) -> None:
+    """The global batch is split, its short last one (9 samples) unevenly; each sample counts once."""
+    for world_size in (1, 2):
+        ranks = elsewhere.ranks(tmp_path / str(world_size), world_size, plain_network=True, max_epochs=3)
+        assert [elsewhere.end(rank) for rank in ranks] == [0] * world_size
+    one, two = logged(tmp_path / "1"), logged(tmp_path / "2")
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert two[key] == pytest.approx(value, rel=1e-5), key
+    weights = [torch.load(tmp_path / name / "weights.0.pt") for name in ("1", "2")]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+class Draws(nn.Module):
+    """Draws numbers in its forward and keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.drawn: list[Any] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.drawn.append((float(torch.rand(())), random.random(), np.random.random()))
+        else:
+            torch.rand(7)
+            random.random()
+        return self.linear(inputs)
+
+
+def test_what_is_random_in_a_step_does_not_depend_on_what_came_before(tmp_path: Path, small_run: ModuleType) -> None:
+    models = [Draws(), Draws()]
+    small_run.Small(tmp_path / "a", model=models[0]).fit()
+    small_run.Small(tmp_path / "b", model=models[1], limit_val_batches=0).fit()
+    assert models[0].drawn == models[1].drawn
+    assert len(set(models[0].drawn)) == 28
+
+
+def test_terms_have_their_own_values_where_there_are_several(tmp_path: Path, small_run: ModuleType) -> None:
+    terms = {"ce": nn.CrossEntropyLoss(), "smooth": nn.CrossEntropyLoss(label_smoothing=0.5)}
+    small = small_run.Small(tmp_path, terms=terms, max_epochs=1, limit_train_batches=1)
+    small.fit()
+    seen, step = small.values.seen, 1
+    total = seen["loss/train/ce", step] + seen["loss/train/smooth", step]
+    assert seen["loss/train", step] == pytest.approx(total, rel=1e-6)
+    assert {"loss/val/ce", "loss/val/smooth"} <= small.recording.metrics.keys()
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_before_it_is_saved(tmp_path: Path, small_run: ModuleType) -> None:
+    class Breaks(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 9:
+                with torch.no_grad():
+                    pl_module.network[0].weight.fill_(float("nan"))
+
+    small = small_run.Small(tmp_path, callbacks=(Breaks(),), every_n_steps=2)
+    with pytest.raises(RunError, match=r"not a number \(nan\) at step 10.*optimizer\.lr"):
+        small.fit()
+    assert small.checkpointing.best["step"] == 7
+    weights = torch.load(small.last)["state_dict"]
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+class ByName(nn.Module):
+    """Takes two entries of a batch by name, and gives two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 2)
+
+    def forward(self, input: torch.Tensor, right: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.linear(torch.cat([input, right], dim=1))
+        return {"output": scores, "probabilities": scores.softmax(dim=1)}
+
+
+def test_a_batch_of_names_meets_a_network_with_those_names(tmp_path: Path, small_run: ModuleType) -> None:
+    inputs, target = small_run.samples()
+    entries = {"input": inputs, "right": -inputs, "target": target}
+    data = Data(dataset=Tensors(entries=entries), batch_size=16, parts={"train": 0.7, "val": 0.3})
+    small = small_run.Small(tmp_path, data=data, model=ByName())
+    small.fit()
+    assert small.trainer.global_step == 28
+
+
+def test_how_a_network_is_called_with_names() -> None:
+    linear = nn.Linear(2, 1)
+    assert network_call(linear)({"input": torch.ones(1, 2)}).shape == (1, 1)
+    renamed = nn.Sequential(linear)
+    assert network_call(renamed)({"input": torch.ones(1, 2), "other": torch.ones(1)}).shape == (1, 1)
+    with pytest.raises(RunError, match=r"the batch has \['x', 'y'\].*forward takes \['input', 'right'\]"):
+        network_call(ByName())({"x": torch.ones(1), "y": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "max_steps", "batches", "expected"),
+    [
+        ({"max_epochs": 4}, None, 7, 28),
+        ({"max_epochs": 4, "accumulate_grad_batches": 3}, None, 7, 12),
+        ({"max_epochs": 4, "limit_train_batches": 5}, None, 7, 20),
+        ({"max_epochs": 4, "limit_train_batches": 0.5}, None, 7, 12),
+        ({"max_epochs": 4, "overfit_batches": 2}, None, 7, 8),
+        ({"max_epochs": 4}, 10, 7, 10),
+        ({"max_epochs": -1}, 10, 7, 10),
+        ({"max_epochs": -1}, None, 7, None),
+        ({"max_epochs": 4}, None, None, None),
+        ({"max_epochs": 4, "limit_train_batches": 5}, None, None, 20),
+    ],
+)
+def test_the_length_of_a_run(
+    tmp_path: Path,
+    small_run: ModuleType,
+    arguments: dict[str, Any],
+    max_steps: int | None,
+    batches: int | None,
+    expected: int | None,
+) -> None:
+    trainer = small_run.Small(tmp_path, **arguments).trainer
+    assert total_steps(trainer, Limits(max_steps=max_steps), batches) == expected
+
+
+def test_a_schedule_ends_with_the_run(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path, schedule="cosine", accumulate_grad_batches=2, log_every_n_steps=1)
+    small.fit()
+    rates = [small.values.seen["optimizer/lr/default", step] for step in range(1, 17)]
+    assert rates[0] == pytest.approx(1e-2 / 4)
+    assert max(rates) == rates[3] == pytest.approx(1e-2)
+    assert rates[-1] < 1e-3
+    assert small.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_nothing_to_train_on_is_an_error(tmp_path: Path, small_run: ModuleType) -> None:
+    inputs, target = small_run.samples(20)
+    part = Tensors(entries=(inputs, target), num_classes=2)
+    with pytest.raises(ExpError, match="batch"):
+        small_run.Small(tmp_path, data=Data(train=part, batch_size=64, drop_last=True)).fit()
+
+
+def test_data_without_a_val_part_trains_without_validation(tmp_path: Path, small_run: ModuleType) -> None:
+    inputs, target = small_run.samples(20)
+    part = Tensors(entries=(inputs, target), num_classes=2)
+    small = small_run.Small(tmp_path, data=Data(train=part, batch_size=5), max_epochs=2)
+    small.fit()
+    assert small.trainer.global_step == 8
+    assert small.checkpointing.best is None

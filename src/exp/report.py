@@ -76,12 +76,26 @@ class Ongoing:
             "versions": versions(),
         }
 
-    def ended(self, status: Status, *, parts: Any | None = None, error: BaseException | None = None) -> Report:
-        """The report of an end. parts: what build.py made; None where the run ended before, or in other processes."""
+    def ended(
+        self,
+        status: Status,
+        *,
+        parts: Any | None = None,
+        error: BaseException | None = None,
+        before: Report | None = None,
+    ) -> Report:
+        """The report of an end.
+
+        parts: what build.py made; None where the run ended before, or in other processes.
+        before: what rank 0 had to report of the same run, if it could: its figures hold, its reason may not.
+        """
+        told = None if error is None else {"type": type(error).__name__, "message": str(error)}
+        if before is not None:
+            return dataclasses.replace(before, status=status, error=told)
         return Report(
             status=status,
             wall_seconds=time.monotonic() - self._started,
-            error=None if error is None else {"type": type(error).__name__, "message": str(error)},
+            error=told,
             **self._facts,
             **({} if parts is None else _progress(parts)),
         )
@@ -135,6 +149,11 @@ def read_report(directory: Path | str) -> Report:
     plain = json.loads(path.read_text(encoding="utf-8"))
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
     return Report(**plain)
+
+
+def find_report(directory: Path | str) -> Report | None:
+    """The report of a run directory; None where there is none yet."""
+    return read_report(directory) if (Path(directory) / "report.json").is_file() else None
 
 
 def as_markdown(report: Report) -> str:

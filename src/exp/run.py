@@ -13,8 +13,8 @@ from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.console import run_log
 from exp.engine.launch import in_process, launch
 from exp.engine.threads import set_threads
-from exp.errors import ConfigError, Interrupted, RankError, RunError
-from exp.report import Ongoing, Report, read_report, write_report
+from exp.errors import ConfigError, ExpError, Interrupted, RunError
+from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
 from exp.strategies.placement import Placement, adopted
 from exp.strategies.rank import ALONE, Rank
 from exp.tensorboard.logger import TensorBoardLogger
@@ -41,9 +41,9 @@ def fit(config: DictConfig) -> Report:
     ongoing = _ongoing(directory, config, world_size=placement.world_size)
     try:
         launch(directory, placement=placement, max_restarts=restarts, threads=config.runtime.threads)
-    except RankError as error:
-        # A rank that was killed could not write its report.
-        write_report(ongoing.ended("failed", error=error))
+    except ExpError as error:
+        # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
+        write_report(ongoing.ended(_status(error), error=error, before=find_report(directory)))
         raise
     return read_report(directory)
 
@@ -120,10 +120,9 @@ def _end(parts: Parts, report: Report) -> None:
 
 
 def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> None:
-    status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-    report = ongoing.ended(status, parts=parts, error=error)
+    report = ongoing.ended(_status(error), parts=parts, error=error)
     # To train.log alone: whoever called says it on the screen.
-    log.info("the run %s", status, exc_info=error)
+    log.info("the run %s", report.status, exc_info=error)
     try:
         write_report(report)
         if parts is not None:
@@ -131,3 +130,7 @@ def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> N
     except RunError as second:
         # The first error is the one to tell; where the disk is full, this one follows from it.
         log.error("%s", second)
+
+
+def _status(error: BaseException) -> Status:
+    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

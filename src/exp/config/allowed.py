@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 from importlib.machinery import PathFinder
@@ -79,6 +80,8 @@ def stands_beside_conf(package: str, directory: Path | None = None) -> bool:
     directory = (directory or Path.cwd()).resolve()
     if not is_users_conf(directory / "conf") or package in sys.stdlib_module_names:
         return False
+    # Python remembers what a folder held; a file that was written a moment ago, in a notebook say, is not in it yet.
+    importlib.invalidate_caches()
     here = PathFinder.find_spec(package, [str(directory)])
     if here is None or here.origin is None:
         return False

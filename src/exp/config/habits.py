@@ -23,7 +23,6 @@ KEYS = {
     "trainer.overfit_batches": "write debug=overfit",
     "trainer.profiler": "write debug=profiler",
     "trainer.deterministic": "write runtime.deterministic=true",
-    "trainer.enable_progress_bar": "lines are plain where the output is no terminal",
     "model.optimizer": "the optimizer has its own node: optimizer.lr=1e-3, optimizer=sgd",
     "model.optimizer.": "write optimizer.{rest}={value}",
     "model.scheduler": "the schedule has its own node: scheduler=warmup_cosine",

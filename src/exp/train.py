@@ -6,9 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from exp.config.command import answer_question, is_question, parse_arguments
 from exp.errors import ExpError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from exp.report import Report
 
 INTERRUPTED_BY_KEY = 130
 
@@ -38,11 +44,32 @@ def _command(arguments: argparse.Namespace) -> int:
     if is_question(arguments):
         answer_question(arguments)
         return 0
-    if arguments.multirun:
-        from exp.sweeps.multirun import sweep
+    return _sweep(arguments) if arguments.multirun else _run(arguments)
 
-        return sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-    return _run(arguments)
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from exp.sweeps.multirun import sweep
+
+    return sweep(
+        arguments.overrides,
+        run=_fit,
+        validate=_validate,
+        config_dir=arguments.config_dir,
+        config_name=arguments.config_name,
+    )
+
+
+# torch and lightning come in with these, after every fault of the composition.
+def _fit(config: DictConfig) -> Report:
+    from exp.run import fit
+
+    return fit(config)
+
+
+def _validate(config: DictConfig) -> None:
+    from exp.validation import validate
+
+    validate(config)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -53,11 +80,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if config.print_config:
         print_tree(config)
 
-    # torch and lightning come in here, after every fault of the composition.
-    from exp.report import print_report
-    from exp.run import fit
+    report = _fit(config)
 
-    report = fit(config)
+    from exp.report import print_report
+
     print_report(report)
     return 0 if report.status == "completed" else 1
 

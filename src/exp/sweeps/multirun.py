@@ -25,25 +25,20 @@ OUR_LAUNCHER = "hydra_plugins.exp.launcher.ExpLauncher"
 def sweep(
     overrides: Sequence[str],
     *,
+    run: Callable[[DictConfig], Report],
+    validate: Callable[[DictConfig], None],
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-    run: Callable[[DictConfig], Report] | None = None,
-    validate: Callable[[DictConfig], None] | None = None,
 ) -> int:
     """Runs every job that the sweeper names.
 
-    run, validate: exp.run.fit and exp.validation.validate where not given.
+    run: runs one job, exp.run.fit. validate: checks one job, exp.validation.validate.
     Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
     with hydra_config(master.config):
         wanted = Path(master.config.hydra.sweep.dir)
-    if run is None or validate is None:
-        from exp.run import fit
-        from exp.validation import validate as check
-
-        run, validate = run or fit, validate or check
     try:
         # Fixed before the first job: with `-m name=a,b` the name is another in every job.
         directory = make_exclusively(wanted)

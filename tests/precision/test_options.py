@@ -30,15 +30,13 @@ def test_there_is_an_option_for_each_word() -> None:
 @pytest.mark.parametrize("word", WORDS)
 def test_an_option_sets_every_scalar_so_that_it_replaces_another(word: str) -> None:
     option = read(f"precision/{word}.yaml")
-    # keep is a mapping that an experiment fills; no option empties it.
-    assert leaves(option) == {leaf for leaf in leaves(read("train.yaml")["precision"]) if not leaf.startswith("keep")}
+    assert leaves(option) == leaves(read("train.yaml")["precision"])
     assert option["word"] == word
     build_precision(word, device_type="cpu", **option["scaler"])
 
 
 def test_nothing_chosen_is_fp32() -> None:
-    declared = read("train.yaml")["precision"]
-    assert {key: value for key, value in declared.items() if key != "keep"} == read("precision/fp32.yaml")
+    assert read("train.yaml")["precision"] == read("precision/fp32.yaml")
 
 
 @pytest.mark.parametrize("name", ["fast", "overfit", "limit", "profiler", "short"])

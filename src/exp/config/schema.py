@@ -132,7 +132,6 @@ def duration() -> Rule:
 
 
 STAGES = ("train", "val", "test")
-DTYPES = ("float32", "float64", "bfloat16", "float16", "fp32", "bf16", "fp16")
 
 # A mapping here is a fixed node: it holds these keys and no others.
 SCHEMA: dict[str, Any] = {
@@ -149,8 +148,6 @@ SCHEMA: dict[str, Any] = {
     "metric_stages": list_of(one_of(*STAGES)),
     "precision": {
         "word": one_of("fp32", "bf16", "fp16"),
-        "keep": mapping_of(one_of(*DTYPES)),
-        "report": boolean(),
         "scaler": {
             "init_scale": number(above=0.0),
             "growth_factor": number(above=1.0),

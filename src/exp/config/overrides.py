@@ -181,7 +181,7 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     what = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
     elsewhere = [key for key in vocabulary.keys_below() if key.rpartition(".")[2] == line.key]
     cure = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
-    return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top, count=40)}", cure)
+    return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top)}", cure)
 
 
 def missing_key_fault(

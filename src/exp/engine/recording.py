@@ -13,8 +13,8 @@ a checkpoint and the end                                     is not a number end
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class Recording(Callback):
         step = self._step_now(trainer, pl_module)
         step.loss = None
         contexts = [context for hook in due if (context := hook.around_forward(step)) is not None]
-        return _Together(contexts) if contexts else None
+        return _together(contexts) if contexts else None
 
     def _add_scale(self, trainer: Trainer, values: dict[str, Any]) -> None:
         precision = trainer.precision_plugin
@@ -280,21 +280,12 @@ class Recording(Callback):
             self._epoch_sum, self._epoch_size = state["epoch_sum"], state["epoch_size"]
 
 
-class _Together:
-    """Several contexts as one."""
-
-    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
-        self._contexts = contexts
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        assert self._stack is not None
-        return self._stack.__exit__(*error)
+@contextmanager
+def _together(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:

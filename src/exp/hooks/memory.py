@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,7 +37,9 @@ class Memory(Hook):
     def around_forward(self, step: Step) -> AbstractContextManager[Any]:
         excluded = storages([*step.network.parameters(), *step.network.buffers()])
         # Batches of data in memory are views of one storage: each counts for its own part of it.
-        given = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in _tensors(step.data)}
+        given: Counter[int] = Counter()
+        for tensor in _tensors(step.data):
+            given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
         return _SavedTensors(excluded, given, self._keep_largest)
 
     def after_backward(self, step: Step) -> dict[str, float]:

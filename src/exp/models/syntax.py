@@ -206,6 +206,23 @@ def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) ->
                 targets, value = node.targets, node.value
             else:
                 continue
-            if any(isinstance(part, ast.Name) and part.id in found for part in ast.walk(value)):
+            if _may_give_layers(value, found):
                 found |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
     return found
+
+
+def _may_give_layers(value: ast.expr, found: set[str]) -> bool:
+    """Whether a value may be, or hold, a layer; what a layer or a function gives is a tensor."""
+    if isinstance(value, ast.Name):
+        return value.id in found
+    if isinstance(value, ast.Call):
+        function = value.func
+        if isinstance(function, ast.Attribute) and function.attr in vocabulary.CONTAINER_METHODS:
+            return _may_give_layers(function.value, found)
+        builtin = isinstance(function, ast.Name) and function.id in vocabulary.BUILTINS
+        return builtin and any(_may_give_layers(argument, found) for argument in value.args)
+    if isinstance(value, ast.Subscript | ast.Attribute):
+        return _may_give_layers(value.value, found)
+    if isinstance(value, ast.BinOp) and not isinstance(value.op, ast.Add):
+        return False
+    return any(_may_give_layers(child, found) for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))

@@ -1,0 +1,181 @@
+"""A model that does not fit the data is refused at the layer that fails, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from exp.models.containers import ModuleDictModel, SequentialModel
+from exp.models.inference import example_inputs, materialise
+from exp.objectives.objective import Objective, Term
+from exp.objectives.terms import CrossEntropy
+from exp.plan.shapes import ShapeExamination, examine_shapes, shape_faults
+from exp.types import DataSpec
+
+DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
+HOUSES = DataSpec(input_shape=(6,), input_dtype="float32", num_classes=None, num_outputs=1)
+TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=30, num_outputs=30)
+CLASSES = Objective(terms={"cross_entropy": CrossEntropy()})
+
+
+def examine(
+    build: Callable[[], nn.Module], spec: DataSpec = DIGITS, objective: Objective | None = None
+) -> ShapeExamination:
+    def factory() -> nn.Module:
+        with torch.device("meta"):
+            network = build()
+            materialise(network, example_inputs(spec, device="meta"))
+        return network
+
+    return examine_shapes(network_factory=factory, spec=spec, objective=objective)
+
+
+IMAGE_MODELS = [
+    *("sequential", "module_list", "module_dict", "parameter_list", "parameter_dict"),
+    *("mlp", "lenet", "resnet", "rnn", "transformer"),
+]
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_every_model_fits_the_digits(name: str, build_model: Callable) -> None:
+    found = examine(lambda: build_model(name, device="meta"), objective=CLASSES)
+    assert (found.faults, found.notes) == ((), ())
+    assert found.parameters == sum(p.numel() for p in build_model(name).parameters())
+
+
+def test_gpt_fits_text_and_not_images(build_model: Callable) -> None:
+    assert not examine(lambda: build_model("gpt", spec=TEXT, device="meta"), TEXT, CLASSES).faults
+    (fault,) = examine(lambda: build_model("gpt", spec=TEXT, device="meta"), objective=CLASSES).faults
+    assert str(fault) == (
+        "model.layers.tokens: Embedding is given [B, 1, 8, 8] float32; "
+        "expected whole numbers (int64), such as classes or characters"
+    )
+
+
+WRONG = [
+    (
+        ("sequential", "model.layers.head.out_features=9"),
+        "model.layers.head.out_features: 9; expected 10: the data has that many classes. "
+        "Write out_features: ${data.num_outputs}",
+    ),
+    (
+        ("sequential", "model.layers.hidden2.in_features=9"),
+        "model.layers.hidden2: Linear is given [B, 256] float32; expected floats [B, ..., 9]. "
+        "Leave in_features out: it is inferred from the data",
+    ),
+    (
+        ("transformer", "model.layers.blocks.layer.layers.key.in_features=9"),
+        "model.layers.blocks.layer.layers.key: Linear is given [B, 8, 64] float32; expected floats [B, ..., 9]",
+    ),
+    (("transformer", "model.constants.heads=7"), "model.layers.blocks.layer.forward: line 2, `q, k, v = "),
+    (("rnn", "model.layers.recurrent.input_size=7"), "GRU is given [B, 8, 8] float32; expected floats [B, T, 7]"),
+    (("lenet", "model.layers.pool2.kernel_size=9"), "model.layers.pool2: MaxPool2d is given [B, 16, 4, 4] float32: "),
+    (("resnet", "model.layers.down.in_channels=4"), "model.layers.down: Conv2d is given [B, 16, 8, 8] float32; "),
+    (("resnet", "model.layers.norm.num_features=4"), "model.layers.norm: BatchNorm2d is given [B, 32, 4, 4] float32"),
+    (("mlp", "model.layers.blocks.layer.layers.norm.normalized_shape=4"), "expected floats [B, ..., 4]"),
+    (("module_list", "model.layers.linears.repeat=1", "model.forward='return head(linears[1](stem(flatten(x))))'"),
+     "model.forward: line 1, column 13: `linears` has 1 elements, and no number 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "words"), WRONG, ids=[" ".join(model) for model, _ in WRONG])
+def test_the_layer_that_does_not_fit_is_named(model: tuple, words: str, build_model: Callable) -> None:
+    (fault,) = examine(lambda: build_model(*model, device="meta"), objective=CLASSES).faults
+    assert words in str(fault)
+
+
+def linear(width: int) -> Callable[[], nn.Module]:
+    return lambda: SequentialModel(layers={"head": nn.LazyLinear(width)})
+
+
+def test_a_regressions_width_is_checked() -> None:
+    mse = Objective(terms={"mse": nn.MSELoss()})
+    assert not examine(linear(1), HOUSES, mse).faults
+    (fault,) = examine(linear(3), HOUSES, mse).faults
+    assert (fault.key, fault.got) == ("model.layers.head.out_features", "3")
+    flat = ModuleDictModel(layers={"head": nn.Linear(6, 1)}, forward="return head(x).squeeze(1)")
+    assert not examine(lambda: flat, HOUSES, mse).faults
+
+
+def test_two_terms_that_disagree_alike_make_one_fault() -> None:
+    objective = Objective(terms={"mse": nn.MSELoss(), "l1": nn.L1Loss()})
+    assert len(examine(linear(3), HOUSES, objective).faults) == 1
+
+
+def test_each_output_is_checked_by_its_own_term() -> None:
+    def build() -> nn.Module:
+        layers = {"flatten": nn.Flatten(), "kind": nn.LazyLinear(10), "other": nn.LazyLinear(3)}
+        return ModuleDictModel(layers=layers, forward="x = flatten(x)\nreturn {'kind': kind(x), 'other': other(x)}")
+
+    by_name = Objective(terms={"kind": Term(loss=CrossEntropy(), output="kind")})
+    assert not examine(build, objective=by_name).faults
+    wrong = Objective(terms={"kind": Term(loss=CrossEntropy(), output="other")})
+    (fault,) = examine(build, objective=wrong).faults
+    assert fault.key == "model.layers.other.out_features"
+    (fault,) = examine(build, objective=CLASSES).faults
+    assert "Set objective.cross_entropy.output to one of kind, other" in str(fault)
+
+
+def test_a_torch_loss_reads_classes_from_axis_1() -> None:
+    def build() -> nn.Module:
+        return SequentialModel(layers={"head": nn.LazyConv2d(10, 1)})
+
+    assert not examine(build, objective=Objective(terms={"ce": nn.CrossEntropyLoss()})).faults
+
+
+class NeedsNumbers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, : int(x.sum().item())]
+
+
+class OwnError(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("only squares, please")
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.head = nn.Linear(64, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except RuntimeError:
+            return self.head(x.flatten(1))
+
+
+def test_what_cannot_be_decided_is_a_note_and_no_fault() -> None:
+    found = examine(NeedsNumbers, objective=CLASSES)
+    assert found.faults == ()
+    assert "were not checked" in found.notes[0]
+
+
+def test_a_users_own_network_is_named_by_its_own_path() -> None:
+    (fault,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES).faults
+    assert (
+        str(fault)
+        == "model.1: OwnError is given [B, 64] float32: only squares, please; expected an input that it takes"
+    )
+    (fault,) = examine(Catches, objective=CLASSES).faults
+    assert fault.key == "model.head.out_features"
+
+
+def test_a_network_that_cannot_be_built_is_a_fault() -> None:
+    def fail() -> nn.Module:
+        raise TypeError("no such argument")
+
+    (fault,) = shape_faults(network_factory=fail, spec=DIGITS)
+    assert (fault.key, fault.got) == ("model", "TypeError: no such argument")
+
+
+def test_no_hook_stays_behind() -> None:
+    from torch.nn.modules import module
+
+    before = len(module._global_forward_pre_hooks), len(module._global_forward_hooks)
+    examine(OwnError)
+    assert (len(module._global_forward_pre_hooks), len(module._global_forward_hooks)) == before

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SHAPE_KEYS = ("model", "data", "objective", "metrics", "seed", "security")
 DATA_KEYS = ("data", "seed", "security")
 PLACEMENT_KEYS = ("strategy", "launch")
-OPTIMIZATION_KEYS = ("optimizer", "scheduler")
+OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 ANY_LENGTH = 1_000_000_000
 
 

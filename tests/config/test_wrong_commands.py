@@ -265,8 +265,8 @@ FILES = [
           files=own("data/mine", "# Two files\ndefaults: [digits, _self_]\nbatch_sizes: 3\n")),
     wrong("data=mine", "data._target_", "Did you mean exp.data.data.Data?",
           files=own("data/mine", "# Typo\ndefaults: [digits, _self_]\n_target_: exp.data.data.Date\n")),
-    wrong("+hooks=mine", "hooks.mine.modules", "no_such_layer",
-          files=own("hooks/mine", "# Pattern\nmine: {_target_: exp.hooks.gradients.Gradients, modules: [no_such_layer]}\n")),
+    wrong("+hooks=mine", "hooks.g.modules", "no_such",
+          files=own("hooks/mine", "# Pattern\ng: {_target_: exp.hooks.gradients.Gradients, modules: [no_such]}\n")),
 ]  # fmt: skip
 SWEEPS = [
     wrong("-m optimizer.lr=1e-3,fast", "optimizer.lr", "job 1"),

@@ -197,3 +197,18 @@ VALUES: dict[str, Rule] = {
     "objective.*.weight": number(),
     "hooks.*.every_n_steps": integer(1),
 }
+
+# Below the same nodes: what exp reads itself, so that it must be there, and what to write for "nothing special".
+PRESENT: dict[str, str] = {
+    "data.batch_size": "64",
+    "data.input_shape": "null",
+    "data.input_dtype": "null",
+    "data.num_classes": "null",
+    "data.num_outputs": "null",
+    "optimizer.groups": "{}",
+    "optimizer.exempt_from_decay": "[]",
+    "scheduler.interval": "step",
+    "scheduler.monitor": "null",
+    "strategy.name": "ddp",
+    "trainer.enable_progress_bar": "true",
+}

@@ -10,7 +10,7 @@ from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
 from exp.config.kinds import UNKNOWN, is_node
 from exp.config.reading import leaves
-from exp.config.schema import SCHEMA, VALUES, Rule
+from exp.config.schema import PRESENT, SCHEMA, VALUES, Rule
 from exp.config.slots import COLLECTIONS, NODES
 from exp.config.spelling import among, did_you_mean, nearest
 from exp.errors import Fault
@@ -21,6 +21,7 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     return [
         *_fixed("", plain, SCHEMA),
         *_nodes(plain),
+        *_present(plain),
         *_bounded(plain),
         *_layers(plain),
     ]
@@ -91,7 +92,10 @@ def _nodes(plain: dict[str, Any]) -> Iterator[Fault]:
         else:
             yield from _node(name, plain[name])
     for name in COLLECTIONS:
-        entries = plain.get(name, {})
+        if name not in plain:
+            yield Fault(key=name, got="no such key", expected="named entries", cure=f"For none, write {name}: {{}}")
+            continue
+        entries = plain[name]
         if not isinstance(entries, dict):
             if entries is not UNKNOWN:
                 cure = f"An empty one is {name}=[]" if entries is None else None
@@ -122,6 +126,18 @@ def _choice(key: str, node: Any) -> str | None:
     if not isinstance(node, str):
         return None
     return f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
+
+
+def _present(plain: dict[str, Any]) -> Iterator[Fault]:
+    for key, example in PRESENT.items():
+        node, _, name = key.partition(".")
+        if is_node(plain.get(node)) and name not in plain[node]:
+            yield Fault(
+                key=key,
+                got="no such key",
+                expected="a value: exp reads it",
+                cure=f"Write {name}: {example} below {node}",
+            )
 
 
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:

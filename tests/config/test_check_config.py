@@ -1,0 +1,315 @@
+"""The check of whole configs: nothing right is refused, nothing wrong raises, and each fault names its file."""
+
+import copy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import exp
+from exp.check import main as check
+from exp.config.check import first_stage, second_stage
+from exp.config.compose import compose
+from exp.config.freeze import COMPOSITION
+from exp.config.reading import MAX_NODES, read
+from exp.config.schema import SCHEMA
+from exp.config.slots import COLLECTIONS, NODES
+from exp.errors import ConfigError, Fault
+from exp.validation import examine, faults_of, validate
+
+CONF = Path(exp.__file__).parent / "conf"
+NEWCOMER = Path(exp.__file__).parents[2] / ".ci" / "newcomer"
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_"))
+
+
+IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
+NEEDS = {"tensors": "a file", "csv": "a file", "csv_regression": "a file"}
+COMMANDS = [
+    *([f"model={name}"] for name in options("model") if name != "gpt"),
+    *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
+    ["data=text"],
+    *([f"data={name}", "model=mlp"] for name in ("wine", "breast_cancer", "diabetes")),
+    *([f"optimizer={name}", f"scheduler={schedule}"]
+      for name, schedule in zip(options("optimizer") * 2, options("scheduler"), strict=False)),
+    *([f"precision={name}"] for name in options("precision")),
+    *([f"strategy={name}"] for name in options("strategy")),
+    *([f"+callbacks={name}"] for name in options("callbacks")),
+    *([f"debug={name}"] for name in options("debug")),
+    *([f"experiment={name}"] for name in options("experiment")),
+    *([f"+hooks={name}"] for name in options("hooks")),
+    *([f"metrics=[{name}]"] for name in ("accuracy", "f1", "auroc")),
+    *(["data=diabetes", f"objective=[{name}]", f"metrics=[{metric}]"]
+      for name, metric in (("mse", "mae"), ("l1", "rmse"), ("huber", "r2"))),
+    ["data=text", "metrics=[bits_per_character,perplexity]"],
+    ["hooks=[]", "callbacks=[]", "logger=[]"],
+    ["+precision=bf16", "strategy=ddp"],
+]  # fmt: skip
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_yaml_composes_and_passes_the_check(command, empty):
+    assert faults_of(compose(command)) == []
+
+
+def test_every_option_is_in_the_test_above():
+    chosen = " ".join(argument for command in COMMANDS for argument in command)
+    files = [
+        "experiment",
+        "debug",
+        "precision",
+        "strategy",
+        "optimizer",
+        "scheduler",
+        "data",
+        "model",
+        "callbacks",
+        "hooks",
+    ]
+    missing = [name for group in files for name in options(group) if name not in chosen and name not in NEEDS]
+    # gpt is what data=text chooses.
+    assert missing == ["gpt"] or missing == []
+
+
+def test_the_schema_has_the_keys_of_train_yaml(empty):
+    config = OmegaConf.to_container(compose([]), resolve=False)
+
+    def compare(schema: dict, node: dict, key: str) -> None:
+        extra = set(NODES) | set(COLLECTIONS) | {COMPOSITION} if not key else set()
+        assert set(schema) == set(node) - extra, key
+        for name, rule in schema.items():
+            if isinstance(rule, dict):
+                compare(rule, node[name], f"{key}.{name}")
+
+    compare(SCHEMA, config, "")
+
+
+def test_the_first_stage_imports_neither_torch_nor_lightning(empty):
+    program = (
+        "import sys; from exp.config.compose import compose; from exp.config.check import first_stage, located\n"
+        "config = compose(['optimizer.lr=fast', 'monitor=los/val'])\n"
+        "assert len(located(config, first_stage(config))) == 2\n"
+        "print([name for name in ('torch', 'lightning', 'torchmetrics', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_ok_says_what_will_run(empty, capsys):
+    assert check(["model=mlp", "+precision=bf16", "strategy=ddp", "launch.accelerator=cpu"]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith("ok: ")
+    for part in ("parameters", "input [1, 8, 8] float32", "batch 64", "ddp with 2 ranks on cpu", "bf16"):
+        assert part in line
+
+
+def test_a_sweep_is_checked_whole(empty, capsys):
+    assert check(["-m", "optimizer.lr=1e-4,1e-3", "model=mlp,sequential"]) == 0
+    assert capsys.readouterr().out == "ok: 4 jobs\n"
+    assert list(empty.iterdir()) == [], "the check left something behind"
+
+
+def test_the_number_of_parameters_is_the_networks(empty):
+    config = compose(["model=sequential"])
+    from exp.build import build_network, plain_config
+    from exp.types import DataSpec
+
+    spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
+    network = build_network(plain_config(config), spec)
+    assert examine(config).parameters == sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_what_a_data_set_leaves_open_is_filled_in_before_others_are_checked(empty):
+    config = compose(["data=text"])
+    assert config.data.input_shape is None
+    validate(config)
+    assert list(config.data.input_shape) == [config.data.dataset.block_size]
+    assert config.model.layers.tokens.num_embeddings == config.data.num_classes > 1
+
+
+def test_ones_own_conf_layer_data_and_hook_pass(empty, capsys):
+    shutil.copytree(NEWCOMER, empty, dirs_exist_ok=True)
+    assert check(["model=spiral_net", "data=spirals", "+hooks=weight_norm"]) == 0, capsys.readouterr().err
+
+
+def test_an_allowed_package_on_the_command_line_passes(empty):
+    node = "+metrics.mine={_target_: sklearn.linear_model.LogisticRegression}"
+    faults = faults_of(compose([node, "security.allow=[sklearn]"]))
+    # Allowed, and then refused by its place.
+    assert [fault.key for fault in faults] == ["metrics.mine._target_"]
+    assert "torchmetrics.Metric" in faults[0].expected
+    assert "allowed" not in faults[0].got
+
+
+def test_a_layer_that_cannot_run_without_numbers_is_noted_and_not_refused(empty, capsys):
+    write(empty / "numbers_layer.py", """
+        import torch
+        class Numbers(torch.nn.Module):
+            def forward(self, x):
+                return x[x > 0].reshape(1, -1)[:, :1].expand(len(x), 10)
+        """)  # fmt: skip
+    write(empty / "conf/model/mine.yaml", """
+        # Depends on values: model=mine
+        _target_: exp.models.containers.SequentialModel
+        layers: {numbers: {_target_: numbers_layer.Numbers}, head: {_target_: torch.nn.Linear, in_features: 10, out_features: 10}}
+        """)  # fmt: skip
+    assert check(["model=mine"]) == 0
+    assert "were not checked" in capsys.readouterr().err
+
+
+def write(path: Path, text: str) -> None:
+    import textwrap
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text).lstrip("\n"))
+
+
+class TestSources:
+    """The file that a fault names is the one that set the key last."""
+
+    def fault(self, command: list[str], key: str) -> Fault:
+        return next(fault for fault in faults_of(compose(command)) if fault.key == key)
+
+    def test_the_command_line_over_a_file(self, empty):
+        assert self.fault(["seed=-1"], "seed").source == "command line"
+
+    def test_a_file_of_ones_own_over_exps(self, empty):
+        write(empty / "conf/experiment/mine.yaml", "# @package _global_\n# Mine\noptimizer: {lr: fast}\n")
+        assert self.fault(["experiment=mine"], "optimizer.lr").source == "conf/experiment/mine.yaml"
+
+    def test_a_parameter_that_is_missing_is_where_its_node_is(self, empty):
+        write(empty / "conf/model/mine.yaml", """
+            # No width: model=mine
+            _target_: exp.models.containers.SequentialModel
+            layers: {hidden: {_target_: torch.nn.Linear}}
+            """)  # fmt: skip
+        fault = self.fault(["model=mine"], "model.layers.hidden.out_features")
+        assert (fault.got, fault.source) == ("nothing", "conf/model/mine.yaml")
+
+    def test_a_program_has_line_and_column(self, empty):
+        write(empty / "conf/model/mine.yaml", """
+            # A program with a typo in its second line: model=mine
+            _target_: exp.models.containers.ModuleDictModel
+            layers: {flatten: {_target_: torch.nn.Flatten}}
+            forward: |
+              x = flatten(x)
+              return flaten(x)
+            """)  # fmt: skip
+        fault = self.fault(["model=mine"], "model.forward")
+        assert fault.source == "conf/model/mine.yaml, line 6, column 10"
+        assert "flaten" in fault.got
+        assert "flatten" in fault.expected
+
+
+class TestReading:
+    def faults(self, content: dict) -> dict[str, Fault]:
+        return {fault.key: fault for fault in read(OmegaConf.create(content))[1]}
+
+    def test_an_interpolation_to_nowhere_names_its_holder_and_the_nearest(self):
+        faults = self.faults({"data": {"num_classes": 3}, "head": {"width": "${data.num_clases}"}})
+        assert faults.keys() == {"head.width"}
+        assert faults["head.width"].cure == "Did you mean ${data.num_classes}?"
+
+    def test_one_missing_value_is_one_fault_however_many_use_it(self):
+        assert self.faults({"a": "???", "b": "${a}", "c": "x ${a}"}).keys() == {"a"}
+
+    def test_circles_end(self):
+        assert self.faults({"a": "${b}", "b": "${a}"}).keys() == {"a", "b"}
+        assert self.faults({"a": {"b": "${a}"}}).keys() == {"a.b"}
+
+    def test_an_environment_variable_that_is_not_set(self, monkeypatch):
+        monkeypatch.delenv("NOT_SET_AT_ALL", raising=False)
+        fault = self.faults({"a": "${oc.env:NOT_SET_AT_ALL}"})["a"]
+        assert "NOT_SET_AT_ALL" in fault.got
+        assert self.faults({"a": "${oc.env:NOT_SET_AT_ALL,x}"}) == {}
+
+    def test_doubling_interpolations_are_bounded(self):
+        content = {"a0": "x"} | {f"a{index}": f"${{a{index - 1}}}${{a{index - 1}}}" for index in range(1, 60)}
+        (fault,) = self.faults(content).values()
+        assert "too large" in fault.got
+
+    def test_many_nodes_are_bounded(self):
+        (fault,) = self.faults({"a": list(range(MAX_NODES + 1))}).values()
+        assert "too large" in fault.got
+
+
+@pytest.fixture(scope="module")
+def valid() -> dict:
+    config = compose(["trainer.max_epochs=1"])
+    return OmegaConf.to_container(config, resolve=False)
+
+
+VALUES = st.sampled_from([
+    None, True, -1, 0, 1, 2.5, float("nan"), float("inf"), 10**30, "", "x", "???", "${nowhere}", "${seed}", "${model}",
+    "a.b", "None", "torch.nn.Linear", "os.system", [], [1], ["x", None], {}, {"a": {"b": {}}}, {"repeat": 2},
+    {"_target_": "torch.nn.ReLU"}, {"_target_": None}, {"_target_": "???"}, {"_target_": []}, {"_partial_": 1},
+    {"_args_": 3, "_target_": "torch.nn.ReLU"},
+])  # fmt: skip
+
+
+@st.composite
+def edits(draw):
+    """Where to go down from the root, by the share of each level's keys, and what to do there."""
+    steps = draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=6))
+    return steps, draw(st.sampled_from(["delete", "rename", "replace", "add"])), draw(VALUES)
+
+
+def edited(plain: dict, edit) -> None:
+    steps, action, value = edit
+    node: object = plain
+    for step in steps:
+        names = list(node) if isinstance(node, dict) else list(range(len(node)))
+        if not names:
+            return
+        name = names[int(step * len(names))]
+        if name == COMPOSITION:
+            return
+        if not isinstance(node[name], dict | list) or step == steps[-1]:
+            break
+        node = node[name]
+    if action == "delete":
+        del node[name]
+    elif action == "replace":
+        node[name] = value
+    elif isinstance(node, dict):
+        node[f"{name}x" if action == "rename" else "added"] = node.pop(name) if action == "rename" else value
+
+
+@given(st.lists(edits(), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, changes):
+    plain = copy.deepcopy(valid)
+    for change in changes:
+        edited(plain, change)
+    plain.pop(COMPOSITION, None)
+    config = OmegaConf.create(plain)
+    for fault in [*first_stage(config), *second_stage(config)]:
+        assert fault.key
+        assert len(str(fault)) < 2000
+        assert "\n" not in str(fault)
+    for fault in faults_of(config):
+        assert isinstance(fault, Fault)
+
+
+def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
+    plain = copy.deepcopy(valid)
+    del plain[COMPOSITION]
+    plain["optimizer"]["lr"] = "fast"
+    with pytest.raises(ConfigError) as caught:
+        validate(OmegaConf.create(plain))
+    (fault,) = caught.value.faults
+    assert (fault.key, fault.source) == ("optimizer.lr", None)

@@ -1,4 +1,4 @@
-"""Makes docs/tensorboard.png: a short training, TensorBoard on this machine alone, a headless Chromium.
+"""Makes docs/tensorboard.png: three short trainings, TensorBoard on this machine alone, a headless Chromium.
 
     python docs/screenshot.py [--output docs/tensorboard.png] [override ...]
 
@@ -20,13 +20,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total|memory/.*|throughput/step_ms)$"
+TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total)$"
 # Without --disable-3d-apis the charts stay empty: there is no GPU to draw them.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--hide-scrollbars")
 
 
 def train(folder: Path, overrides: list[str]) -> None:
-    command = [sys.executable, "-m", "exp.train", "hooks.memory.every_n_steps=20", *overrides]
+    sweep = ["-m", "optimizer.lr=1e-4,1e-3,1e-2", "hydra.sweep.dir=outputs/lr", "hydra.sweep.subdir=${optimizer.lr}"]
+    command = [sys.executable, "-m", "exp.train", *sweep, *overrides]
     subprocess.run(command, cwd=folder, check=True, timeout=600)
 
 
@@ -58,7 +59,7 @@ def wait_for(address: str, server: subprocess.Popen, seconds: float = 60) -> Non
     raise SystemExit(f"TensorBoard has shown no run at {address} in {seconds:.0f} s")
 
 
-def photograph(address: str, output: Path, *, size: str = "1500,1300") -> None:
+def photograph(address: str, output: Path, *, size: str = "1500,1040") -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("no Chromium is installed; on Debian: apt-get install chromium")
@@ -73,14 +74,14 @@ def photograph(address: str, output: Path, *, size: str = "1500,1300") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("tensorboard.png"))
-    parser.add_argument("overrides", nargs="*", help="of the training, such as trainer.max_epochs=30")
+    parser.add_argument("overrides", nargs="*", help="of the trainings, such as trainer.max_epochs=30")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train(folder, arguments.overrides)
         with tensorboard(folder / "outputs") as address:
             filtered = urllib.parse.quote(TAGS, safe="")
-            photograph(f"{address}/?tagFilter={filtered}&smoothing=0#timeseries", arguments.output)
+            photograph(f"{address}/?tagFilter={filtered}&smoothing=0.8#timeseries", arguments.output)
     print(f"{arguments.output}: {arguments.output.stat().st_size // 1000} kB")
 
 

@@ -115,6 +115,13 @@ def test_a_wrong_initialisation_is_named_by_its_key(patterns: dict, words: str) 
     assert words in str(caught.value)
 
 
+def test_a_nested_models_option_is_named_by_its_whole_key() -> None:
+    inner = SequentialModel(layers={"linear": nn.LazyLinear(5)}, freeze=["liner.*"])
+    outer = SequentialModel(layers={"flatten": nn.Flatten(), "blocks": nn.ModuleList([inner])})
+    with pytest.raises(ConfigError, match=r"model.layers.blocks.layer.freeze.0: no parameter matches"):
+        materialise(outer, example_inputs(IMAGE))
+
+
 def test_freezing_what_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"freeze.1: no parameter matches"):
         SequentialModel(layers={"a": nn.Linear(1, 1)}, freeze=["a.*", "b.*"])

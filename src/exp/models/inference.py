@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from exp.errors import ConfigError
+from exp.models.config_keys import config_key
 from exp.models.containers import ProgramModel
 from exp.types import DataSpec
 
@@ -50,7 +53,7 @@ def materialise(network: nn.Module, inputs: Any) -> None:
     inputs: the arguments of `network`, or its only one. They are read only where a layer is lazy.
 
     The forward runs in evaluation mode and without gradients, so it changes no running statistics. Raises what the
-    forward raises.
+    forward raises, and ConfigError, at the key below `model`, for an initialisation or a freeze that fits nothing.
     """
     if any(map(is_lazy, (*network.parameters(), *network.buffers()))):
         modes = {module: module.training for module in network.modules()}
@@ -63,6 +66,10 @@ def materialise(network: nn.Module, inputs: Any) -> None:
                 # A lazy layer changes its class in place, so every module is one of those before.
                 module.training = modes[module]
     # Innermost first, so that a pattern of the outer model has the last word.
-    for module in reversed(list(network.modules())):
+    for path, module in reversed(list(network.named_modules())):
         if isinstance(module, ProgramModel):
-            module.apply_options()
+            try:
+                module.apply_options()
+            except ConfigError as error:
+                key = config_key(network, path)
+                raise ConfigError([replace(fault, key=f"{key}.{fault.key}") for fault in error.faults]) from None

@@ -104,12 +104,15 @@ def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:
 
 def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
     """What TensorBoard shows beside the curves: hyperparameters and the whole config as text."""
-    # As plain text: `name=a${seed}` is the record of an override, not an interpolation.
-    overrides = OmegaConf.to_container(OmegaConf.load(directory / "overrides.yaml"))
+    values = chosen_values(config, read_overrides(directory))
+    stages = [stage for stage in ("train", "val", "test") if stage in config.metric_stages]
+    columns = dict.fromkeys([config.monitor, *(f"{name}/{stage}" for name in config.metrics for stage in stages)])
     for logger in parts.trainer.loggers:
-        logger.log_hyperparams(chosen_values(config, overrides))
         if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(values, metrics=list(columns))
             logger.log_text("config", f"```yaml\n{OmegaConf.to_yaml(config)}\n```")
+        else:
+            logger.log_hyperparams(values)
 
 
 def _end(parts: Parts, report: Report) -> None:

@@ -84,7 +84,8 @@ def read_frozen(directory: Path | str) -> DictConfig:
 
 def read_overrides(directory: Path | str) -> list[str]:
     """The overrides that a frozen config was composed with."""
-    return list(OmegaConf.load(Path(directory) / "overrides.yaml"))
+    # As plain text: `name=a${seed}` is the record of an override, not an interpolation.
+    return OmegaConf.to_container(OmegaConf.load(Path(directory) / "overrides.yaml"))
 
 
 def provenance(overrides: list[str]) -> dict[str, Any]:

@@ -87,6 +87,18 @@ def compare(kind: type[ast.cmpop], left: Any, right: Any) -> bool:
         raise ValueError(str(fault)) from None
 
 
+def part(name: str, sequence: list | tuple, index: Any) -> Any:
+    """`sequence[index]` by an integer or a slice of integers; `name` is what messages call the sequence."""
+    bounds = (index.start, index.stop, index.step) if isinstance(index, slice) else (index,)
+    allowed = int | None if isinstance(index, slice) else int
+    if not all(isinstance(bound, allowed) for bound in bounds):
+        raise ValueError(f"{name} is indexed by something that is not an integer")
+    try:
+        return sequence[index]
+    except IndexError:
+        raise ValueError(f"{name} has {len(sequence)} elements, and no number {index}") from None
+
+
 def truth(value: Any) -> bool:
     """Whether a constant counts as true."""
     if not isinstance(value, int | float | str | list | tuple | dict | None):

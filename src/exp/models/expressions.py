@@ -160,12 +160,9 @@ class Evaluator:
             if key not in value:
                 raise ValueError(f"no key {key!r}")
             return value[key]
-        if not isinstance(value, list | tuple) or not isinstance(index, int | slice):
-            raise ValueError(f"{type(value).__name__} indexed by {type(index).__name__}")
-        try:
-            return value[index]
-        except (IndexError, TypeError) as fault:
-            raise ValueError(str(fault)) from None
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"a {type(value).__name__} is indexed")
+        return constants.part("the sequence", value, index)
 
     def _Slice(self, node: ast.Slice) -> slice:
         return slice(*(None if part is None else self.evaluate(part) for part in (node.lower, node.upper, node.step)))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from exp.models.constants import part
 from exp.models.program_error import nearest
 from exp.models.vocabulary import PARAMETER_ATTRIBUTES
 
@@ -60,12 +61,7 @@ class Reference:
                 expected = nearest(str(index), entries, otherwise=f"one of {', '.join(entries)}")
                 raise ValueError(f"`{self.target}` has no {index!r}; it has {expected}")
             return entries[index]
-        elements = self.elements()
-        if not isinstance(index, int | slice):
-            raise ValueError(f"`{self.target}` is indexed by {type(index).__name__}, not by an integer")
-        if isinstance(index, int) and not -len(elements) <= index < len(elements):
-            raise ValueError(f"`{self.target}` has {len(elements)} elements, and no number {index}")
-        return elements[index]
+        return part(f"`{self.target}`", self.elements(), index)
 
     def attribute(self, name: str) -> Any:
         """A sublayer, parameter or buffer, and nothing else that the object may hold. Raises ValueError."""

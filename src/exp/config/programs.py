@@ -36,7 +36,12 @@ def _faults(config: DictConfig, key: str, node: dict[str, Any]) -> Iterator[Faul
     from exp.models.program import parse
     from exp.models.program_error import ProgramError
 
-    offers = {name: node[name] for name in ("inputs", "constants") if isinstance(node.get(name), list | dict)}
+    inputs, constants = node.get("inputs"), node.get("constants")
+    offers: dict[str, Any] = {}
+    if isinstance(inputs, list) and all(isinstance(name, str) for name in inputs):
+        offers["inputs"] = inputs
+    if isinstance(constants, dict):
+        offers["constants"] = [str(name) for name in constants]
     try:
         parse(text, [str(name) for name in layers], **offers)
     except ProgramError as error:

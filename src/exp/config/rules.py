@@ -9,39 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from exp.config.data_rules import data_names_its_sets, parts_are_shares, task_fits_data
 from exp.config.freeze import COMPOSITION
-from exp.config.kinds import UNKNOWN, is_node
-from exp.config.schema import STAGES
+from exp.config.kinds import UNKNOWN
 from exp.config.spelling import among, did_you_mean
 from exp.config.structure import show
+from exp.config.values import Values
 from exp.errors import Fault
-
-# Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
-CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
-NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
-CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
-CLASSIFICATION = "torchmetrics.classification."
-REGRESSION = "torchmetrics.regression."
-
-
-class Values:
-    """The plain config, asked by dotted key; UNKNOWN where a key is not there."""
-
-    def __init__(self, plain: dict[str, Any]) -> None:
-        self.plain = plain
-
-    def __getitem__(self, key: str) -> Any:
-        node: Any = self.plain
-        for part in key.split("."):
-            if not isinstance(node, dict) or part not in node:
-                return UNKNOWN
-            node = node[part]
-        return node
-
-    def entries(self, key: str) -> dict[str, Any]:
-        """The named nodes of a group, those that could not be read left out."""
-        node = self[key]
-        return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
 
 
 def rule_faults(plain: dict[str, Any]) -> list[Fault]:
@@ -110,31 +84,6 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
             )
 
 
-def parts_are_shares(values: Values) -> Iterator[Fault]:
-    """Parts are fractions, or numbers of samples; fractions leave nothing over, or something."""
-    parts = values["data.parts"]
-    if not isinstance(parts, dict):
-        return
-    fractions = 0.0
-    for name, size in parts.items():
-        key = f"data.parts.{name}"
-        if name not in ("train", "val", "test"):
-            yield Fault(key=key, got="no part", expected="train, val or test", cure=did_you_mean(str(name), STAGES))
-        elif not is_share(size):
-            yield Fault(key=key, got=show(size), expected="a fraction from 0 to 1, or a whole number of samples")
-        elif isinstance(size, float) and size <= 1:
-            fractions += size
-    if fractions > 1 + 1e-9:
-        yield Fault(key="data.parts", got=f"fractions that add up to {fractions:g}", expected="1 at most")
-
-
-def is_share(size: Any) -> bool:
-    if size is UNKNOWN:
-        return True
-    is_number = isinstance(size, int | float) and not isinstance(size, bool)
-    return is_number and size >= 0 and (size <= 1 or size == int(size))
-
-
 def objective_is_not_empty(values: Values) -> Iterator[Fault]:
     if values["objective"] == {}:
         yield Fault(key="objective", got="no term", expected="at least one", cure="Add objective=[cross_entropy]")
@@ -169,27 +118,6 @@ def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
     monitor = values["monitor"]
     if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
         yield Fault(key="mode", got="'max'", expected=f"min: {monitor} is a loss, lower is better")
-
-
-def task_fits_data(values: Values) -> Iterator[Fault]:
-    """Classes need class numbers; numbers need numbers. Only where the data set has said which it is."""
-    classes = values["data.num_classes"]
-    is_regression = classes is None and values["data.num_outputs"] not in (None, UNKNOWN)
-    is_classification = isinstance(classes, int)
-    for name, term in values.entries("objective").items():
-        loss = term.get("loss", term)
-        target = str(loss.get("_target_")) if isinstance(loss, dict) else ""
-        last = target.rpartition(".")[2]
-        if is_regression and last in CLASS_LOSSES:
-            yield _misfit(f"objective.{name}", target, "a loss of numbers", "objective=[mse]")
-        elif is_classification and last in NUMBER_LOSSES and term.get("target", "target") == "target":
-            yield _misfit(f"objective.{name}", target, f"a loss of {classes} classes", "objective=[cross_entropy]")
-    for name, metric in values.entries("metrics").items():
-        target = str(metric["_target_"])
-        if is_regression and (target in CLASS_METRICS or target.startswith(CLASSIFICATION)):
-            yield _misfit(f"metrics.{name}", target, "a metric of numbers", "metrics=[mae]")
-        elif is_classification and target.startswith(REGRESSION):
-            yield _misfit(f"metrics.{name}", target, f"a metric of {classes} classes", "metrics=[accuracy]")
 
 
 def scaler_fits_word(values: Values) -> Iterator[Fault]:
@@ -260,6 +188,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     resume_is_there,
     the_run_ends,
     limits_leave_batches,
+    data_names_its_sets,
     parts_are_shares,
     objective_is_not_empty,
     monitor_is_logged,
@@ -275,13 +204,6 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
 def _stage(tag: Any) -> str:
     parts = tag.split("/") if isinstance(tag, str) else []
     return next((part for part in parts if part in ("train", "val", "test")), "")
-
-
-def _misfit(key: str, target: str, expected: str, choice: str) -> Fault:
-    kind = "class numbers" if "classes" in expected else "numbers"
-    return Fault(
-        key=key, got=target, expected=f"{expected}: the targets of this data set are {kind}", cure=f"Write {choice}"
-    )
 
 
 def _near_file(path: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from exp.config.kinds import UNKNOWN
+from exp.config.kinds import UNKNOWN, is_node
 
 LARGEST_SEED = 2**63 - 1
 
@@ -131,6 +131,15 @@ def duration() -> Rule:
     )
 
 
+def node(otherwise: Rule) -> Rule:
+    """A node with a `_target_`, or what stands for one."""
+    return Rule(
+        expected=f"{otherwise.expected}, or a node with a _target_",
+        accepts=lambda value: is_node(value) or otherwise.accepts(value),
+        words=otherwise.words,
+    )
+
+
 STAGES = ("train", "val", "test")
 
 # A mapping here is a fixed node: it holds these keys and no others.
@@ -191,7 +200,9 @@ VALUES: dict[str, Rule] = {
     "trainer.limit_train_batches": maybe(number(0.0)),
     "trainer.limit_val_batches": maybe(number(0.0)),
     "trainer.limit_test_batches": maybe(number(0.0)),
-    "trainer.overfit_batches": number(0.0),
+    "trainer.overfit_batches": either(integer(0), number(0.0, 1.0)),
+    "trainer.val_check_interval": maybe(either(integer(1), number(0.0, 1.0), duration())),
+    "trainer.profiler": maybe(node(one_of("simple", "advanced", "pytorch", "xla"))),
     "trainer.num_sanity_val_steps": integer(-1),
     "strategy.name": text(),
     "objective.*.weight": number(),

@@ -119,7 +119,7 @@ class Small:
         callbacks: tuple[Any, ...] = (),
         stages: tuple[Any, ...] = ("train", "val", "test"),
         every_n_steps: int | None = 4,
-        num_workers: int = 0,
+        batch_size: int = 16,
         data: Data | None = None,
         model: nn.Module | None = None,
         plain_network: bool = False,
@@ -135,9 +135,8 @@ class Small:
         inputs, targets = samples()
         data = data or Data(
             dataset=Tensors(entries=(inputs, targets), num_classes=2),
-            batch_size=16,
+            batch_size=batch_size,
             parts={"train": 0.7, "val": 0.2, "test": 0.1},
-            num_workers=num_workers,
         )
         arguments, limits = take_limits({"max_epochs": 4, "log_every_n_steps": 3, **trainer})
         torch.manual_seed(0)

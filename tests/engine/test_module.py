@@ -88,10 +88,13 @@ def test_epoch_values_are_means_over_samples(tmp_path: Path, small_run: ModuleTy
     assert small.recording.metrics["loss/train"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_two_ranks_train_as_one(tmp_path: Path, small_run: ModuleType, elsewhere: Any, logged: Any) -> None:
-    """The global batch is split, its short last one (9 samples) unevenly; each sample counts once."""
+@pytest.mark.parametrize("batch_size", [16, 13], ids=["last_of_9", "last_of_1"])
+def test_two_ranks_train_as_one(tmp_path: Path, elsewhere: Any, logged: Any, batch_size: int) -> None:
+    """The global batch is split, its short last one unevenly; of one sample, one rank has a stand-in."""
     for world_size in (1, 2):
-        ranks = elsewhere.ranks(tmp_path / str(world_size), world_size, plain_network=True, max_epochs=3)
+        ranks = elsewhere.ranks(
+            tmp_path / str(world_size), world_size, plain_network=True, max_epochs=3, batch_size=batch_size
+        )
         assert [elsewhere.end(rank) for rank in ranks] == [0] * world_size
     one, two = logged(tmp_path / "1"), logged(tmp_path / "2")
     assert one.keys() == two.keys()

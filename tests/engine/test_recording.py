@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from exp.engine.buffer import Recorded, StepBuffer
+from exp.engine.buffer import Recorded, StepBuffer, gathered
 from exp.hooks.hook import Hook, Step
 
 pytestmark = [
@@ -179,6 +179,17 @@ def test_the_buffer_gives_back_what_was_added() -> None:
     assert losses == [2.0, 6.0]
     assert second.values == {"a": float(torch.tensor(0.2)), "b": 2, "c": 7.5}
     assert buffer.take(Sum()) == []  # type: ignore[arg-type]
+
+
+def test_one_copy_keeps_the_order_of_mixed_kinds() -> None:
+    values = [
+        torch.tensor(2.0),
+        torch.tensor(3, dtype=torch.int64),
+        torch.tensor(4.0),
+        torch.tensor(0.1, dtype=torch.float64),
+    ]
+    assert gathered([torch.tensor([0.0, 1.0]), *values]) == [0.0, 1.0, 2.0, 3.0, 4.0, 0.1]
+    assert gathered([torch.tensor([5.0])]) == [5.0]
 
 
 # --- the order of everything in a step, and what is relied on of Lightning's loop ---

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import Dataset
 
+from exp.data.data import Data
 from exp.errors import RunError
 
 pytestmark = [
@@ -88,7 +90,7 @@ def test_a_run_that_was_broken_off_several_times_equals_the_unbroken_one(
     [
         ({"every_n_steps": 2}, [["on_train_batch_end", 5], ["on_train_batch_end", 9]]),
         (
-            {"accumulate_grad_batches": 2, "num_workers": 0, "schedule": "cosine"},
+            {"accumulate_grad_batches": 2, "schedule": "cosine"},
             [["on_train_batch_end", 11], ["on_validation_end", 1]],
         ),
     ],
@@ -131,6 +133,42 @@ def assert_equal_directories(whole: Path, parts: Path, logged: Callable[..., Any
     assert results[0]["step"] == results[1]["step"]
     weights = [torch.load(folder / "weights.0.pt") for folder in (whole, parts)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class Noisy(Dataset):
+    """Samples with noise, drawn from torch's generator as a user's transforms do."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index] + torch.randn(6), self.targets[index]
+
+
+def test_samples_that_workers_change_at_random_are_the_same_after_a_kill(tmp_path: Path, small_run: ModuleType) -> None:
+    def data(num_workers: int) -> Data:
+        return Data(
+            dataset=Noisy(*small_run.samples()),
+            batch_size=16,
+            parts={"train": 0.8, "val": 0.2},
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+            num_classes=2,
+        )
+
+    whole = small_run.Small(tmp_path / "whole", data=data(0), max_epochs=2)
+    whole.fit()
+    values: dict[Any, float] = {}
+    for kill in [("on_train_batch_end", 5), ("on_train_batch_end", 6), None]:
+        extra = () if kill is None else (interrupted_at(small_run, *kill),)
+        part = small_run.Small(tmp_path / "parts", data=data(2), callbacks=extra, max_epochs=2)
+        with contextlib.suppress(small_run.Killed):
+            part.fit(resume=part.last if part.last.is_file() else None)
+        values |= part.values.seen
+    assert_equal_runs(whole, part, values)
 
 
 def test_a_resumed_run_that_was_complete_does_nothing(tmp_path: Path, small_run: ModuleType) -> None:

@@ -128,12 +128,20 @@ def test_a_signal_behind_the_last_batch_is_not_lost(tmp_path: Path, small_run: M
     assert caught.value.checkpoint == str(small.last)
 
 
-def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, small_run: ModuleType) -> None:
+def test_a_signal_between_accumulated_batches_waits_for_their_step(tmp_path: Path, small_run: ModuleType) -> None:
     kill = small_run.At("on_train_batch_start", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    small = small_run.Small(tmp_path, accumulate_grad_batches=100, callbacks=(kill,))
-    with pytest.raises(Interrupted, match="no state was saved") as caught:
+    small = small_run.Small(tmp_path, accumulate_grad_batches=3, every_n_steps=None, callbacks=(kill,))
+    with pytest.raises(Interrupted, match="the state is in") as caught:
         small.fit()
     assert caught.value.exit_status == 130
+    assert torch.load(small.last)["exp_position"] == {
+        "epoch": 0,
+        "batch": 3,
+        "step": 1,
+        "batches": 3,
+        "validation_due": False,
+        "epoch_complete": False,
+    }
 
 
 def test_a_signal_ends_the_test_stage(tmp_path: Path, small_run: ModuleType) -> None:

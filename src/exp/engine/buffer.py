@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,27 +57,25 @@ class StepBuffer:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:
-    """All numbers of the tensors, in order."""
-    device = tensors[0].device
-    if device.type == "cpu":
+    """All numbers of the tensors, in order. The first is a vector, the others are 0-d."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors[0].tolist() + [tensor.item() for tensor in tensors[1:]]
+    return gathered(tensors)
+
+
+def gathered(tensors: Sequence[Tensor]) -> list[float]:
+    """The same through one copy to the host, which is one wait for the device: one stack for each kind of tensor."""
+    losses, others = tensors[0], tensors[1:]
     # float64 keeps counts and float32 exact; mps has none.
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors[1:]):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-    # One stack a kind of tensor, one copy of everything.
-    stacks = [torch.stack([tensors[1 + place].detach() for place in places]) for places in groups.values()]
-    joined = torch.cat([tensors[0].to(dtype), *(stack.to(device=device, dtype=dtype) for stack in stacks)])
+    dtype = torch.float32 if losses.device.type == "mps" else torch.float64
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(others):
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(place)
+    stacks = [torch.stack([others[place].detach() for place in places]) for places in kinds.values()]
+    joined = torch.cat([losses.to(dtype), *(stack.to(device=losses.device, dtype=dtype) for stack in stacks)])
     numbers = joined.tolist()
-    count = len(tensors[0])
-    result = numbers[:count] + [0.0] * (len(tensors) - 1)
-    places = [place for group in groups.values() for place in group]
-    for place, number in zip(places, numbers[count:], strict=True):
-        result[count + place] = number
+    result = numbers[: len(losses)] + [0.0] * len(others)
+    places = [place for kind in kinds.values() for place in kind]
+    for place, number in zip(places, numbers[len(losses) :], strict=True):
+        result[len(losses) + place] = number
     return result
-
-
-def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A hook's values as they can wait: detached."""
-    return {tag: value.detach() if isinstance(value, Tensor) else value for tag, value in values.items()}

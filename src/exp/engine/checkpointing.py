@@ -125,7 +125,7 @@ class Checkpointing(Callback):
     # --- the best ---
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._compare(trainer, stage="val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

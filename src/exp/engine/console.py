@@ -162,12 +162,15 @@ class Bar:
 class View:
     """What is shown: where the run is, how fast it goes, and its latest values.
 
+    tested: batches of the test stage that are done; None while the run trains.
     title: such as `epoch 3/30`. done, total: batches of the epoch; total is None where it is not known.
     """
 
-    def __init__(self, trainer: Trainer, *, rate: float | None, latest: dict[str, float]) -> None:
+    def __init__(
+        self, trainer: Trainer, *, rate: float | None, latest: dict[str, float], tested: int | None = None
+    ) -> None:
         self.rate, self.step, self._latest = rate, trainer.global_step, latest
-        if trainer.state.fn == "fit":
+        if tested is None:
             epochs = trainer.max_epochs
             last = f"/{epochs}" if epochs is not None and epochs > 0 else ""
             # Lightning counts on at the end of the last one.
@@ -175,10 +178,8 @@ class View:
             self.title = f"epoch {min(epoch, epochs) if last else epoch}{last}"
             self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
         else:
-            loop = trainer._active_loop
-            self.title = str(trainer.state.fn.value)
-            self.done = loop.batch_progress.current.ready
-            total = sum(loop.max_batches)
+            self.title = "test"
+            self.done, total = tested, sum(trainer.num_test_batches)
         self.total = None if total == float("inf") else int(total)
 
     def values(self) -> str:
@@ -233,11 +234,13 @@ class Progress(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer)
 
-    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:
-            self._shown, self._rate = now, None
-            self.display.update(self._view(trainer))
+            self._shown = now
+            self.display.update(View(trainer, rate=None, latest=self._latest, tested=batch_idx + 1))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.display.close()

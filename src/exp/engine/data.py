@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class RunData(LightningDataModule):
     def __init__(self, *, data: Data) -> None:
         super().__init__()
         self.data = data
+        self._all: list[Batches] = []
 
     def setup(self, stage: str) -> None:
         """No validation where the data has no val part; Lightning would ask for its loader."""
@@ -35,21 +37,26 @@ class RunData(LightningDataModule):
         except TypeError:
             return None
 
-    def train_dataloader(self) -> TrainingBatches:
+    def train_dataloader(self) -> Batches:
         """Raises: RunError where there is nothing to train on."""
-        loader = self._loader("train")
         if self.batches("train") == 0:
             raise RunError(
                 "the training part has no batch; expected one or more. data.drop_last leaves out a short last batch: "
                 "set it to false, or data.batch_size to fewer samples"
             )
-        return TrainingBatches(loader, module=self)
+        return self._given("train")
 
-    def val_dataloader(self) -> Loader:
-        return self._loader("val")
+    def val_dataloader(self) -> Batches:
+        return self._given("val")
 
-    def test_dataloader(self) -> Loader:
-        return self._loader("test")
+    def test_dataloader(self) -> Batches:
+        return self._given("test")
+
+    def teardown(self, stage: str) -> None:
+        self._release()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._release()
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """The batch itself on CPU: a copy of what lies there already would be all that Lightning's own makes."""
@@ -61,20 +68,43 @@ class RunData(LightningDataModule):
         trainer = self.trainer
         return self.data.loader(stage, rank=trainer.global_rank, world_size=trainer.world_size)
 
+    def _given(self, stage: Stage) -> Batches:
+        batches = Batches(functools.partial(self._loader, stage), stage=stage, module=self)
+        self._all.append(batches)
+        return batches
 
-class TrainingBatches:
-    """The training loader, whose every pass starts where the Trainer says that the run is.
+    def _release(self) -> None:
+        for batches in self._all:
+            batches.release()
 
-    Lightning asks for more iterators than it uses; counting them would be counting epochs wrongly.
+
+class Batches:
+    """A loader of one stage, as Lightning sees it: each pass of training starts where the Trainer says that the run is.
+
+    Lightning asks for more iterators than it uses: counting them would be counting epochs wrongly.
     """
 
-    def __init__(self, loader: Loader, *, module: RunData) -> None:
-        self.loader = loader
-        self._module = module
+    def __init__(self, make: Callable[[], Loader], *, stage: Stage, module: RunData) -> None:
+        self._make, self._stage, self._module = make, stage, module
+        self._loader: Loader | None = None
+
+    @property
+    def loader(self) -> Loader:
+        if self._loader is None:
+            self._loader = self._make()
+        return self._loader
+
+    def release(self) -> None:
+        """Lets the loader go, and its workers end.
+
+        Lightning keeps this object as long as the Trainer lives, and workers that ignore signals would keep the
+        interpreter from ending.
+        """
+        self._loader = None
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, batch = next_batch(self._module.trainer)
-        self.loader.set_position(epoch, batch)
+        if self._stage == "train":
+            self.loader.set_position(*next_batch(self._module.trainer))
         return iter(self.loader)
 
     def __len__(self) -> int:

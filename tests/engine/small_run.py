@@ -34,6 +34,7 @@ from exp.engine.stopping import Stopping
 from exp.errors import ExpError
 from exp.objectives.metrics import Accuracy
 from exp.objectives.objective import Objective
+from exp.objectives.terms import CrossEntropy
 from exp.optim.optimization import Optimization
 from exp.optim.schedules import Cosine
 from exp.precision.plugin import build_precision
@@ -125,6 +126,7 @@ class Small:
         plain_network: bool = False,
         hooks: dict[str, Any] | None = None,
         terms: dict[str, nn.Module] | None = None,
+        loss: dict[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
         store: str | None = None,
@@ -139,6 +141,8 @@ class Small:
             parts={"train": 0.7, "val": 0.2, "test": 0.1},
         )
         arguments, limits = take_limits({"max_epochs": 4, "log_every_n_steps": 3, **trainer})
+        if loss is not None:
+            terms = {"ce": CrossEntropy(**loss)}
         torch.manual_seed(0)
         factory, interval = SCHEDULES[schedule] if schedule else (None, "step")
         self.module = TrainingModule(

@@ -88,12 +88,16 @@ def test_epoch_values_are_means_over_samples(tmp_path: Path, small_run: ModuleTy
     assert small.recording.metrics["loss/train"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("batch_size", [16, 13], ids=["last_of_9", "last_of_1"])
-def test_two_ranks_train_as_one(tmp_path: Path, elsewhere: Any, logged: Any, batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "loss"),
+    [(16, None), (13, None), (13, {"class_weights": [1.0, 5.0], "label_smoothing": 0.1}), (16, {"ignore_index": 0})],
+    ids=["last_of_9", "last_of_1", "class_weights", "ignored"],
+)
+def test_two_ranks_train_as_one(tmp_path: Path, elsewhere: Any, logged: Any, batch_size: int, loss: Any) -> None:
     """The global batch is split, its short last one unevenly; of one sample, one rank has a stand-in."""
     for world_size in (1, 2):
         ranks = elsewhere.ranks(
-            tmp_path / str(world_size), world_size, plain_network=True, max_epochs=3, batch_size=batch_size
+            tmp_path / str(world_size), world_size, plain_network=True, max_epochs=3, batch_size=batch_size, loss=loss
         )
         assert [elsewhere.end(rank) for rank in ranks] == [0] * world_size
     one, two = logged(tmp_path / "1"), logged(tmp_path / "2")

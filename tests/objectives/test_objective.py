@@ -253,7 +253,22 @@ def test_targets_of_the_wrong_kind() -> None:
 
 
 def test_a_term_gives_one_number_and_an_objective_has_a_term() -> None:
-    with pytest.raises(RunError, match=r"MSELoss gives a tensor of shape \[4\]; a term must give one number"):
-        Objective({"term": nn.MSELoss(reduction="none")})({"output": torch.zeros(4), "target": torch.zeros(4)})
+    with pytest.raises(RunError, match=r"PairwiseDistance gives a tensor of shape \[4\]; a term must give one number"):
+        Objective({"term": nn.PairwiseDistance()})({"output": torch.zeros(4, 2), "target": torch.zeros(4, 2)})
     with pytest.raises(RunError, match="the objective has no terms"):
         Objective({})
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_refused_with_its_key() -> None:
+    for loss in (nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="none")):
+        with pytest.raises(RunError, match=rf"^objective\.a\.reduction: .*has reduction '{loss.reduction}'"):
+            Objective({"a": loss})
+    with pytest.raises(RunError, match=r"^objective\.a\.loss\.reduction: .*scale the term with objective\.a\.weight"):
+        Objective({"a": Term(loss=nn.MSELoss(reduction="sum"))})
+    Objective({"a": nn.KLDivLoss(reduction="batchmean")})
+
+
+def test_a_target_of_minus_100_is_not_passed_over_in_silence() -> None:
+    with pytest.raises(IndexError, match="out of bounds"):
+        CrossEntropy()(sample(2, CLASSES), torch.tensor([1, -100]))
+    CrossEntropy(ignore_index=-100)(sample(2, CLASSES), torch.tensor([1, -100]))

@@ -191,7 +191,7 @@ class TrainingModule(LightningModule):
                 values["output"] = output
         else:
             values["output"] = output
-        loss, parts = self.objective(values)
+        loss, parts = self.objective(values, batch)
         return values, loss, parts
 
 

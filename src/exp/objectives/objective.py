@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.objectives.counting import counts_by_weight, reduction_fault, shared_mean
 from exp.objectives.shapes import checked_target
+from exp.types import Batch
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -29,20 +31,25 @@ class Term(nn.Module):
         self.weight = weight
         self.output = output
         self.target = target
+        self._by_weight = counts_by_weight(loss)
 
-    def forward(self, values: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, values: Mapping[str, Tensor], batch: Batch | None = None) -> Tensor:
         """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
+
+        batch: whose share the values are, as Objective takes it.
 
         Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
         """
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
         output = _full(_pick(values, self.output, "output"))
         target = checked_target(module, output, _full(_pick(values, self.target, "target")))
+        if self._by_weight and batch is not None and batch.world_size > 1:
+            return shared_mean(module, output, target, batch)
         loss = module(output, target)
         if loss.dim() != 0:
             raise RunError(
-                f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number. "
-                "Set its reduction to mean or sum"
+                f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
+                "the mean over samples"
             )
         return loss
 
@@ -52,6 +59,7 @@ class Objective(nn.Module):
 
     terms: by name; a bare loss module becomes a term of weight 1. The names are those of the tags
         `loss/<stage>/<term>`.
+    Raises: RunError where there is none, or where a loss is no mean over samples.
     """
 
     def __init__(self, terms: Mapping[str, nn.Module]) -> None:
@@ -60,13 +68,22 @@ class Objective(nn.Module):
             raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
         # A plain mapping, for an nn.ModuleDict refuses names such as `update` and is slow to read; the list registers.
         self.terms = {name: term if isinstance(term, Term) else Term(loss=term) for name, term in terms.items()}
+        for name, term in self.terms.items():
+            if fault := reduction_fault(term.loss):
+                key = f"objective.{name}.loss.reduction" if terms[name] is term else f"objective.{name}.reduction"
+                raise RunError(
+                    f"{key}: {fault}; it must be 'mean', for each sample counts once. Take the line out, or scale the "
+                    f"term with objective.{name}.weight"
+                )
         self._terms = nn.ModuleList(self.terms.values())
         self._output = next(iter(self.terms.values())).output
 
-    def forward(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, values: Mapping[str, Tensor], batch: Batch | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its parts.
 
         values: `output`, `target` and whatever else the network and the batch name.
+        batch: whose share the values are. Where other ranks hold the rest of it, the mean over ranks, weighted by
+            their samples, is the loss of the whole batch; every rank must call it then.
         Returns: the sum of weight times term, 0-d and with a gradient; and each term's own loss, 0-d, detached and
             not weighted.
         """
@@ -74,14 +91,14 @@ class Objective(nn.Module):
         if torch.is_autocast_enabled(device):
             # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
             with torch.autocast(device, enabled=False):
-                return self._sum(values)
-        return self._sum(values)
+                return self._sum(values, batch)
+        return self._sum(values, batch)
 
-    def _sum(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sum(self, values: Mapping[str, Tensor], batch: Batch | None) -> tuple[Tensor, dict[str, Tensor]]:
         total: Tensor | None = None
         parts: dict[str, Tensor] = {}
         for name, term in self.terms.items():
-            loss = term(values)
+            loss = term(values, batch)
             parts[name] = loss.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss
             total = weighted if total is None else total + weighted

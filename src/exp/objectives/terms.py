@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,13 @@ from torch.nn import functional
 
 from exp.objectives.shapes import require_classes_last
 
+NOTHING = torch.iinfo(torch.int64).min
+
 
 class _ClassesLast(nn.Module):
     """What cross entropy and NLL share."""
 
-    def __init__(self, *, class_weights: Sequence[float] | None, ignore_index: int, reduction: str) -> None:
+    def __init__(self, *, class_weights: Sequence[float] | None, ignore_index: int | None) -> None:
         super().__init__()
         self.class_weights: Tensor | None
         if class_weights is None:
@@ -24,8 +25,9 @@ class _ClassesLast(nn.Module):
             # Not in the state dict: it is a setting, and lives in the config.
             weights = torch.tensor(class_weights, dtype=torch.float32)
             self.register_buffer("class_weights", weights, persistent=False)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
+        # No class number where nothing is ignored, so that a stray -100 in the data is an error.
+        self.ignore_index = NOTHING if ignore_index is None else ignore_index
+        self.reduction = "mean"
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """`[..., V]` and `[...]` as `[N, V]` and `[N]`."""
@@ -42,7 +44,7 @@ class CrossEntropy(_ClassesLast):
 
     label_smoothing: share of the probability that is spread evenly over all classes, 0 to 1.
     class_weights: V factors, one a class; None weighs all alike.
-    ignore_index: a class number that does not count.
+    ignore_index: a class number that does not count; None counts every target.
     """
 
     def __init__(
@@ -50,10 +52,9 @@ class CrossEntropy(_ClassesLast):
         *,
         label_smoothing: float = 0.0,
         class_weights: Sequence[float] | None = None,
-        ignore_index: int = -100,
-        reduction: Literal["mean", "sum"] = "mean",
+        ignore_index: int | None = None,
     ) -> None:
-        super().__init__(class_weights=class_weights, ignore_index=ignore_index, reduction=reduction)
+        super().__init__(class_weights=class_weights, ignore_index=ignore_index)
         self.label_smoothing = label_smoothing
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
@@ -75,17 +76,16 @@ class NLL(_ClassesLast):
     For a model that ends in LogSoftmax; with raw scores take cross_entropy.
 
     class_weights: V factors, one a class; None weighs all alike.
-    ignore_index: a class number that does not count.
+    ignore_index: a class number that does not count; None counts every target.
     """
 
     def __init__(
         self,
         *,
         class_weights: Sequence[float] | None = None,
-        ignore_index: int = -100,
-        reduction: Literal["mean", "sum"] = "mean",
+        ignore_index: int | None = None,
     ) -> None:
-        super().__init__(class_weights=class_weights, ignore_index=ignore_index, reduction=reduction)
+        super().__init__(class_weights=class_weights, ignore_index=ignore_index)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Raises: RunError where the shapes do not fit or the target is not of integers."""
@@ -101,10 +101,5 @@ class BCEWithLogits(nn.BCEWithLogitsLoss):
     pos_weight: a factor on the positive answers, one for each question on the last axis; None weighs all alike.
     """
 
-    def __init__(
-        self, *, pos_weight: Sequence[float] | None = None, reduction: Literal["mean", "sum"] = "mean"
-    ) -> None:
-        super().__init__(
-            pos_weight=None if pos_weight is None else torch.tensor(pos_weight, dtype=torch.float32),
-            reduction=reduction,
-        )
+    def __init__(self, *, pos_weight: Sequence[float] | None = None) -> None:
+        super().__init__(pos_weight=None if pos_weight is None else torch.tensor(pos_weight, dtype=torch.float32))

@@ -269,7 +269,7 @@ def edits(draw):
 
 
 def edited(plain: dict, edit) -> None:
-    steps, action, value = edit
+    steps, action, value = copy.deepcopy(edit)
     node: object = plain
     for step in steps:
         names = list(node) if isinstance(node, dict) else list(range(len(node)))
@@ -290,7 +290,7 @@ def edited(plain: dict, edit) -> None:
 
 
 @given(st.lists(edits(), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, changes):
     plain = copy.deepcopy(valid)
     for change in changes:

@@ -117,6 +117,15 @@ def mapping_of(rule: Rule) -> Rule:
     )
 
 
+def limit() -> Rule:
+    """A number of epochs or steps, or one of Lightning's two ways to say none."""
+    counts = integer(1)
+    return Rule(
+        expected="an integer, 1 or more; -1 or null for no limit",
+        accepts=lambda value: value is None or counts.accepts(value) or (value == -1 and isinstance(value, int)),
+    )
+
+
 def duration() -> Rule:
     """Lightning's two ways to write one."""
     units = {"days", "hours", "minutes", "seconds", "weeks"}
@@ -189,8 +198,8 @@ VALUES: dict[str, Rule] = {
     "optimizer.exempt_from_decay": list_of(text()),
     "scheduler.interval": one_of("step", "epoch"),
     "scheduler.monitor": maybe(text()),
-    "trainer.max_epochs": maybe(either(integer(1), one_of(-1))),
-    "trainer.max_steps": maybe(either(integer(1), one_of(-1))),
+    "trainer.max_epochs": limit(),
+    "trainer.max_steps": limit(),
     "trainer.max_time": maybe(duration()),
     "trainer.accumulate_grad_batches": integer(1),
     "trainer.log_every_n_steps": integer(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.errors import ConfigError, ExpError, Fault
 from exp.models.inference import example_inputs, lazy_class, materialise
+from exp.models.program_error import ProgramError
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.precision.plugin import build_precision
@@ -198,9 +200,7 @@ def build_optimization(plain: Mapping[str, Any]) -> Optimization:
 def build_entries(plain: Mapping[str, Any], group: str, **offers: Any) -> dict[str, Any]:
     """Every named entry of a group of many, such as hooks."""
     allow = _allow(plain)
-    return {
-        name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()
-    }
+    return {name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()}
 
 
 def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> Any:
@@ -235,13 +235,20 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     positional = [construct(value, key=f"{key}._args_", allow=allow) for value in node.get("_args_") or ()]
     if offers:
         takes = inspect.signature(target).parameters
-        arguments.update({name: value for name, value in offers.items() if name in takes and arguments.get(name) is None})
+        arguments.update(
+            {name: value for name, value in offers.items() if name in takes and arguments.get(name) is None}
+        )
     if inspect.isclass(target) and issubclass(target, nn.Module) and not positional:
         target = lazy_class(target, set(arguments)) or target
     if node.get("_partial_"):
         return functools.partial(target, *positional, **arguments)
     try:
         return target(*positional, **arguments)
+    except ProgramError as error:
+        error.key = error.key or f"{key}.forward"
+        raise
+    except ConfigError as error:
+        raise ConfigError([_placed(fault, key) for fault in error.faults]) from error
     except ExpError:
         raise
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, OSError) as error:
@@ -251,6 +258,12 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
             expected="values that it accepts",
         )
         raise ConfigError([fault]) from error
+
+
+def _placed(fault: Fault, key: str) -> Fault:
+    """A fault of a constructor names its own parameter; the config's key is that of the node before it."""
+    inside = fault.key == key or fault.key.startswith(f"{key.split('.')[0]}.")
+    return fault if inside else dataclasses.replace(fault, key=f"{key}.{fault.key}")
 
 
 def _allow(plain: Mapping[str, Any]) -> Sequence[str]:

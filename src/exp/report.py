@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import sys
@@ -66,6 +67,7 @@ class Ongoing:
 
     def __init__(self, directory: Path, config: Any, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
+        _forget_peak_memory()
         self._facts = {
             "directory": str(directory),
             "precision": config.precision.word,
@@ -120,8 +122,20 @@ def _peak_memory_mib() -> float:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
-    # Kilobytes on Linux, bytes on macOS (getrusage(2) of each).
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS, by its getrusage(2)
+
+
+def _forget_peak_memory() -> None:
+    """A job of a sweep reports its own peak, not that of a job before it in the same process."""
+    if sys.platform == "linux":
+        # 5 sets the peak of the resident set to what it is now: proc(5), clear_refs.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def write_report(report: Report) -> None:

@@ -12,6 +12,7 @@ from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.console import run_log
 from exp.engine.launch import in_process, launch
+from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
 from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
@@ -58,19 +59,24 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
     config = read_frozen(directory)
     ongoing = _ongoing(directory, config, world_size=rank.world_size)
     parts = None
-    with run_log(directory, rank=rank):
+    with run_log(directory, rank=rank), interrupting():
         try:
             parts = build(config, directory, rank=rank, placement=_placement(config, rank))
-            set_threads(config.runtime.threads, network=parts.module.network, batch_size=config.data.batch_size)
+            set_threads(
+                config.runtime.threads,
+                network=parts.module.network,
+                input_shape=parts.data.data.spec.input_shape,
+                batch_size=-(-config.data.batch_size // rank.world_size),
+            )
             _describe(parts, config, directory)
             _work(parts, config, resume)
+            report = ongoing.ended("completed", parts=parts)
+            if rank.is_first:
+                _end(parts, report)
         except BaseException as error:
             if rank.is_first:
                 _end_badly(ongoing, parts, error)
             raise
-        report = ongoing.ended("completed", parts=parts)
-        if rank.is_first:
-            _end(parts, report)
     return report
 
 
@@ -97,9 +103,18 @@ def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:
     if config.test and "test" not in parts.data.data.stages:
         log.warning("the data has no test part: the test stage is left out")
     elif config.test:
-        best = parts.checkpointing.best_path
-        weights = str(best) if config.train and best.is_file() else start if not config.train else None
+        weights = _best_weights(parts, config) if config.train else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
+
+
+def _best_weights(parts: Parts, config: DictConfig) -> str | None:
+    """The best checkpoint; None, for the weights as they are, where there is none."""
+    path = parts.checkpointing.best_path
+    if path.is_file():
+        return str(path)
+    if config.checkpoint.save_best:
+        log.warning("%s was never measured, so no best.ckpt: the last weights are tested", config.monitor)
+    return None
 
 
 def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
@@ -116,10 +131,10 @@ def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
 
 
 def _end(parts: Parts, report: Report) -> None:
+    write_report(report)
     for logger in parts.trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.end(report.status)
-    write_report(report)
 
 
 def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> None:
@@ -127,8 +142,9 @@ def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> N
     # To train.log alone: whoever called says it on the screen.
     log.info("the run %s", report.status, exc_info=error)
     try:
-        write_report(report)
-        if parts is not None:
+        if parts is None:
+            write_report(report)
+        else:
             _end(parts, report)
     except RunError as second:
         # The first error is the one to tell; where the disk is full, this one follows from it.

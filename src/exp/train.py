@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.config.command import answer_question, is_question, parse_arguments
-from exp.errors import ExpError
+from exp.errors import ConfigError, ExpError, Fault
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,7 +44,20 @@ def _command(arguments: argparse.Namespace) -> int:
     if is_question(arguments):
         answer_question(arguments)
         return 0
+    _refuse_ranks()
     return _sweep(arguments) if arguments.multirun else _run(arguments)
+
+
+def _refuse_ranks() -> None:
+    """Under torchrun every rank would compose, and train, a whole run of its own."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        fault = Fault(
+            key="torchrun",
+            got="it starts exp.train once a rank",
+            expected="exp.train alone, which starts its ranks itself, or the frozen run that torchrun shares",
+            cure="Write python -m exp.train strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
+        )
+        raise ConfigError([fault])
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

@@ -33,9 +33,7 @@ class Fragile(torch.nn.Module):
 def test_the_report_names_the_rank_that_failed_first(tmp_path, monkeypatch, name, how, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "fragile.yaml").write_text(
-        f"# Fails: model=fragile\n_target_: {name}.Fragile\n"
-    )
+    (tmp_path / "conf" / "model" / "fragile.yaml").write_text(f"# Fails: model=fragile\n_target_: {name}.Fragile\n")
     (tmp_path / f"{name}.py").write_text(MINE.replace("HOW", how))
     monkeypatch.setenv("RANK", "0")  # the check builds it here, too; a rank's own is set by the launcher
     with pytest.raises(exp.RankError, match="rank 1"):

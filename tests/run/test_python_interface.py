@@ -14,7 +14,9 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", ["module_list", "module_dict", "parameter_list", "parameter_dict", "sequential"])
 def test_every_container_learns_the_digits(model):
-    report = exp.fit(exp.compose([f"model={model}", "trainer.enable_progress_bar=false", "monitor=accuracy/val", "mode=max"]))
+    report = exp.fit(
+        exp.compose([f"model={model}", "trainer.enable_progress_bar=false", "monitor=accuracy/val", "mode=max"])
+    )
     assert report.best["value"] >= 0.95
     assert report.metrics["accuracy/test"] >= 0.94
 

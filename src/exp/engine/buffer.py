@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from exp.errors import RunError
+
 
 @dataclass(slots=True)
 class Recorded:
@@ -46,14 +48,35 @@ class StepBuffer:
         losses = torch.stack([loss for step in steps for loss in step.losses])
         losses = strategy.reduce(losses, reduce_op="mean")
         waiting = [
-            (step.values, tag, value) for step in steps for tag, value in step.values.items() if type(value) is Tensor
+            (step.values, tag, _one_number(tag, value))
+            for step in steps
+            for tag, value in step.values.items()
+            if type(value) is Tensor
         ]
         numbers = _on_host([losses, *(value for _, _, value in waiting)])
         width = len(steps[0].losses)
         end = len(losses)
         for (values, tag, _), number in zip(waiting, numbers[end:], strict=True):
             values[tag] = number
+        # A NumPy number would be refused by the report, at the very end.
+        for step in steps:
+            for tag, value in step.values.items():
+                if type(value) is not float:
+                    step.values[tag] = _float(tag, value)
         return [(step, numbers[i * width : (i + 1) * width]) for i, step in enumerate(steps)]
+
+
+def _one_number(tag: str, value: Tensor) -> Tensor:
+    if value.numel() != 1:
+        raise RunError(f"{tag} is a tensor of shape {list(value.shape)}; a hook must give one number for a tag")
+    return value.reshape(())
+
+
+def _float(tag: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{tag} is {value!r}; a hook must give one number for a tag") from error
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:

@@ -69,6 +69,8 @@ def launch(
             return
         if failure.kind in FINAL or restart >= max_restarts:
             raise failure.error()
+        # What an attempt reported is not what the next one will have done.
+        (directory / "report.json").unlink(missing_ok=True)
         last = directory / LAST_CHECKPOINT
         resume = last if last.is_file() else None
         log.warning(

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -60,6 +62,35 @@ class SignalFlag:
 def _is_supervised() -> bool:
     """Whether a launcher would end this process by SIGKILL where it does not end by itself."""
     return SUPERVISED in os.environ
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """While nothing is there to save, a signal ends the run at once: as Interrupted, so that it is reported.
+
+    Stopping has handlers of its own between the first batch and the last. Lightning answers a KeyboardInterrupt with
+    SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signum=signum, checkpoint=None)
+
+    try:
+        for signum, handler in before.items():
+            # A rank has handlers of its own, and None was not installed from Python.
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(signum, leave)
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise Interrupted(signum=signal.SIGINT, checkpoint=None) from error
+    finally:
+        for signum, handler in before.items():
+            if handler is not None:
+                signal.signal(signum, handler)
 
 
 def _is_interactive() -> bool:

@@ -1,0 +1,103 @@
+"""Where a run could lose its report, or report another run's figures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import exp
+from exp.report import Ongoing
+from exp.train import main
+
+HOOK = """
+import numpy as np
+import torch
+from exp.hooks.hook import Hook
+
+class Odd(Hook):
+    def after_step(self, step):
+        return {"odd/value": VALUE}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def with_hook(tmp_path, name, value):
+    (tmp_path / "conf" / "hooks").mkdir(parents=True)
+    (tmp_path / "conf" / "hooks" / "odd.yaml").write_text(
+        f"# A hook: +hooks=odd\nodd: {{_target_: {name}.Odd, every_n_steps: 1}}\n"
+    )
+    (tmp_path / f"{name}.py").write_text(HOOK.replace("VALUE", value))
+
+
+def test_a_hooks_numpy_number_reaches_the_report(tmp_path):
+    with_hook(tmp_path, "numpy_hook", "np.float32(2.5)")
+    report = exp.fit(exp.compose(["+hooks=odd", "debug=fast"]))
+    assert report.metrics["odd/value"] == 2.5
+
+
+@pytest.mark.parametrize(("name", "value"), [("vector_hook", "torch.ones(3)"), ("word_hook", "'much'")])
+def test_a_hook_that_gives_no_number_is_named_by_its_tag(tmp_path, name, value):
+    with_hook(tmp_path, name, value)
+    with pytest.raises(exp.RunError, match="odd/value"):
+        exp.fit(exp.compose(["+hooks=odd", "debug=fast"]))
+    (path,) = tmp_path.glob("outputs/train/*/*/report.json")
+    assert json.loads(path.read_text())["status"] == "failed"
+
+
+def test_torchrun_is_told_what_to_start(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert main(["debug=fast"]) == 2
+    assert "exp.worker" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, signum):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, torch\n"
+        "class Slow(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(64, 10)\n"
+        "        if list(pathlib.Path().glob('outputs/*/*/*/config.yaml')):\n"
+        f"            os.kill(os.getpid(), {int(signum)})\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.flatten(1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "exp.train", "model=slow"],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    (directory,) = tmp_path.glob("outputs/train/*/*")
+    assert done.returncode == 128 + signum, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads((directory / "report.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget the peak of the resident set")
+def test_a_job_does_not_report_the_peak_of_the_job_before_it(tmp_path):
+    config = exp.compose([])
+    large = bytearray(400 * 2**20)
+    large[::4096] = b"x" * len(large[::4096])
+    del large
+
+    parts = SimpleNamespace(
+        trainer=SimpleNamespace(global_step=0, current_epoch=0),
+        recording=SimpleNamespace(latest={}),
+        checkpointing=SimpleNamespace(best=None),
+    )
+    before = Ongoing(tmp_path, config, overrides=[], world_size=1).ended("completed", parts=parts).peak_memory_mib
+    large = bytearray(400 * 2**20)
+    large[::4096] = b"x" * len(large[::4096])
+    ongoing = Ongoing(tmp_path, config, overrides=[], world_size=1)
+    held = ongoing.ended("completed", parts=parts).peak_memory_mib
+    assert held - before > 300

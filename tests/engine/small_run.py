@@ -127,6 +127,7 @@ class Small:
         hooks: dict[str, Any] | None = None,
         terms: dict[str, nn.Module] | None = None,
         loss: dict[str, Any] | None = None,
+        metrics: dict[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
         store: str | None = None,
@@ -149,7 +150,7 @@ class Small:
             # Without dropout and statistics, which differ with the number of ranks.
             network=model or (nn.Linear(6, 2) if plain_network else network()),
             objective=Objective(terms or {"ce": nn.CrossEntropyLoss()}),
-            metrics={"accuracy": Accuracy(num_classes=2, average="micro")},
+            metrics={"accuracy": Accuracy(num_classes=2, average="micro")} if metrics is None else metrics,
             metric_stages=stages,
             optimization=Optimization(
                 optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2),

@@ -20,6 +20,8 @@ from exp.data.randomness import reseed
 from exp.engine.length import Limits, total_steps
 from exp.engine.module import network_call
 from exp.errors import ExpError, RunError
+from exp.objectives.objective import Term
+from exp.objectives.terms import CrossEntropy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
@@ -178,6 +180,31 @@ def test_a_batch_of_names_meets_a_network_with_those_names(tmp_path: Path, small
     small = small_run.Small(tmp_path, data=data, model=ByName())
     small.fit()
     assert small.trainer.global_step == 28
+
+
+def test_a_batch_without_an_entry_called_target_trains_where_no_metric_asks_for_one(
+    tmp_path: Path, small_run: ModuleType
+) -> None:
+    inputs, label = small_run.samples()
+    dataset = Tensors(entries={"input": inputs, "label": label}, num_classes=2)
+    data = Data(dataset=dataset, batch_size=16, parts={"train": 0.7, "val": 0.3})
+    settings = {"data": data, "plain_network": True, "terms": {"ce": Term(loss=CrossEntropy(), target="label")}}
+    small = small_run.Small(tmp_path / "without", metrics={}, **settings)
+    small.fit()
+    assert small.recording.metrics["loss/val"] < 0.7
+    with pytest.raises(RunError, match=r"metrics compare output with target.*there are input, label, output"):
+        small_run.Small(tmp_path / "with", **settings).fit()
+
+
+def test_a_data_set_of_inputs_alone_trains_an_autoencoder(tmp_path: Path, small_run: ModuleType) -> None:
+    dataset = Tensors(entries=small_run.samples()[:1])
+    data = Data(dataset=dataset, batch_size=16, parts={"train": 0.7, "val": 0.3}, num_outputs=6)
+    settings = {"data": data, "model": nn.Linear(6, 6), "metrics": {}}
+    small = small_run.Small(tmp_path / "own", terms={"mse": Term(loss=nn.MSELoss(), target="input")}, **settings)
+    small.fit()
+    assert small.recording.metrics["loss/val"] < 1.5
+    with pytest.raises(RunError, match=r"a term's target is 'target', which neither .*there are input, output"):
+        small_run.Small(tmp_path / "missing", terms={"mse": nn.MSELoss()}, **settings).fit()
 
 
 def test_how_a_network_is_called_with_names() -> None:

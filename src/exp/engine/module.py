@@ -118,7 +118,7 @@ class TrainingModule(LightningModule):
             parts = {name: part * weight for name, part in parts.items()}
         last.loss, last.parts = loss.detach(), parts
         if self._train_values.metrics and batch.size:
-            self._train_values.update_metrics(values["output"].detach(), values["target"])
+            self._train_values.update_metrics(values["output"].detach(), _target(values))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -173,7 +173,9 @@ class TrainingModule(LightningModule):
         # Always epoch 0: what is random in an evaluation is the same each time.
         reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)
         values, loss, parts = self._forward(batch)
-        self.values_of(stage).add(loss, parts, size=batch.size, output=values["output"], target=values["target"])
+        epoch_values = self.values_of(stage)
+        target = _target(values) if epoch_values.metrics else None
+        epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
 
     def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
         """The values by name, the objective, and its terms."""
@@ -182,9 +184,8 @@ class TrainingModule(LightningModule):
             output = self._call(data)
             values = dict(data)
         else:
-            input, target = data
-            output = self.network(input)
-            values = {"input": input, "target": target}
+            values = _named(data)
+            output = self.network(values["input"])
         if isinstance(output, Mapping):
             values.update(output)
             if "output" not in output:
@@ -193,6 +194,30 @@ class TrainingModule(LightningModule):
             values["output"] = output
         loss, parts = self.objective(values, batch)
         return values, loss, parts
+
+
+def _named(data: Any) -> dict[str, Any]:
+    """The values of a batch without names: input and target, or input alone where the data set has no targets."""
+    if type(data) in (tuple, list) and len(data) == 2:
+        return {"input": data[0], "target": data[1]}
+    if isinstance(data, Tensor):
+        return {"input": data}
+    if isinstance(data, Sequence) and 1 <= len(data) <= 2:
+        return dict(zip(("input", "target"), data, strict=False))
+    got = f"{len(data)} values" if isinstance(data, Sequence) else f"a {type(data).__name__}"
+    raise RunError(
+        f"the data set gives {got} for a sample; expected (input, target), the input alone, or a mapping of names"
+    )
+
+
+def _target(values: Mapping[str, Any]) -> Any:
+    """What metrics compare the output with."""
+    if "target" in values:
+        return values["target"]
+    raise RunError(
+        f"metrics compare output with target, which the batch does not give; there are {', '.join(sorted(values))}. "
+        "Name the entry `target` in the data set, or take the metrics out with metrics=[]"
+    )
 
 
 # Lightning reads the signature at every step; this is where inspect looks first.

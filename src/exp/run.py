@@ -35,6 +35,8 @@ def fit(config: DictConfig) -> Report:
     placement = examination.placement
     if examination.faults or placement is None:
         raise ConfigError(examination.faults)
+    for note in examination.notes:
+        log.warning("%s", note)
     directory = freeze(config)
     restarts = config.launch.max_restarts
     if in_process(placement, max_restarts=restarts):

@@ -13,7 +13,7 @@ from exp.build import construct
 from exp.models.inference import example_inputs, materialise
 from exp.types import DataSpec
 
-CONF = Path(__file__).parents[2] / "conf" / "model"
+CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
 

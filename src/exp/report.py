@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from exp.config.freeze import versions
 from exp.errors import RunError
+from exp.files import write_whole
 
 Status = Literal["completed", "failed", "interrupted"]
 
@@ -146,8 +147,8 @@ def write_report(report: Report) -> None:
     directory = Path(report.directory)
     plain = dataclasses.asdict(report)
     try:
-        _replace(directory / "report.json", json.dumps(_finite(plain), indent=2, sort_keys=True) + "\n")
-        _replace(directory / "report.md", as_markdown(report))
+        write_whole(directory / "report.json", json.dumps(_finite(plain), indent=2, sort_keys=True) + "\n")
+        write_whole(directory / "report.md", as_markdown(report))
     except OSError as error:
         raise RunError(f"the report cannot be written to {directory}: {error.strerror or error}") from error
 
@@ -238,12 +239,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

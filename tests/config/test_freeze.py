@@ -1,7 +1,9 @@
 """The run directory is made once, alone, and says where the run came from."""
 
+import contextlib
 import json
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -69,3 +71,27 @@ def test_outside_a_repository_there_is_no_revision(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert provenance([])["git"] is None
+
+
+def test_a_parent_that_another_program_takes_away_meanwhile_is_made_again(tmp_path):
+    stop = threading.Event()
+
+    def take_away():
+        while not stop.wait(0.0003):
+            with contextlib.suppress(OSError):
+                (tmp_path / "day").rmdir()
+
+    taker = threading.Thread(target=take_away)
+    taker.start()
+    try:
+        for _ in range(200):
+            make_exclusively(tmp_path / "day" / "12-00-00").rmdir()
+    finally:
+        stop.set()
+        taker.join()
+
+
+def test_a_file_in_the_place_of_the_parent_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        make_exclusively(tmp_path / "file" / "run")

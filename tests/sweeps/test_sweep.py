@@ -36,6 +36,8 @@ class Runs:
             raise Interrupted(signum=15, checkpoint="last.ckpt")
         if config.seed == 98:
             raise KeyboardInterrupt
+        if config.seed == 97:
+            raise SystemExit(3)
         value = config.seed / 10
         return Report(
             status="completed",
@@ -108,12 +110,14 @@ def test_a_failing_job_is_told_and_the_sweep_goes_on(capsys):
     assert "best       job 3" in captured.out
 
 
-@pytest.mark.parametrize(("seed", "status"), [(99, 143), (98, 130)])
-def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status):
-    done, runs = run_sweep(f"seed=1,{seed},2")
+@pytest.mark.parametrize("launcher", ["exp", "basic"])
+@pytest.mark.parametrize(("seed", "status"), [(99, 143), (98, 130), (97, 130)])
+def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status, launcher, capsys):
+    done, runs = run_sweep(f"seed=1,{seed},2", f"hydra/launcher={launcher}")
     assert done == status
     assert len(runs.configs) == 2
     assert [row["status"] for row in rows()] == ["completed", "interrupted"]
+    assert "2 jobs" in capsys.readouterr().out
 
 
 def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind():
@@ -190,10 +194,16 @@ def test_a_sweep_kind_that_the_sweeper_does_not_know_is_a_fault():
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_hydras_basic_launcher_runs_the_jobs_too():
-    status, runs = run_sweep("seed=1,2", "hydra/launcher=basic")
-    assert status == 0
-    assert [config.seed for config in runs.configs] == [1, 2]
+def test_hydras_basic_launcher_runs_the_jobs_and_keeps_the_books_too(capsys):
+    status, runs = run_sweep("seed=1,66,67,2", "optimizer.lr=0.1", "hydra/launcher=basic")
+    assert status == 1
+    assert [config.seed for config in runs.configs] == [1, 66, 67, 2]
+    table = rows()
+    assert [row["status"] for row in table] == ["completed", "failed", "failed", "completed"]
+    assert [row["seed"] for row in table] == ["1", "66", "67", "2"]
+    assert [row["directory"] for row in table][::3] == ["0", "3"]
+    assert "optimizer.lr" not in table[0]
+    assert "best       job 0" in capsys.readouterr().out
 
 
 PLUGIN = '''
@@ -268,3 +278,47 @@ def test_a_stochastic_sweeper_gets_one_config_a_job_and_the_value_of_each_back(t
     table = rows()
     assert [float(row["optimizer.lr"]) for row in table] == pytest.approx(ran)
     assert [row["status"] for row in table] == ["completed", "failed", "completed"]
+
+
+FORKING = """
+import os
+from dataclasses import dataclass
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
+
+
+@dataclass
+class Conf:
+    _target_: str = "hydra_plugins.forking.ForkingLauncher"
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="forking", node=Conf, provider="forking")
+
+
+class ForkingLauncher(BasicLauncher):
+    def launch(self, job_overrides, initial_job_idx):
+        child = os.fork()
+        if not child:
+            super().launch(job_overrides, initial_job_idx)
+            os._exit(0)
+        os.waitpid(child, 0)
+        returned = JobReturn(status=JobStatus.COMPLETED)
+        returned.return_value = 1.0
+        return [returned for _ in job_overrides]
+"""
+
+
+def test_jobs_in_other_processes_have_their_rows_in_the_table(tmp_path):
+    (tmp_path / "site" / "hydra_plugins").mkdir(parents=True)
+    (tmp_path / "site" / "hydra_plugins" / "forking.py").write_text(FORKING)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "hydra/launcher=forking", "optimizer.lr=0.3,0.2,0.1"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "STATUS 1" in done.stdout, done.stdout + done.stderr
+    assert "best       job 2, loss/val 0.1" in done.stdout
+    assert [(row["job"], row["status"]) for row in rows()] == [("0", "completed"), ("1", "failed"), ("2", "completed")]
+    assert list(sweep_directories()[0].glob(".*")) == []

@@ -7,8 +7,11 @@ provenance.json  command, git revision and diff, versions, machine
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -20,11 +23,22 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from exp.errors import RunError
+from exp.files import write_whole
 
 COMPOSITION = "_composition_"
-DISTRIBUTIONS = ("exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy")
+DISTRIBUTIONS = (
+    "exp-framework",
+    "torch",
+    "lightning",
+    "hydra-core",
+    "omegaconf",
+    "torchmetrics",
+    "tensorboard",
+    "numpy",
+)
 # A diff is for reading beside the figures; one that holds a data file by accident would fill the disk run by run.
 MAX_DIFF_CHARACTERS = 1_000_000
+MAX_TRIES = 100
 
 
 def freeze(config: DictConfig) -> Path:
@@ -39,9 +53,9 @@ def freeze(config: DictConfig) -> Path:
     wanted = Path(composition.directory)
     try:
         directory = make_exclusively(wanted)
-        _write(directory / "config.yaml", frozen_yaml(config))
-        _write(directory / "overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True))
-        _write(directory / "provenance.json", json.dumps(provenance(list(composition.overrides)), indent=2) + "\n")
+        write_whole(directory / "config.yaml", frozen_yaml(config))
+        write_whole(directory / "overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True))
+        write_whole(directory / "provenance.json", json.dumps(provenance(list(composition.overrides)), indent=2) + "\n")
     except OSError as error:
         raise RunError(
             f"the run directory {wanted} cannot be written: {error.strerror or error}. "
@@ -53,15 +67,30 @@ def freeze(config: DictConfig) -> Path:
 def make_exclusively(wanted: Path) -> Path:
     """Makes `wanted`, or `wanted-2`, `wanted-3`, ... where it stands already. Two at once never get the same one."""
     wanted = wanted.absolute()
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    count = 1
-    while True:
-        candidate = wanted if count == 1 else wanted.with_name(f"{wanted.name}-{count}")
+    candidate = wanted
+    for count in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            return _made(candidate)
+        candidate = wanted.with_name(f"{wanted.name}-{count}")
+    raise AssertionError("numbers do not end")
+
+
+def _made(directory: Path) -> Path:
+    parent = directory.parent
+    for _ in range(MAX_TRIES):
+        # A sweep of which nothing was started takes empty directories away, and may do so in between.
         try:
-            candidate.mkdir()
-            return candidate
-        except FileExistsError:
-            count += 1
+            parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            if parent.exists() and not parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from error
+            continue
+        except FileNotFoundError:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            directory.mkdir()
+            return directory
+    raise FileNotFoundError(errno.ENOENT, "another program takes its parent away again and again", str(directory))
 
 
 def frozen_yaml(config: DictConfig) -> str:
@@ -124,10 +153,3 @@ def _git() -> dict[str, str] | None:
 def _git_output(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace", timeout=5, check=True)
     return done.stdout
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError
+from exp.files import write_whole
 
 # What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
 NEIGHBOUR = re.compile(
@@ -105,9 +105,7 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
 
 def write_failure(failure: Failure, directory: Path) -> None:
     """Writes it whole or not at all."""
-    temporary = directory / f".rank{failure.rank}.tmp"
-    temporary.write_text(json.dumps(dataclasses.asdict(failure)), encoding="utf-8")
-    os.replace(temporary, directory / f"rank{failure.rank}.json")
+    write_whole(directory / f"rank{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(directory: Path, *, rank: int) -> Failure | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,8 @@ def sweep(
     """Runs every job that the sweeper names.
 
     run: runs one job, exp.run.fit. validate: checks one job, exp.validation.validate.
-    Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
+    Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it, and 130 where a job
+        left the program.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
@@ -51,26 +53,33 @@ def sweep(
     except Interrupted as error:
         print(f"{error}; the sweep ends here", file=sys.stderr)
         return _told(jobs, directory, error.exit_status)
-    except KeyboardInterrupt:
-        return _told(jobs, directory, 130)
-    except (ConfigError, HydraException) as error:
+    except (KeyboardInterrupt, SystemExit) as error:
+        status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130
+        return _told(jobs, directory, status)
+    except Exception as error:
+        _told(jobs, directory, 1)
         if not jobs.rows:
             _remove_unused(directory)
-        raise error if isinstance(error, ConfigError) else ConfigError([fault_of(error)]) from error
-    return _told(jobs, directory, 1 if jobs.has_failures else 0)
+        if isinstance(error, HydraException):
+            raise ConfigError([fault_of(error)]) from error
+        raise
+    return _told(jobs, directory, 0)
 
 
 def _told(jobs: Sweep, directory: Path, status: int) -> int:
+    jobs.collect()
     if jobs.rows:
         print()
         print_table(directory, jobs.rows)
-    return status
+    return status or int(jobs.has_failures)
 
 
 def _remove_unused(directory: Path) -> None:
     """Takes away the directory of a sweep of which nothing was started, and the empty ones above it."""
     (directory / "multirun.yaml").unlink(missing_ok=True)
-    for path in (directory, *directory.parents):
-        if path == Path.cwd() or any(path.iterdir()):
-            return
-        path.rmdir()
+    # Not empty, or gone already, where another sweep is at work beside this one.
+    with contextlib.suppress(OSError):
+        for path in (directory, *directory.parents):
+            if path == Path.cwd():
+                return
+            path.rmdir()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import platform
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import parse_override
 from exp.config.hydra_program import job_return, task_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted
+from exp.files import write_whole
 from exp.report import Report
 from exp.sweeps.isolation import isolated
 from exp.sweeps.table import Row, write_table
 
 MAX_FAULTS = 30
+ROW_FILES = ".row.*.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class Sweep:
         self.fixed = {line.get_key_element() for line in fixed if not line.is_sweep_override()}
         self.monitor, self.mode = master.config.monitor, master.config.mode
         self.rows: list[Row] = []
+        self._home = _process()
 
     @property
     def has_failures(self) -> bool:
@@ -81,19 +86,37 @@ class Sweep:
         return results
 
     def __call__(self, config: DictConfig) -> float:
-        """One job of a launcher that is not ours, such as joblib's, which has made the directory already."""
+        """One job of a launcher that is not ours, such as joblib's, which has made the directory already.
+
+        Returns: the monitored value, nan where the job failed.
+        Raises: KeyboardInterrupt where the job was interrupted; its cause is what the job raised.
+        """
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
         directory = Path(hydra.runtime.output_dir)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-        overrides = list(OmegaConf.to_container(hydra.overrides.task, resolve=False))
-        composition = composition_of(overrides, config_dir=self.config_dir, config_name=self.config_name)
-        job = job_config(composition, job=hydra.job.num, sweep=str(self.directory))
-        job[COMPOSITION].directory = str(directory)
         with isolated():
-            return self.run(job).monitored
+            job = self._composed(hydra.job.num, OmegaConf.to_container(hydra.overrides.task, resolve=False))
+        if job.config is not None:
+            job.config[COMPOSITION].directory = str(directory)
+        try:
+            return self._run(job).value
+        except (Interrupted, SystemExit) as error:
+            # A launcher takes any Exception for a job that failed, and starts the next one.
+            raise KeyboardInterrupt from error
+
+    def collect(self) -> None:
+        """Takes in the rows of jobs that ran in other processes, and writes the table."""
+        files = [*self.directory.glob(ROW_FILES)]
+        if not files:
+            return
+        self.rows += [Row(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+        self.rows.sort(key=lambda row: row.job)
+        write_table(self.directory, self.rows)
+        for file in files:
+            file.unlink()
 
     def _composed(self, number: int, overrides: Sequence[str]) -> Job:
         try:
@@ -121,7 +144,7 @@ class Sweep:
         try:
             with isolated():
                 row = self._finished(row, self._report(job))
-        except (Interrupted, KeyboardInterrupt) as error:
+        except (Interrupted, KeyboardInterrupt, SystemExit) as error:
             self._record(replace(row, status="interrupted", error=_first_line(error)), started)
             raise
         except ExpError as error:
@@ -151,8 +174,12 @@ class Sweep:
 
     def _record(self, row: Row, started: float) -> Row:
         row = replace(row, seconds=time.perf_counter() - started)
-        self.rows.append(row)
-        write_table(self.directory, self.rows)
+        if _process() == self._home:
+            self.rows.append(row)
+            write_table(self.directory, self.rows)
+        else:
+            # A launcher's copy of this sweep in a process of its own, whose rows nobody sees.
+            write_whole(self.directory / ROW_FILES.replace("*", str(row.job)), json.dumps(asdict(row)))
         return row
 
     def _swept(self, overrides: Sequence[str]) -> dict[str, str]:
@@ -183,6 +210,10 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
         rest = len(faults) - MAX_FAULTS
         faults = [*faults[:MAX_FAULTS], Fault(key="sweep", got=f"{rest} more faults", expected="none")]
     return faults
+
+
+def _process() -> tuple[str, int]:
+    return platform.node(), os.getpid()
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from exp.files import write_whole
 from exp.types import Mode
 
 
@@ -49,8 +50,8 @@ def write_table(directory: Path, rows: Sequence[Row]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(cells)
-    _replace(directory / "table.csv", text.getvalue())
-    _replace(directory / "table.md", _markdown(rows))
+    write_whole(directory / "table.csv", text.getvalue())
+    write_whole(directory / "table.md", _markdown(rows))
 
 
 def print_table(directory: Path, rows: Sequence[Row]) -> None:
@@ -113,9 +114,3 @@ def _line(values: Sequence[str]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.6g}" if math.isfinite(value) else str(value)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

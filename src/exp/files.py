@@ -1,0 +1,27 @@
+"""Files that are there whole or not at all, whatever ends the process that writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the text as UTF-8 in the place of what stood there. Readers see the old file or the new one.
+
+    Raises: OSError.
+    """
+    # In the same directory, for a rename between file systems is a copy; of one's own, for several may write at once.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

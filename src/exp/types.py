@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Stage = Literal["train", "val", "test"]
+STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exp.config.kinds import UNKNOWN, is_node
+from exp.types import STAGES
 
 LARGEST_SEED = 2**63 - 1
 
@@ -148,8 +149,6 @@ def node(otherwise: Rule) -> Rule:
         words=otherwise.words,
     )
 
-
-STAGES = ("train", "val", "test")
 
 # A mapping here is a fixed node: it holds these keys and no others.
 SCHEMA: dict[str, Any] = {

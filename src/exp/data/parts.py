@@ -11,9 +11,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from exp.data.faults import data_fault
 from exp.data.in_memory import Divided, Indexed, Prepared, Selection, Tensors, as_indexed
 from exp.data.randomness import seed_for
-from exp.types import Stage
+from exp.types import STAGES, Stage
 
-STAGES: tuple[Stage, ...] = ("train", "val", "test")
 DEFAULT_PARTS: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
 
 

@@ -19,10 +19,9 @@ from exp.errors import RunError
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.precision.plugin import ScaledPrecision
-from exp.types import Batch, Stage
+from exp.types import STAGES, Batch, Stage
 
 TRAIN_METRICS = "exp_train_metrics"
-STAGES: tuple[Stage, ...] = ("train", "val", "test")
 
 
 class LastBatch:

@@ -75,6 +75,14 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
             report = ongoing.ended("completed", parts=parts)
             if rank.is_first:
                 _end(parts, report)
+        except OSError as error:
+            told = RunError(
+                f"{error.filename or directory}: {error.strerror or error}. The run ends here; "
+                "what it had saved before is good, and resume=PATH goes on from it"
+            )
+            if rank.is_first:
+                _end_badly(ongoing, parts, told)
+            raise told from error
         except BaseException as error:
             if rank.is_first:
                 _end_badly(ongoing, parts, error)

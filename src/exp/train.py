@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        print("interrupted; nothing was being trained", file=sys.stderr)
+        print("interrupted at once; a run that had begun has its last checkpoint to resume from", file=sys.stderr)
         return INTERRUPTED_BY_KEY
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1

@@ -22,7 +22,7 @@ from exp.config.check import first_stage, located, once, second_stage
 from exp.config.kinds import UNKNOWN
 from exp.config.programs import program_fault
 from exp.config.reading import leaves, read
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, RunError
 from exp.models.program_error import ProgramError
 from exp.types import DataSpec
 
@@ -86,8 +86,22 @@ def examine(config: DictConfig) -> Examination:
     placement, more = _placement(config, faults)
     faults += more
     shapes = _shapes(config, faults)
-    faults = located(config, once([*faults, *shapes.faults]))
+    faults = [*faults, *shapes.faults]
+    faults = located(config, once([*faults, *_resume(config, faults)]))
     return Examination(faults=tuple(faults), notes=shapes.notes, placement=placement, parameters=shapes.parameters)
+
+
+def _resume(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
+    """Of a config that is right by itself: does it go with the checkpoint that it names?"""
+    if config.resume is None or faults:
+        return []
+    from exp.plan.resuming import resume_faults
+
+    plain, _ = read(config)
+    try:
+        return resume_faults(plain)
+    except RunError as error:
+        return [Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
 
 
 def _data_faults(config: DictConfig) -> list[Fault]:

@@ -1,0 +1,54 @@
+"""A checkpoint is held against the config that wants to go on from it, before anything is made."""
+
+import pytest
+
+import exp
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("finished"))
+        report = exp.fit(exp.compose(["model=lenet", "trainer.max_epochs=2", "test=false"]))
+    return f"{report.directory}/checkpoints/last.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def faults(*overrides):
+    with pytest.raises(exp.ConfigError) as caught:
+        exp.validate(exp.compose(list(overrides)))
+    return {fault.key: str(fault) for fault in caught.value.faults}
+
+
+def test_another_model_is_told_with_what_the_run_was_started_with(finished):
+    for stage in (["trainer.max_epochs=4"], ["train=false"]):
+        told = faults(f"resume={finished}", *stage)["resume"]
+        assert "another model" in told
+        assert "model=lenet" in told
+
+
+def test_a_new_learning_rate_is_not_ignored_in_silence(finished):
+    told = faults(f"resume={finished}", "model=lenet", "optimizer.lr=0.1", "trainer.max_epochs=4")["resume"]
+    assert "optimizer.lr was 0.003 and is 0.1" in told
+
+
+def test_another_optimizer_is_told(finished):
+    assert "another optimizer" in faults(f"resume={finished}", "model=lenet", "optimizer=sgd")["resume"]
+
+
+def test_fewer_epochs_than_done_are_told(finished):
+    assert "2 epochs" in faults(f"resume={finished}", "model=lenet", "trainer.max_epochs=1")["trainer.max_epochs"]
+
+
+def test_a_damaged_file_is_told(tmp_path):
+    (tmp_path / "garbage.ckpt").write_text("garbage")
+    assert "garbage.ckpt" in faults("resume=garbage.ckpt")["resume"]
+
+
+def test_what_fits_passes_and_evaluation_asks_for_the_model_alone(finished):
+    exp.validate(exp.compose([f"resume={finished}", "model=lenet", "trainer.max_epochs=4", "data.batch_size=32"]))
+    exp.validate(exp.compose([f"resume={finished}", "model=lenet", "train=false", "optimizer.lr=0.1"]))

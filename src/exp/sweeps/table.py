@@ -57,6 +57,7 @@ def write_table(directory: Path, rows: Sequence[Row]) -> None:
 def print_table(directory: Path, rows: Sequence[Row]) -> None:
     """Prints the table, the best job, and how to look further."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -66,15 +67,15 @@ def print_table(directory: Path, rows: Sequence[Row]) -> None:
     for name in header:
         table.add_column(name, overflow="fold")
     for row, values in zip(rows, cells, strict=True):
-        table.add_row(*values, style="bold" if row is best else None)
+        table.add_row(*map(escape, values), style="bold" if row is best else None)
     console.print(table)
     for row in rows:
         if row.error:
-            console.print(f"job {row.job} {row.status}: {row.error}", markup=False)
+            console.print(f"job {row.job} {row.status}: {row.error}", markup=False, soft_wrap=True)
     shown = os.path.relpath(directory)
     if best is not None:
         swept = " ".join(f"{key}={value}" for key, value in best.swept.items())
-        console.print(f"best       job {best.job}, {best.monitor} {best.value:.6g}  {swept}".rstrip(), markup=False)
+        console.print(f"best       job {best.job}, {best.monitor} {best.value:.6g}  {swept}".rstrip(), markup=False, soft_wrap=True)
     console.print(f"results    {shown}", markup=False, soft_wrap=True)
     console.print(f"dashboard  tensorboard --logdir {shown}", markup=False, soft_wrap=True)
 

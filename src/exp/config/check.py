@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION
 from exp.config.reading import read
-from exp.config.rules import rule_faults
+from exp.config.rules import allow_is_from_the_command_line, rule_faults
 from exp.config.structure import structure_faults
+from exp.config.values import Values
 from exp.errors import Fault
 
 
@@ -49,7 +50,9 @@ def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
 
 
 def allowed(plain: dict[str, Any]) -> list[str]:
-    """The packages that `security.allow` names; none where the node is itself at fault."""
+    """The packages that `security.allow` names; none where that is a fault, so that no check imports them."""
+    if list(allow_is_from_the_command_line(Values(plain))):
+        return []
     security = plain.get("security")
     allow = security.get("allow") if isinstance(security, dict) else None
     return [package for package in allow if isinstance(package, str)] if isinstance(allow, list) else []

@@ -15,7 +15,13 @@ from exp.config.environment import load_env_file
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config, text_values
-from exp.config.hydra_node import chosen_and_ignored, directory_faults, hydra_node_faults, is_inside
+from exp.config.hydra_node import (
+    chosen_and_ignored,
+    directory_faults,
+    hydra_node_faults,
+    is_inside,
+    recorded_override_faults,
+)
 from exp.config.overrides import Line, for_hydra, line_faults, read_lines
 from exp.config.search_path import make_importable, search_places
 from exp.errors import ConfigError, Fault
@@ -66,7 +72,9 @@ def composition_of(
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
     config: DictConfig | None = None
     try:
-        config = loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary), multirun=multirun)
+        given = for_hydra(lines, vocabulary)
+        config = loader.compose(config_name=config_name, overrides=given, multirun=multirun)
+        faults += recorded_override_faults(config, given)
         faults += _after_faults(config, lines, loader, multirun=multirun)
     except ConfigError as error:
         faults += error.faults

@@ -82,6 +82,13 @@ class BoundedFileSource(FileConfigSource):
 
 class _Repository(ConfigRepository):
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        for element in config_search_path.get_path():
+            # What a config or a command adds; `pkg://NAME` would import NAME.
+            added = str(element.provider).startswith("hydra.searchpath")
+            if added and "://" in element.path and not element.path.startswith("file://"):
+                raise ConfigError([Fault(
+                    key="hydra.searchpath", got=element.path, expected="a directory, as a path or file://PATH"
+                )])  # fmt: skip
         super().initialize_sources(config_search_path)
         # By scheme, not by class: Hydra's scanner executes its modules a second time, which makes a second class.
         self.sources = [

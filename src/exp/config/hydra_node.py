@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.hydra_adapter import registered_targets, targets_in
+from exp.config.hydra_adapter import HYDRA_ERRORS, parse_override, registered_targets, targets_in
 from exp.config.spelling import among, did_you_mean
 from exp.errors import Fault
 
@@ -59,15 +60,78 @@ def hydra_node_faults(config: DictConfig, *, multirun: bool) -> list[Fault]:
         faults.append(_fault("hydra.mode", "MULTIRUN without -m", "-m in front of the overrides"))
     if hydra.job.chdir:
         faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
-    known = registered_targets()
     for name in ("sweeper", "launcher"):
-        for target in targets_in(OmegaConf.to_container(hydra[name], resolve=False, throw_on_missing=False)):
-            if target not in known:
-                faults.append(_fault(
-                    f"hydra.{name}._target_", f"{target} is not of an installed Hydra plug-in",
-                    f"hydra/{name}=NAME of an installed plug-in",
-                ))  # fmt: skip
+        faults += _plugin_faults(config, name)
     return faults + directory_faults(config, "hydra.sweep.dir" if multirun else "hydra.run.dir")
+
+
+def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
+    """What is wrong with the settings of a sweeper or launcher, which Hydra instantiates as they are."""
+    key = f"hydra.{name}"
+    try:
+        # Resolved, for Hydra resolves them, too: an interpolation may lead to a node with a `_target_`.
+        plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        return [_fault(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
+    known = registered_targets()
+    faults = [
+        _fault(
+            f"{key}._target_", f"{target} is not of an installed Hydra plug-in",
+            f"hydra/{name}=NAME of an installed plug-in",
+        )
+        for target in targets_in(plain)
+        if target not in known
+    ]  # fmt: skip
+    for word in _keys_in(plain):
+        # A sweeper makes overrides of its parameters, and an override looks like one that was typed.
+        if word.strip().lstrip("+~").partition(".")[0] == "security":
+            cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
+            faults.append(_fault(f"{key}.params", word, "no key of security: it is not for a sweep to set", cure))
+        elif word == "custom_search_space" and plain[word] is not None:
+            faults.append(_fault(f"{key}.{word}", "a function by its name", "the values in hydra.sweeper.params"))
+    return faults
+
+
+def _keys_in(plain: Any) -> Iterator[str]:
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    for key, value in items:
+        if isinstance(plain, dict):
+            yield str(key)
+        # Sweepers take lists of overrides, too.
+        elif isinstance(value, str) and "=" in value:
+            yield value.partition("=")[0]
+        yield from _keys_in(value)
+
+
+def packages_allowed_by(overrides: Iterable[str]) -> set[str]:
+    """The packages that overrides of `security.allow`, or of `security` as a whole, name one by one."""
+    found: set[str] = set()
+    for text in overrides:
+        if "security" not in text:
+            continue
+        try:
+            parsed = parse_override(text)
+        except HYDRA_ERRORS:
+            continue  # told where the overrides are read
+        value = parsed.value() if not parsed.is_sweep_override() else None
+        if parsed.key_or_group == "security" and isinstance(value, dict):
+            value = next((inner for name, inner in value.items() if str(name) == "allow"), None)
+        elif parsed.key_or_group != "security.allow":
+            continue
+        if isinstance(value, list):
+            found |= {str(package) for package in value}
+    return found
+
+
+def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[Fault]:
+    """A fault where a file wrote into Hydra's record of the overrides, from which a sweep takes those of its jobs."""
+    faults = []
+    for name in ("hydra", "task"):
+        recorded = OmegaConf.to_container(config.hydra.overrides, resolve=False)[name]
+        others = [text for text in recorded if text not in given]
+        if others:
+            faults.append(_fault(f"hydra.overrides.{name}", f"{others[0]} in a file", "what the command line says"))
+    return faults
 
 
 def directory_faults(config: DictConfig, key: str) -> list[Fault]:

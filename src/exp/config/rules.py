@@ -11,6 +11,7 @@ from typing import Any
 
 from exp.config.data_rules import data_names_its_sets, parts_are_shares, task_fits_data
 from exp.config.freeze import COMPOSITION
+from exp.config.hydra_node import packages_allowed_by
 from exp.config.kinds import UNKNOWN
 from exp.config.spelling import among, did_you_mean
 from exp.config.structure import show
@@ -161,12 +162,13 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
     overrides = values[f"{COMPOSITION}.overrides"]
     if not values["security.allow"] or not isinstance(values["security.allow"], list) or overrides is UNKNOWN:
         return
-    keys = [str(override).partition("=")[0].lstrip("+") for override in overrides]
-    if not any(key in ("security", "security.allow") or key.startswith("security.allow.") for key in keys):
+    typed = packages_allowed_by(str(override) for override in overrides)
+    others = [str(package) for package in values["security.allow"] if str(package) not in typed]
+    if others:
         allow = ",".join(map(str, values["security.allow"]))
         yield Fault(
             key="security.allow",
-            got=f"[{allow}] in a file",
+            got=f"[{','.join(others)}] in a file",
             expected="[] in files: packages are allowed on the command line alone",
             cure=f"If you trust it, add 'security.allow=[{allow}]' to the command",
         )

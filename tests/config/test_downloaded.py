@@ -1,0 +1,81 @@
+"""What a YAML file from elsewhere may not do: open the wall of targets, import a module, run a program."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from exp.check import main as check
+
+POPEN = "{_target_: subprocess.Popen, args: [touch, ran]}"
+STOPPING = "callbacks: {stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, _args_: [loss/val, 0.0, %s]}}\n"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """An installed module, not beside ./conf, that leaves a trace when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(installed)])
+    (installed / "tracer_module.py").write_text("open('ran', 'w').close()\nclass Thing: pass\n")
+    yield
+    assert not Path("ran").exists()
+    assert "tracer_module" not in sys.modules
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert check(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def experiment(text: str) -> str:
+    file = Path("conf/experiment/bad.yaml")
+    file.parent.mkdir(parents=True)
+    file.write_text(f"# @package _global_\n{text}")
+    return "experiment=bad"
+
+
+@pytest.mark.parametrize("key", ["security.allow", "+security.allow", "security", "++security.allow.0"])
+def test_a_sweeper_in_a_file_cannot_allow_a_package(capsys, key):
+    value = "{allow: [subprocess]}" if key == "security" else "[subprocess]"
+    sweeper = f'hydra: {{sweeper: {{params: {{{key}: "{value}", seed: "0,1"}}}}}}\n'
+    text = refusal(capsys, "-m", experiment(sweeper + STOPPING % POPEN))
+    assert "hydra.sweeper.params" in text
+    assert "security" in text
+
+
+@pytest.mark.parametrize("name", ["task", "hydra"])
+def test_a_file_cannot_write_into_hydras_record_of_the_overrides(capsys, name):
+    recorded = f'hydra: {{overrides: {{{name}: ["security.allow=[subprocess]"]}}}}\n'
+    assert f"hydra.overrides.{name}" in refusal(capsys, "-m", "seed=0,1", experiment(recorded + STOPPING % POPEN))
+
+
+def test_an_interpolation_does_not_hide_a_target_from_the_check_of_the_sweeper(capsys):
+    hidden = f"evil: {{sampler: {POPEN}}}\nhydra: {{sweeper: {{params: '${{evil}}'}}}}\n"
+    assert "hydra.sweeper" in refusal(capsys, "-m", "seed=0,1", experiment(hidden))
+
+
+@pytest.mark.parametrize("typed", [[], ["security.allow.0=torchmetrics"]])
+def test_a_package_allowed_in_a_file_is_refused_before_it_is_imported(capsys, typed):
+    text = refusal(capsys, *typed, experiment(
+        "security: {allow: [tracer_module, tracer_module]}\nmodel: {_target_: tracer_module.Thing}\n"
+    ))  # fmt: skip
+    assert "security.allow: [" in text
+    assert "in a file" in text
+
+
+def test_nor_is_it_imported_where_another_override_is_wrong(capsys):
+    bad = experiment("security: {allow: [tracer_module]}\nmodel: {_target_: tracer_module.Thing}\n")
+    assert "security.allow: [tracer_module" in refusal(capsys, bad, "trainer.max_epoch=3")
+
+
+def test_a_search_path_of_a_package_is_refused_before_the_package_is_imported(capsys):
+    primary = Path("theirs/mine.yaml")
+    primary.parent.mkdir()
+    primary.write_text('defaults: [train, _self_]\nhydra: {searchpath: ["pkg://tracer_module"]}\n')
+    for arguments in (
+        ["--config-dir", "theirs", "--config-name", "mine"],
+        ["hydra.searchpath=['pkg://tracer_module']"],
+    ):
+        assert "hydra.searchpath: pkg://tracer_module" in refusal(capsys, *arguments)

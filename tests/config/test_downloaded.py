@@ -79,3 +79,23 @@ def test_a_search_path_of_a_package_is_refused_before_the_package_is_imported(ca
         ["hydra.searchpath=['pkg://tracer_module']"],
     ):
         assert "hydra.searchpath: pkg://tracer_module" in refusal(capsys, *arguments)
+
+
+ARGUMENTS = {
+    "a node in the place of text": (STOPPING % POPEN, "callbacks.stop._args_.2"),
+    "text in the place of a number": (STOPPING % "three", "callbacks.stop._args_.2"),
+    "too many": ("model: {_target_: torch.nn.Linear, _args_: [64, 10, true, null, null, 3]}\n", "model._args_.5"),
+    "given by name, too": ("model: {_target_: torch.nn.Linear, in_features: 64, _args_: [64, 10]}\n", "model._args_.0"),
+    "names alone": ("trainer: {_args_: [cpu]}\n", "trainer._args_.0"),
+    "given by exp": ("scheduler: {_args_: [null]}\n", "scheduler._args_.0"),
+}
+
+
+@pytest.mark.parametrize("wrong", ARGUMENTS)
+def test_arguments_without_names_are_held_against_the_names_that_they_fill(capsys, wrong):
+    text, key = ARGUMENTS[wrong]
+    assert f"{key}" in refusal(capsys, experiment(text))
+
+
+def test_arguments_without_names_that_fit_pass(capsys):
+    assert check([experiment(STOPPING % "5")]) == 0

@@ -23,12 +23,30 @@ HYDRAS_OWN = {
 
 def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
     """The faults of every node with a `_target_`: the name itself, then its parameters."""
-    return [fault for key, node in nodes_in(plain) for fault in node_faults(key, node, allow=allow)]
+    places: dict[str, str] = {}
+    faults = []
+    for key, node in nodes_in(plain):
+        # Outermost first: a node within `_args_` has its place by the name that its argument has there.
+        holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
+        place = places[holder] + key.removeprefix(holder) if holder else key
+        faults += node_faults(key, node, place=place, allow=allow)
+        for index, name in enumerate(_positional_names(node, allow=allow)):
+            places[f"{key}._args_.{index}"] = f"{place}.{name}"
+    return faults
 
 
-def node_faults(key: str, node: dict[str, Any], *, allow: Sequence[str]) -> Iterator[Fault]:
-    """The faults of one node, those of nodes within it left out."""
-    slot = slot_of(key)
+def _positional_names(node: dict[str, Any], *, allow: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(node.get("_args_"), list) or not isinstance(node["_target_"], str):
+        return ()
+    try:
+        return signature_of(resolve(node["_target_"], allow=allow)).positional[: len(node["_args_"])]
+    except (ConfigError, MissingExtraError):
+        return ()  # the node's own fault
+
+
+def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str]) -> Iterator[Fault]:
+    """The faults of one node, those of nodes within it left out. place: the key by which its slot goes."""
+    slot = slot_of(place or key)
     if node["_target_"] is UNKNOWN:
         return
     try:
@@ -47,6 +65,7 @@ def node_faults(key: str, node: dict[str, Any], *, allow: Sequence[str]) -> Iter
     signature = signature_of(_sized_later(target, given))
     yield from _unknown(key, node, given, signature, slot)
     yield from _absent(key, node, given, signature, slot)
+    yield from _arguments(key, node, given, signature, slot)
     for name in given:
         if name in signature.parameters and name not in slot.reserved and name not in slot.refused:
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
@@ -106,9 +125,9 @@ def _absent(key: str, node: dict[str, Any], given: list[str], signature: Signatu
     if node.get("_partial_") is True or (slot.pattern == "**" and node.get("_partial_") is UNKNOWN):
         return
     positional = len(node["_args_"]) if isinstance(node.get("_args_"), list) else 0
-    for index, parameter in enumerate(signature.parameters.values()):
-        name = parameter.name
-        if not parameter.required or name in given or name in slot.filled or index < positional:
+    for name, parameter in signature.parameters.items():
+        is_bound = name in signature.positional[:positional]
+        if not parameter.required or name in given or name in slot.filled or is_bound:
             continue
         cure = None
         if not any(nearest(str(other), [name]) for other in given if other not in signature.parameters):
@@ -119,6 +138,31 @@ def _absent(key: str, node: dict[str, Any], given: list[str], signature: Signatu
             expected=f"{_words(parameter)}: {node['_target_']} needs it",
             cure=cure,
         )
+
+
+def _arguments(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
+    """`_args_` held against the names that it fills, as if they were written."""
+    values = node.get("_args_")
+    if not isinstance(values, list):
+        return
+    for index, value in enumerate(values):
+        where = f"{key}._args_.{index}"
+        if index >= len(signature.positional):
+            if not signature.rest:
+                names = among(signature.positional) if signature.positional else "none: it takes names alone"
+                yield Fault(key=where, got="one argument too many", expected=f"those of {node['_target_']}: {names}")
+            continue
+        name = signature.positional[index]
+        if name in slot.filled or name in slot.refused or name in slot.reserved:
+            yield Fault(
+                key=where, got=f"{name}, which exp gives", expected="parameters by their names", cure="Name them"
+            )
+        elif name in given:
+            yield Fault(
+                key=where, got=f"{name}, given by name, too", expected="one value", cure=f"Leave {key}._args_ out"
+            )
+        elif name in signature.parameters:
+            yield from _kind(where, value, signature.parameters[name], filled=False)
 
 
 def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[Fault]:

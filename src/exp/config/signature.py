@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exp.config.kinds import UNKNOWN_KIND
@@ -40,11 +40,15 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """parameters by name; `open` where any other name is taken, too; `positional` where `_args_` has a place."""
+    """parameters by name; `open` where any other name is taken, too.
+
+    positional: the names that `_args_` fills, in order. rest: whether it may hold more than those.
+    """
 
     parameters: dict[str, Parameter]
     open: bool
-    positional: bool
+    positional: tuple[str, ...]
+    rest: bool
 
 
 def signature_of(target: Any) -> Signature:
@@ -56,7 +60,7 @@ def signature_of(target: Any) -> Signature:
         return own
     maker = _maker(target)
     if maker is None:
-        return Signature(parameters={}, open=False, positional=False)
+        return Signature(parameters={}, open=False, positional=(), rest=False)
     found = _of_function(maker, bound=True)
     return _with_bases(target, maker, found) if found.open else found
 
@@ -89,20 +93,21 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:
         # Functions written in C may carry no signature.
-        return Signature(parameters={}, open=True, positional=True)
+        return Signature(parameters={}, open=True, positional=(), rest=True)
     if bound:
         parameters = parameters[1:]
-    named, positional, is_open = {}, False, False
+    named, positional, rest, is_open = {}, [], False, False
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             is_open = True
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            positional = True
+            rest = True
         else:
-            positional = positional or parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                positional.append(parameter.name)
             annotation = _evaluated(parameter.annotation, function)
             named[parameter.name] = Parameter(name=parameter.name, annotation=annotation, default=parameter.default)
-    return Signature(parameters=named, open=is_open, positional=positional)
+    return Signature(parameters=named, open=is_open, positional=tuple(positional), rest=rest)
 
 
 def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Signature:
@@ -112,7 +117,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
         hidden = HIDDEN_NAMES.get(f"{base.__module__}.{base.__qualname__}")
         if hidden is not None:
             more = {name: Parameter(name=name, annotation=kind, default=None) for name, kind in hidden.items()}
-            return Signature(parameters={**more, **parameters}, open=False, positional=found.positional)
+            return replace(found, parameters={**more, **parameters}, open=False)
         if "__init__" not in vars(base):
             continue
         above = _of_function(vars(base)["__init__"], bound=True)
@@ -121,8 +126,8 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
         if not above.open:
-            return Signature(parameters=parameters, open=False, positional=found.positional)
-    return Signature(parameters=parameters, open=True, positional=found.positional)
+            return replace(found, parameters=parameters, open=False)
+    return replace(found, parameters=parameters, open=True)
 
 
 def _bases_above(target: type, maker: Callable[..., Any]) -> Iterator[type]:

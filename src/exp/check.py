@@ -1,4 +1,4 @@
-"""python -m exp.check [flags] [overrides]: says what is wrong with a config, or ok. Trains nothing, writes nothing."""
+"""python -m exp.check [flags] [overrides]: says what is wrong with a config, or ok. Trains nothing, keeps no file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.config.command import answer_question, is_question, parse_arguments
-from exp.errors import ConfigError, ExpError
+from exp.errors import ConfigError, ExpError, RunError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -98,15 +98,20 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     master = composition_of(
         overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, multirun=True
     )
-    # Hydra's sweeper writes a file into the sweep's directory, which must stand below the working directory.
-    with tempfile.TemporaryDirectory(prefix=".exp-check-", dir=Path.cwd()) as directory:
-        jobs = Checked(master=master, directory=Path(directory), run=fit, validate=validate)
-        # Hydra would compose every job by itself first, and stop at the first fault.
-        master.loader.tries_jobs = False
-        try:
+    # A name for the jobs' directories, which are not made: they must stand below the working directory.
+    jobs = Checked(master=master, directory=Path.cwd() / "check", run=fit, validate=validate)
+    # Hydra would compose every job by itself first, and stop at the first fault.
+    master.loader.tries_jobs = False
+    try:
+        # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
+        with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
             run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
-        except HydraException as error:
-            raise ConfigError([fault_of(error)]) from error
+    except HydraException as error:
+        raise ConfigError([fault_of(error)]) from error
+    except OSError as error:
+        raise RunError(
+            f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a directory for small files"
+        ) from error
     return jobs.count
 
 

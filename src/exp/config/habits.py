@@ -25,12 +25,12 @@ KEYS = {
     "trainer.deterministic": "write runtime.deterministic=true",
     "model.optimizer": "the optimizer has its own node: optimizer.lr=1e-3, optimizer=sgd",
     "model.optimizer.": "write optimizer.{rest}={value}",
-    "model.scheduler": "the schedule has its own node: scheduler=warmup_cosine",
+    "model.scheduler": "the schedule has its own node: scheduler=cosine",
     "model.scheduler.": "write scheduler.{rest}={value}",
     "model.lr": "write optimizer.lr={value}",
     "model.net": "the layers are model.layers, by name",
     "model.net.": "the layers are model.layers, by name",
-    "model.compile": "write runtime.compile={value}",
+    "model.compile": "exp does not compile networks: leave it out",
     "data.train_val_test_split": "the shares are data.parts.train, data.parts.val and data.parts.test",
     "data.data_dir": "write data_dir={value}",
     "extras": "print_config and tags are keys at the top: print_config=true",
@@ -70,7 +70,7 @@ KEYS = {
 # An option that names something else here.
 OPTIONS = {
     "trainer": {
-        "gpu": "write launch.accelerator=gpu",
+        "gpu": "write launch.accelerator=cuda",
         "cpu": "write launch.accelerator=cpu",
         "mps": "write launch.accelerator=mps",
         "ddp": "write strategy=ddp",
@@ -90,12 +90,14 @@ OPTIONS = {
         "bf16-mixed": "write precision=bf16", "32-true": "write precision=fp32", "float16": "write precision=fp16",
         "bfloat16": "write precision=bf16", "float32": "write precision=fp32", "half": "write precision=fp16",
     },
-    "strategy": {"dp": "write strategy=ddp", "none": "write strategy=auto", "single": "write strategy=auto"},
+    "strategy": {"dp": "write strategy=ddp", "none": "write strategy=auto"},
 }  # fmt: skip
 
 
 def cure_of_key(key: str, value: str) -> str | None:
     """What to write instead of a key that is called otherwise here; None of any other key."""
+    # Lightning's word for what torch, and exp, call cuda.
+    value = "cuda" if key.endswith("accelerator") and value == "gpu" else value
     if key in KEYS:
         return KEYS[key].format(value=value, rest="")
     parts = key.split(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from hydra.errors import HydraException
@@ -196,18 +197,28 @@ def missing_key_fault(
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key
     near = nearest(word, siblings)
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    cure, habit = None, nearest(line.key, KEYS)
+    cure, habit = None, _near_habit(line.key)
     if near:
         cure = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?"
     elif elsewhere:
         cure = f"Did you mean {elsewhere[0]}?"
     elif habit:
-        cure = cure_of_key(habit[0], line.value_text)
+        cure = cure_of_key(habit, line.value_text)
         cure = cure[0].upper() + cure[1:] + "." if cure else None
     if target and line.sign == "":
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {target}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
     return _fault(line.key, "there is no such key", where, cure)
+
+
+def _near_habit(key: str) -> str | None:
+    """The known habit that a key is a misspelling of: another word in the same place, never a part of a longer one."""
+    parent, _, word = key.rpartition(".")
+    words = {
+        known.rpartition(".")[2]: known for known in KEYS if known.rpartition(".")[0] == parent and known[-1] != "."
+    }
+    found = get_close_matches(word, words, n=1, cutoff=0.8)
+    return words[found[0]] if found else None
 
 
 def _syntax_fault(text: str, error: Exception) -> Fault:

@@ -21,6 +21,9 @@ MAX_DEPTH = 60
 # References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
 MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
+# Filled in from the data before a run; null until then, and other keys refer to them.
+DESCRIBED = ("input_shape", "input_dtype", "num_outputs")
+OF_DATA = re.compile(r"\$\{data\.(input_shape|input_dtype|num_outputs|num_classes)\b")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
 
 
@@ -69,6 +72,8 @@ class _Reader:
         return value
 
     def resolved(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> Any:
+        if self.awaits_data(text) and not key.startswith("data."):
+            return UNKNOWN
         if self.cost(text, (key,)) > MAX_REFERENCES:
             return self.too_large(key)
         try:
@@ -78,6 +83,16 @@ class _Reader:
         except (OmegaConfBaseException, RecursionError) as error:
             self.unresolved(key, text, error)
             return UNKNOWN
+
+    def awaits_data(self, text: str) -> bool:
+        """Whether it refers to what is read from the data and has not been yet. A known null of num_classes is null."""
+        data = self.raw.get("data")
+        if not isinstance(data, dict):
+            return False
+        found = {name for name in OF_DATA.findall(text) if name in data and data[name] is None}
+        return bool(found & set(DESCRIBED)) or bool(
+            found and any(data[name] is None for name in DESCRIBED if name in data)
+        )
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
         for variable in ENVIRONMENT.findall(text):

@@ -157,6 +157,53 @@ def plateau_is_watched(values: Values) -> Iterator[Fault]:
         )
 
 
+def validation_comes_in_time(values: Values) -> Iterator[Fault]:
+    """Lightning raises on these as the training begins, or at the end of the first epoch."""
+    every, interval = values["trainer.check_val_every_n_epoch"], values["trainer.val_check_interval"]
+    target, monitor = values["scheduler._target_"], values["scheduler.monitor"]
+    if values["train"] is not True:
+        return
+    if every is None and str(target).endswith(".ReduceLROnPlateau") and _stage(monitor) == "val":
+        yield Fault(
+            key="trainer.check_val_every_n_epoch",
+            got="null: validation does not follow the epochs",
+            expected=f"an integer: the schedule reads {monitor} at the end of an epoch",
+            cure="Write trainer.check_val_every_n_epoch=1",
+        )
+    if every is None and isinstance(interval, float):
+        yield Fault(
+            key="trainer.val_check_interval",
+            got=f"{show(interval)}, a share of an epoch, with trainer.check_val_every_n_epoch=null",
+            expected="an integer number of batches, for they are counted over all epochs",
+        )
+    limit = values["trainer.limit_train_batches"]
+    counts = all(isinstance(value, int) and not isinstance(value, bool) for value in (interval, limit))
+    if every not in (None, UNKNOWN) and counts and 0 < limit < interval:
+        yield Fault(
+            key="trainer.val_check_interval",
+            got=f"{interval}, more than the {limit} batches of an epoch that trainer.limit_train_batches leaves",
+            expected=f"at most {limit}",
+            cure="Add trainer.check_val_every_n_epoch=null to count the batches over all epochs",
+        )
+
+
+def monitored_stage_has_data(values: Values) -> Iterator[Fault]:
+    """A monitor of val is never there without a val part."""
+    parts, data = values["data.parts"], values["data"]
+    if values["train"] is not True or _stage(values["monitor"]) != "val" or not isinstance(data, dict):
+        return
+    if data.get("val") is not None or data.get("dataset") is None or not isinstance(parts, dict) or not parts:
+        return
+    size = parts.get("val", 0)
+    if isinstance(size, int | float) and not isinstance(size, bool) and size == 0:
+        yield Fault(
+            key="data.parts.val",
+            got=f"{show(size)}, and monitor={values['monitor']}",
+            expected="more than 0: what is monitored is measured on this part",
+            cure="Or write monitor=loss/train",
+        )
+
+
 def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
     """A config file that came with a download may not open the wall for its own code."""
     overrides = values[f"{COMPOSITION}.overrides"]
@@ -198,6 +245,8 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     task_fits_data,
     scaler_fits_word,
     plateau_is_watched,
+    validation_comes_in_time,
+    monitored_stage_has_data,
     allow_is_from_the_command_line,
     the_test_has_weights,
 )

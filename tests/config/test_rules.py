@@ -1,0 +1,62 @@
+"""Combinations that Lightning would refuse after the run directory was made, and faults that follow from others."""
+
+from pathlib import Path
+
+import pytest
+
+from exp.check import main as check
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(capsys, command: str) -> str:
+    assert check(command.split(";")) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "key"), [
+    ("trainer.val_check_interval=500;trainer.limit_train_batches=20", "trainer.val_check_interval"),
+    ("trainer.val_check_interval=0.5;trainer.check_val_every_n_epoch=null", "trainer.val_check_interval"),
+    ("scheduler=plateau;trainer.check_val_every_n_epoch=null;trainer.val_check_interval=30",
+     "trainer.check_val_every_n_epoch"),
+    ("+trainer.barebones=true", "trainer.barebones"),
+    ("data.parts.val=0", "data.parts.val"),
+])  # fmt: skip
+def test_what_would_die_in_the_run_is_a_fault(capsys, command, key):
+    text = refusal(capsys, command)
+    assert text.startswith("1 fault")
+    assert f"  {key}: " in text
+
+
+@pytest.mark.parametrize("command", [
+    "trainer.val_check_interval=20;trainer.limit_train_batches=20",
+    "trainer.val_check_interval=500;trainer.limit_train_batches=20;trainer.check_val_every_n_epoch=null",
+    "data.parts.val=0;monitor=loss/train",
+])  # fmt: skip
+def test_what_runs_is_none(command):
+    assert check(command.split(";")) == 0
+
+
+def test_what_the_data_has_not_filled_in_yet_is_no_fault_of_its_own(capsys):
+    text = refusal(capsys, "experiment=gpt;trainer.max_time={x: 1}")
+    assert text.startswith("1 fault")
+    assert "trainer.max_time" in text
+
+
+@pytest.mark.parametrize("command", ["data.dataset.foo=1", "trainer.reload_dataloaders_every_n_epochs=1"])
+def test_a_habit_is_proposed_for_a_word_like_it_in_its_own_place(capsys, command):
+    text = refusal(capsys, command)
+    assert "Write data=" not in text
+    assert "Write trainer.max_epochs" not in text
+
+
+def test_the_check_of_a_sweep_writes_nothing_where_it_starts(capsys, monkeypatch):
+    made = []
+    mkdir = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", lambda path, *rest, **named: (made.append(path), mkdir(path, *rest, **named)))
+    assert check(["-m", "seed=0,1"]) == 0
+    assert list(Path.cwd().iterdir()) == []
+    assert [path for path in made if path.resolve().is_relative_to(Path.cwd())] == []

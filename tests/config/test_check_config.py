@@ -165,7 +165,9 @@ def test_a_layer_that_cannot_run_without_numbers_is_noted_and_not_refused(empty,
     write(empty / "conf/model/mine.yaml", """
         # Depends on values: model=mine
         _target_: exp.models.containers.SequentialModel
-        layers: {numbers: {_target_: numbers_layer.Numbers}, head: {_target_: torch.nn.Linear, in_features: 10, out_features: 10}}
+        layers:
+          numbers: {_target_: numbers_layer.Numbers}
+          head: {_target_: torch.nn.Linear, in_features: 10, out_features: 10}
         """)  # fmt: skip
     assert check(["model=mine"]) == 0
     assert "were not checked" in capsys.readouterr().err

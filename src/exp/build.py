@@ -144,15 +144,16 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
-def describe(config: DictConfig) -> None:
+def describe(config: DictConfig) -> bool:
     """Fills in, in place, what a data set's YAML leaves to the data: input shape and dtype, outputs, classes.
 
     Builds the data set only where one of them is null.
 
+    Returns: whether there was anything to fill in.
     Raises: ConfigError, RunError where the data set cannot be built.
     """
     if all(config.data[key] is not None for key in SPEC_KEYS):
-        return
+        return False
     # Resolved alone: other nodes may interpolate what is filled in here.
     data = OmegaConf.to_container(config.data, resolve=True, throw_on_missing=True)
     spec = build_data({"data": data, "seed": config.seed, "security": OmegaConf.to_container(config.security)}).spec
@@ -160,6 +161,7 @@ def describe(config: DictConfig) -> None:
     config.data.input_dtype = spec.input_dtype
     config.data.num_outputs = spec.num_outputs
     config.data.num_classes = spec.num_classes
+    return True
 
 
 def build_data(plain: Mapping[str, Any]) -> Data:

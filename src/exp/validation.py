@@ -80,8 +80,9 @@ def examine(config: DictConfig) -> Examination:
 
     Fills in, in place, what the data set's YAML leaves to the data.
     """
-    faults = _data_faults(config)
-    faults += first_stage(config)
+    first = first_stage(config)
+    faults, has_changed = _data_faults(config, first)
+    faults += first_stage(config) if has_changed else first
     faults += second_stage(config)
     placement, more = _placement(config, faults)
     faults += more
@@ -93,7 +94,7 @@ def examine(config: DictConfig) -> Examination:
 
 def _resume(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
     """Of a config that is right by itself: does it go with the checkpoint that it names?"""
-    if config.resume is None or faults:
+    if faults or config.resume is None:
         return []
     from exp.plan.resuming import resume_faults
 
@@ -104,13 +105,16 @@ def _resume(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
         return [Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
 
 
-def _data_faults(config: DictConfig) -> list[Fault]:
-    """Before all else, for other nodes interpolate the shape and the classes that it fills in."""
+def _data_faults(config: DictConfig, first: Sequence[Fault]) -> tuple[list[Fault], bool]:
+    """Before all else, for other nodes interpolate the shape and the classes that it fills in: whether it did."""
     from exp.build import describe
 
-    if _touched(first_stage(config), DATA_KEYS):
-        return []  # first_stage will tell them
-    return second_stage(config, only="data") or _faults_raised(lambda: describe(config))
+    if _touched(first, DATA_KEYS):
+        return [], False  # told with the first stage
+    faults = second_stage(config, only="data")
+    filled: list[bool] = []
+    faults = faults or _faults_raised(lambda: filled.append(describe(config)))
+    return faults, any(filled)
 
 
 def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | None, list[Fault]]:

@@ -1,4 +1,4 @@
-"""Can a run go on from this checkpoint? Its model must be the same, and what its optimizer was set to must not change."""
+"""Can a run go on from this checkpoint? Its model must be the same, and its optimizer's values must not change."""
 
 from __future__ import annotations
 

@@ -1,18 +1,28 @@
-"""Builds conf/model/*.yaml without composing a whole config."""
+"""For every test: models of conf/ without a whole config, and real ranks."""
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
+import runpy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+import exp
 from exp.build import construct
+from exp.config.freeze import freeze
 from exp.models.inference import example_inputs, materialise
 from exp.types import DataSpec
 
+RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
@@ -36,3 +46,89 @@ def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cp
 @pytest.fixture
 def build_model():
     return build
+
+
+class Ranks:
+    """Real gloo ranks, forked from one process that has imported everything: about 0.3 s a rank and no start-up.
+
+    `train` lives a run as exp.worker does; `call` runs a function of a test's file with the process group joined.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._count = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "lightning.pytorch", "torchmetrics", "exp.run", "exp.worker"])
+
+    def freeze(self, *overrides: str) -> Path:
+        """A run directory with the frozen config of a command line that passes the check."""
+        self._count += 1
+        directory = self.place / f"run{self._count}"
+        config = exp.compose([f"hydra.run.dir={directory}", "trainer.enable_progress_bar=false", *overrides])
+        exp.validate(config)
+        return freeze(config)
+
+    def train(self, *overrides: str, ranks: int = 1, seconds: float = 120) -> Trained:
+        """Freezes a run and lives it in so many processes."""
+        directory = self.freeze(*overrides)
+        found = self._live(ranks, seconds, directory=str(directory))
+        return Trained(directory=directory, **found[0])
+
+    def call(self, function: Callable[..., Any], *, ranks: int = 2, seconds: float = 60, **arguments: Any) -> list[Any]:
+        """function(rank, **arguments) in every rank; what each returned, by rank. All of it is pickled."""
+        file = function.__code__.co_filename
+        return self._live(ranks, seconds, file=file, name=function.__name__, arguments=arguments)
+
+    def _live(self, ranks: int, seconds: float, **settings: Any) -> list[Any]:
+        self._count += 1
+        exchange = self.place / f"exchange{self._count}"
+        exchange.mkdir()
+        started = []
+        for rank in range(ranks):
+            given = {
+                "rank": rank,
+                "world_size": ranks,
+                "store": str(exchange / "store") if ranks > 1 else None,
+                "result": str(exchange / f"result{rank}"),
+                **settings,
+            }
+            # The standard library's runpy can be named to another process; a module of the tests cannot.
+            arguments = (str(RANK_PROGRAM), {"SETTINGS": given}, "__main__")
+            started.append(self._context.Process(target=runpy.run_path, args=arguments))
+            started[-1].start()
+        try:
+            ends = time.monotonic() + seconds
+            for process in started:
+                process.join(max(0.0, ends - time.monotonic()))
+            errors = [path.read_text() for path in sorted(exchange.glob("*.error"))]
+            assert not errors, "\n".join(errors)
+            assert [process.exitcode for process in started] == [0] * ranks, "a rank did not end"
+        finally:
+            for process in started:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [pickle.loads((exchange / f"result{rank}").read_bytes()) for rank in range(ranks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run of `Ranks.train` left. values: tag to {step: value}, in float64, as rank 0's loggers got them."""
+
+    directory: Path
+    values: dict[str, dict[int, float]]
+    report: dict[str, Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """loss/train by step."""
+        return [value for _, value in sorted(self.values["loss/train"].items())]
+
+    def checkpoint(self, name: str = "last") -> dict[str, Any]:
+        return torch.load(self.directory / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    monkeypatch.chdir(tmp_path)
+    return Ranks(tmp_path)

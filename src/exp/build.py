@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -33,9 +34,9 @@ from exp.models.program_error import ProgramError
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.precision.plugin import build_precision
-from exp.strategies.placement import Placement
+from exp.strategies.placement import DEFAULT_DEMAND, Placement, adopted, placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import trainer_arguments
+from exp.strategies.strategy import Strategy, trainer_arguments
 from exp.types import DataSpec
 
 # Keys of the optimizer and scheduler nodes that are ours, not the target's.
@@ -71,6 +72,7 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         metrics=build_entries(plain, "metrics"),
         metric_stages=plain["metric_stages"],
         seed=plain["seed"],
+        rank=placement.data_rank(rank.global_rank),
         limits=limits,
     )
     recording = Recording(hooks=build_entries(plain, "hooks"))
@@ -94,7 +96,7 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
     return Parts(
         trainer=trainer,
         module=module,
-        data=RunData(data=data),
+        data=RunData(data=data, rank=placement.data_rank(rank.global_rank), world_size=placement.data_ranks),
         recording=recording,
         checkpointing=checkpointing,
         stopping=stopping,
@@ -111,8 +113,7 @@ def build_trainer(
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
-    strategy = construct(plain["strategy"], key="strategy", allow=_allow(plain))
-    placed = trainer_arguments(strategy, placement=placement, rank=rank)
+    placed = trainer_arguments(build_strategy(plain), placement=placement, rank=rank)
     word, scaler = plain["precision"]["word"], plain["precision"]["scaler"]
     precision = build_precision(word, **scaler, device_type=placement.accelerator)
     loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
@@ -128,6 +129,28 @@ def build_trainer(
         default_root_dir=str(directory),
         deterministic=plain["runtime"]["deterministic"],
     )
+
+
+def build_strategy(plain: Mapping[str, Any]) -> Strategy | LightningStrategy:
+    """Cheap: nothing is placed and no process started yet."""
+    return construct(plain["strategy"], key="strategy", allow=_allow(plain))
+
+
+def place(plain: Mapping[str, Any], *, rank: Rank | None = None) -> Placement:
+    """Where a run goes; with a rank, what the launcher that started it made.
+
+    Raises: ConfigError.
+    """
+    strategy, launch = build_strategy(plain), plain["launch"]
+    where = {
+        "devices": launch["devices"],
+        "nodes": launch["nodes"],
+        "accelerator": launch["accelerator"],
+        # A strategy of Lightning's own takes a rank a device.
+        "demand": strategy.demand if isinstance(strategy, Strategy) else DEFAULT_DEMAND,
+    }
+    name = plain["strategy"]["name"]
+    return placement(name, **where) if rank is None else adopted(rank, name, **where)
 
 
 def construct_trainer_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:

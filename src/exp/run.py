@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.build import Parts, build
+from exp.build import Parts, build, place, plain_config
 from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.console import run_log
@@ -16,7 +16,6 @@ from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
 from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
-from exp.strategies.placement import Placement, adopted
 from exp.strategies.rank import ALONE, Rank
 from exp.tensorboard.logger import TensorBoardLogger
 from exp.validation import examine
@@ -63,12 +62,12 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
     parts = None
     with run_log(directory, rank=rank), interrupting():
         try:
-            parts = build(config, directory, rank=rank, placement=_placement(config, rank))
+            parts = build(config, directory, rank=rank, placement=place(plain_config(config), rank=rank))
             set_threads(
                 config.runtime.threads,
                 network=parts.module.network,
                 input_shape=parts.data.data.spec.input_shape,
-                batch_size=-(-config.data.batch_size // rank.world_size),
+                batch_size=-(-config.data.batch_size // parts.data.world_size),
             )
             _describe(parts, config, directory)
             _work(parts, config, resume)
@@ -92,16 +91,6 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
 
 def _ongoing(directory: Path, config: DictConfig, *, world_size: int) -> Ongoing:
     return Ongoing(directory, config, overrides=read_overrides(directory), world_size=world_size)
-
-
-def _placement(config: DictConfig, rank: Rank) -> Placement:
-    return adopted(
-        rank,
-        config.strategy.name,
-        devices=OmegaConf.to_container(config.launch)["devices"],
-        nodes=config.launch.nodes,
-        accelerator=config.launch.accelerator,
-    )
 
 
 def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:

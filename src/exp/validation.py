@@ -86,7 +86,7 @@ def examine(config: DictConfig) -> Examination:
     faults += second_stage(config)
     placement, more = _placement(config, faults)
     faults += more
-    shapes = _shapes(config, faults)
+    shapes = _shapes(config, faults, placement)
     faults = [*faults, *shapes.faults]
     faults = located(config, once([*faults, *_resume(config, faults)]))
     return Examination(faults=tuple(faults), notes=shapes.notes, placement=placement, parameters=shapes.parameters)
@@ -118,19 +118,13 @@ def _data_faults(config: DictConfig, first: Sequence[Fault]) -> tuple[list[Fault
 
 
 def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | None, list[Fault]]:
-    from exp.strategies.placement import placement
+    from exp.build import place
 
-    if _touched(faults, PLACEMENT_KEYS):
+    plain, _ = read(config)
+    if _touched(faults, (*PLACEMENT_KEYS, "security")) or any(_holds_unknown(plain[key]) for key in PLACEMENT_KEYS):
         return None, []
-    launch, found = config.launch, []
-
-    def place() -> None:
-        found.append(placement(
-            config.strategy.name, devices=_plain_devices(launch.devices), nodes=launch.nodes,
-            accelerator=launch.accelerator,
-        ))  # fmt: skip
-
-    more = _faults_raised(place)
+    found: list[Placement] = []
+    more = _faults_raised(lambda: found.append(place(plain)))
     if more or _touched(faults, ("precision",)):
         return None, more
     return found[0], _precision_faults(config.precision.word, found[0])
@@ -149,7 +143,7 @@ def _precision_faults(word: str, placed: Placement) -> list[Fault]:
     return []
 
 
-def _shapes(config: DictConfig, faults: list[Fault]) -> _Shapes:
+def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None) -> _Shapes:
     """The network without memory: its shapes, and what is built around it."""
     from exp.build import build_entries, build_network, build_objective
     from exp.plan.shapes import examine_shapes
@@ -176,6 +170,8 @@ def _shapes(config: DictConfig, faults: list[Fault]) -> _Shapes:
     more = list(seen.faults)
     if not more and len(built) == 2:
         more = _around_the_network(plain, built[1], faults)
+        if placement is not None:
+            more += _strategy_faults(plain, built[1], placement, faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
@@ -199,6 +195,26 @@ def _around_the_network(plain: Mapping[str, Any], network: nn.Module, faults: Se
             key = f"hooks.{name}.modules"
             more += _faults_raised(lambda key=key, patterns=patterns: matching(network, patterns, key=key))
     return more
+
+
+def _strategy_faults(
+    plain: Mapping[str, Any], network: nn.Module, placement: Placement, faults: Sequence[Fault]
+) -> list[Fault]:
+    """What the strategy cannot do with this network and this run."""
+    from exp.build import build_strategy
+    from exp.strategies.strategy import Planned, Strategy
+
+    strategy = build_strategy(plain)
+    if _touched(faults, ("precision", "trainer", "objective")) or not isinstance(strategy, Strategy):
+        return []
+    planned = Planned(
+        network=network,
+        placement=placement,
+        batch_size=plain["data"]["batch_size"],
+        precision=plain["precision"]["word"],
+        config=plain,
+    )
+    return list(strategy.faults(planned))
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:
@@ -242,7 +258,3 @@ def _faults_raised(call: Callable[[], Any]) -> list[Fault]:
 
 def _touched(faults: list[Fault], keys: tuple[str, ...]) -> bool:
     return any(fault.key.partition(".")[0] in keys for fault in faults)
-
-
-def _plain_devices(devices: Any) -> Any:
-    return devices if isinstance(devices, int | str) else list(devices)

@@ -21,19 +21,12 @@ def main() -> None:
 def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
     """Joins the run's process group and runs it."""
     from exp import run
+    from exp.build import place, plain_config
     from exp.config.freeze import read_frozen
     from exp.strategies.group import join
-    from exp.strategies.placement import adopted
 
     config = read_frozen(directory)
-    placement = adopted(
-        rank,
-        config.strategy.name,
-        devices=config.launch.devices,
-        nodes=config.launch.nodes,
-        accelerator=config.launch.accelerator,
-    )
-    join(rank, placement, timeout_seconds=config.launch.timeout_seconds)
+    join(rank, place(plain_config(config), rank=rank), timeout_seconds=config.launch.timeout_seconds)
     run.run(directory, rank=rank, resume=resume)
 
 

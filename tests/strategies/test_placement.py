@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exp.errors import ConfigError
-from exp.strategies.placement import ACCELERATORS, Machine, Placement, adopted, placement
+from exp.strategies.placement import Machine, Placement, adopted, placement
+from exp.strategies.placement_faults import ACCELERATORS
 from exp.strategies.rank import ALONE, Rank
 
 LAPTOP = Machine(gpus=0)

@@ -18,11 +18,15 @@ from exp.types import Batch, Stage
 
 
 class RunData(LightningDataModule):
-    """Gives Lightning this rank's loaders."""
+    """Gives Lightning this rank's loaders.
 
-    def __init__(self, *, data: Data) -> None:
+    rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
+    """
+
+    def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
         super().__init__()
         self.data = data
+        self.rank, self.world_size = rank, world_size
         self._all: list[Batches] = []
 
     def setup(self, stage: str) -> None:
@@ -65,8 +69,7 @@ class RunData(LightningDataModule):
         return batch._replace(data=moved(batch.data, device))
 
     def _loader(self, stage: Stage) -> Loader:
-        trainer = self.trainer
-        return self.data.loader(stage, rank=trainer.global_rank, world_size=trainer.world_size)
+        return self.data.loader(stage, rank=self.rank, world_size=self.world_size)
 
     def _given(self, stage: Stage) -> Batches:
         batches = Batches(functools.partial(self._loader, stage), stage=stage, module=self)

@@ -46,6 +46,7 @@ class TrainingModule(LightningModule):
     metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
     metric_stages: the stages whose metrics are computed.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
+    rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
     """
 
@@ -58,13 +59,14 @@ class TrainingModule(LightningModule):
         metrics: Mapping[str, Metric] | None = None,
         metric_stages: Sequence[Stage] = ("val", "test"),
         seed: int = 0,
+        rank: int = 0,
         limits: Limits | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.objective = objective
         self.optimization = optimization
-        self.seed = seed
+        self.seed, self.rank = seed, rank
         self.limits = limits or Limits()
         self.last = LastBatch()
         self.epoch_values = nn.ModuleDict(
@@ -104,7 +106,7 @@ class TrainingModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The objective of this rank's share of a batch, 0-d."""
         trainer = self._trainer
-        reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
+        reseed(seed=self.seed, rank=self.rank, epoch=trainer.current_epoch, batch=batch_idx)
         last = self.last
         if last.around is None:
             values, loss, parts = self._forward(batch)
@@ -170,7 +172,7 @@ class TrainingModule(LightningModule):
 
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
         # Always epoch 0: what is random in an evaluation is the same each time.
-        reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)
+        reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
         values, loss, parts = self._forward(batch)
         epoch_values = self.values_of(stage)
         target = _target(values) if epoch_values.metrics else None

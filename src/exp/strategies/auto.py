@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as LightningStrategy
 
     from exp.strategies.placement import Placement
+    from exp.strategies.rank import Rank
 
 
 class Auto(Strategy):
     """The strategy that fits the machine, with its default options."""
 
-    def lightning(self, placement: Placement) -> LightningStrategy:
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """DDP with its defaults."""
-        return DDP(name="ddp").lightning(placement)
+        return DDP(name="ddp").lightning(placement, rank)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as LightningStrategy
 
     from exp.strategies.placement import Placement
+    from exp.strategies.rank import Rank
 
 
 class DDP(Strategy):
@@ -41,7 +42,7 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
 
-    def lightning(self, placement: Placement) -> LightningStrategy:
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Lightning's DDPStrategy with these options."""
         from lightning.pytorch.strategies import DDPStrategy
 

@@ -1,19 +1,22 @@
 """Where a run's ranks go: how many, on what device, with what backend. Pure, but for the count of the machine's GPUs.
 
-placement(strategy, devices=..., nodes=..., accelerator=...) -> Placement      before the launch, and for the check
-adopted(rank, strategy, devices=..., ...) -> Placement                        in a rank: what its launcher really made
+placement(strategy, devices=..., nodes=..., accelerator=..., demand=...) -> Placement     before the launch, for check
+adopted(rank, strategy, devices=..., ...) -> Placement                 in a rank: what its launcher really made
+
+Ranks that work on one share of a batch together (tensor or pipeline parallel) are neighbours: with model_ranks 2, ranks
+0 and 1 hold the first share, 2 and 3 the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError
+from exp.strategies.placement_faults import faults_of_division, faults_of_placement, faults_of_words, mismatch
 from exp.strategies.rank import Rank
 
-ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 # Two, so that ddp means something on a laptop, and no more, because they share its cores.
 CPU_RANKS = 2
 
@@ -30,12 +33,31 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a strategy asks of the machine, before anything is placed.
+
+    model_ranks: ranks that work on one share of a batch together; None is all ranks of the run.
+    devices: of each rank; None is all that the run has, in one process.
+    cpu_devices: how many `launch.devices: auto` takes on a machine without a GPU; None is two, or one for `auto`.
+    """
+
+    model_ranks: int | None = 1
+    devices: int | None = 1
+    cpu_devices: int | None = None
+
+
+DEFAULT_DEMAND = Demand()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where the ranks go.
 
     strategy: the config's word, with `auto` decided: "single" or "ddp".
     backend: of the process group, "gloo" or "nccl"; None where there is one rank.
     device_indices: of the GPUs on each node, in the order of the local ranks; empty on CPU and MPS.
+    model_ranks: neighbouring ranks that work on one share of a batch together.
+    devices_per_rank: devices of each rank, more than one where its layers are split over them.
     """
 
     strategy: str
@@ -44,14 +66,34 @@ class Placement:
     nodes: int
     ranks_per_node: int
     device_indices: tuple[int, ...] = ()
+    model_ranks: int = 1
+    devices_per_rank: int = 1
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares each global batch is split."""
+        return self.world_size // self.model_ranks
+
+    def data_rank(self, global_rank: int) -> int:
+        """Which of these shares a rank works on."""
+        return global_rank // self.model_ranks
+
     def device(self, local_rank: int) -> str:
-        """Torch's name of a local rank's device, such as "cuda:1"."""
-        return f"cuda:{self.device_indices[local_rank]}" if self.accelerator == "cuda" else self.accelerator
+        """Torch's name of a local rank's first device, such as "cuda:1"."""
+        first = local_rank * self.devices_per_rank
+        return f"cuda:{self.device_indices[first]}" if self.accelerator == "cuda" else self.accelerator
+
+    def devices(self, local_rank: int) -> tuple[str, ...]:
+        """Torch's names of all devices of a local rank. On CPU they are "cpu:0", "cpu:1": names for the one CPU."""
+        first = local_rank * self.devices_per_rank
+        places = range(first, first + self.devices_per_rank)
+        if self.accelerator == "cuda":
+            return tuple(f"cuda:{self.device_indices[place]}" for place in places)
+        return tuple(f"{self.accelerator}:{place - first}" for place in places)
 
 
 def this_machine() -> Machine:
@@ -67,37 +109,47 @@ def placement(
     devices: Devices = "auto",
     nodes: int = 1,
     accelerator: str = "auto",
+    demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
     """Decides where the ranks go.
 
     `auto` takes one device, or ddp over all GPUs where there are several, or ddp over as many devices as are asked for.
-    `single` takes one device. Every other strategy takes one rank a GPU, and two ranks on a machine without.
+    `single` takes one device. Every other strategy takes all GPUs, or on a machine without as many ranks as it demands.
 
     strategy: the config's strategy.name.
+    demand: what that strategy asks for.
     machine: what the machine has; None asks torch.
     Raises: ConfigError with every fault of these four keys.
     """
-    faults = _faults_of_words(devices=devices, nodes=nodes, accelerator=accelerator)
+    faults = faults_of_words(devices=devices, nodes=nodes, accelerator=accelerator)
     if faults:
         raise ConfigError(faults)
     machine = machine or this_machine()
     chosen = _accelerator(strategy, devices, accelerator, machine)
     if devices == "auto":
-        count = _automatic_count(strategy, chosen, machine)
+        count = _automatic_count(strategy, chosen, machine, demand)
     else:
         count = devices if isinstance(devices, int) else len(devices)
+    each = count if demand.devices is None else demand.devices
+    ranks = max(1, count // each)
+    model_ranks = ranks * nodes if demand.model_ranks is None else demand.model_ranks
+    faults = faults_of_division(strategy, count=count, each=each, nodes=nodes, model_ranks=model_ranks)
+    if faults:
+        raise ConfigError(faults)
     indices = _indices(devices, count) if chosen == "cuda" else ()
-    resolved = ("single" if count * nodes == 1 else "ddp") if strategy == "auto" else strategy
+    resolved = ("single" if ranks * nodes == 1 else "ddp") if strategy == "auto" else strategy
     placed = Placement(
         strategy=resolved,
         accelerator=chosen,
-        backend=None if count * nodes == 1 else ("nccl" if chosen == "cuda" else "gloo"),
+        backend=None if ranks * nodes == 1 else ("nccl" if chosen == "cuda" else "gloo"),
         nodes=nodes,
-        ranks_per_node=count,
+        ranks_per_node=ranks,
         device_indices=indices,
+        model_ranks=model_ranks,
+        devices_per_rank=each,
     )
-    faults = _faults_of_placement(placed, devices=devices, accelerator=accelerator, machine=machine)
+    faults = faults_of_placement(placed, devices=devices, accelerator=accelerator, machine=machine)
     if faults:
         raise ConfigError(faults)
     return placed
@@ -110,6 +162,7 @@ def adopted(
     devices: Devices = "auto",
     nodes: int = 1,
     accelerator: str = "auto",
+    demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
     """The placement of a rank that runs already: its launcher decided the numbers, which must fit the config's.
@@ -119,16 +172,20 @@ def adopted(
     Raises: ConfigError where the config asks for other numbers than were started.
     """
     started = rank.local_world_size
-    wanted = started if devices == "auto" else (devices if isinstance(devices, int) else len(devices))
+    if demand.devices is None:  # one process has them all
+        return placement(strategy, devices=devices, accelerator=accelerator, demand=demand, machine=machine)
+    asked = started * demand.devices if devices == "auto" else (devices if isinstance(devices, int) else len(devices))
+    wanted = asked // demand.devices
     wanted_nodes = rank.nodes if nodes == 1 else nodes
     if (wanted, wanted_nodes) != (started, rank.nodes):
-        raise ConfigError([_mismatch(rank, devices=devices, nodes=nodes, wanted=wanted, wanted_nodes=wanted_nodes)])
+        raise ConfigError([mismatch(rank, devices=devices, nodes=nodes, wanted=wanted, wanted_nodes=wanted_nodes)])
     # Lists keep their indices; `auto` becomes the number that was started.
     return placement(
         strategy,
-        devices=started if devices == "auto" else devices,
+        devices=asked if devices == "auto" else devices,
         nodes=rank.nodes,
         accelerator=accelerator,
+        demand=demand,
         machine=machine,
     )
 
@@ -143,107 +200,15 @@ def _accelerator(strategy: str, devices: Devices, accelerator: str, machine: Mac
     return "cpu"
 
 
-def _automatic_count(strategy: str, accelerator: Accelerator, machine: Machine) -> int:
+def _automatic_count(strategy: str, accelerator: Accelerator, machine: Machine, demand: Demand) -> int:
     if strategy == "single":
         return 1
     if accelerator == "cuda":
         return max(1, machine.gpus)
+    if demand.cpu_devices is not None:
+        return demand.cpu_devices
     return 1 if strategy == "auto" else CPU_RANKS
 
 
 def _indices(devices: Devices, count: int) -> tuple[int, ...]:
     return tuple(range(count)) if devices == "auto" or isinstance(devices, int) else tuple(devices)
-
-
-def _faults_of_words(*, devices: Any, nodes: Any, accelerator: Any) -> list[Fault]:
-    faults = []
-    number = isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1
-    listed = (
-        isinstance(devices, Sequence)
-        and not isinstance(devices, str)
-        and len(devices) > 0
-        and all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in devices)
-        and len(set(devices)) == len(devices)
-    )
-    if not (devices == "auto" or number or listed):
-        faults.append(
-            Fault(
-                key="launch.devices", got=repr(devices), expected="auto, 1 or more, or a list of different GPU indices"
-            )
-        )
-    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
-        faults.append(Fault(key="launch.nodes", got=repr(nodes), expected="1 or more"))
-    if accelerator not in ACCELERATORS:
-        cure = "Write launch.accelerator=cuda" if accelerator == "gpu" else None
-        faults.append(
-            Fault(key="launch.accelerator", got=repr(accelerator), expected=" | ".join(ACCELERATORS), cure=cure)
-        )
-    return faults
-
-
-def _faults_of_placement(placed: Placement, *, devices: Devices, accelerator: str, machine: Machine) -> list[Fault]:
-    faults = []
-    count = placed.ranks_per_node
-    listed = devices != "auto" and not isinstance(devices, int)
-    if placed.accelerator == "cuda" and not machine.gpus:
-        faults.append(
-            Fault(
-                key="launch.accelerator",
-                got="cuda",
-                expected="a machine with a CUDA device that torch can see",
-                cure="Write launch.accelerator=cpu or auto",
-            )
-        )
-    elif placed.accelerator == "cuda" and max(placed.device_indices) >= machine.gpus:
-        faults.append(
-            Fault(
-                key="launch.devices",
-                got=_words(devices),
-                expected=f"at most the {machine.gpus} GPU{'s' if machine.gpus > 1 else ''} of this machine"
-                + (f", 0 to {machine.gpus - 1}" if listed else ""),
-                cure="Write launch.accelerator=cpu to try it with that many gloo ranks",
-            )
-        )
-    if placed.accelerator == "mps" and not machine.mps:
-        faults.append(Fault(key="launch.accelerator", got="mps", expected="a Mac whose GPU torch can use"))
-    if placed.accelerator == "mps" and placed.world_size > 1:
-        faults.append(
-            Fault(
-                key="launch.accelerator",
-                got=f"mps with {placed.world_size} ranks",
-                expected="one rank: Apple's GPU has no collectives",
-                cure="Write launch.accelerator=cpu",
-            )
-        )
-    if listed and placed.accelerator != "cuda":
-        faults.append(
-            Fault(
-                key="launch.devices",
-                got=f"{_words(devices)} on {placed.accelerator}",
-                expected="a number: a list names GPUs",
-                cure=f"Write launch.devices={count}",
-            )
-        )
-    if placed.strategy == "single" and placed.world_size > 1:
-        faults.append(
-            Fault(
-                key="strategy.name",
-                got=f"single with {placed.world_size} ranks",
-                expected="one device",
-                cure="Write strategy=ddp",
-            )
-        )
-    return faults
-
-
-def _mismatch(rank: Rank, *, devices: Devices, nodes: int, wanted: int, wanted_nodes: int) -> Fault:
-    return Fault(
-        key="launch.devices" if wanted != rank.local_world_size else "launch.nodes",
-        got=f"devices={_words(devices)}, nodes={nodes}",
-        expected=f"what was started: {rank.local_world_size} ranks on each of {rank.nodes} nodes",
-        cure=f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1",
-    )
-
-
-def _words(devices: Devices) -> str:
-    return str(devices) if isinstance(devices, int | str) else f"[{','.join(str(index) for index in devices)}]"

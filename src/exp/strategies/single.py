@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as LightningStrategy
 
     from exp.strategies.placement import Placement
+    from exp.strategies.rank import Rank
 
 
 class Single(Strategy):
     """One device, whatever else the machine has."""
 
-    def lightning(self, placement: Placement) -> LightningStrategy:
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Raises: RunError, because a run of several ranks is not single."""
         raise RunError(f"strategy single takes one rank, and {placement.world_size} were started: write strategy=ddp")

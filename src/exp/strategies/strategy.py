@@ -10,13 +10,36 @@ a class of Lightning's own strategies may be named as `_target_`, too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from exp.strategies.placement import DEFAULT_DEMAND, Demand
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as LightningStrategy
+    from torch import nn
 
+    from exp.errors import Fault
     from exp.strategies.placement import Placement
     from exp.strategies.rank import Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What a run is going to be, as far as a strategy has to know. Nothing of it is allocated yet.
+
+    network: on the meta device, every layer sized.
+    batch_size: of the global batch, B.
+    precision: the config's precision.word.
+    config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
+    """
+
+    network: nn.Module
+    placement: Placement
+    batch_size: int
+    precision: str
+    config: Mapping[str, Any]
 
 
 class Strategy(ABC):
@@ -25,9 +48,21 @@ class Strategy(ABC):
     def __init__(self, *, name: str) -> None:
         self.name = name
 
+    @property
+    def demand(self) -> Demand:
+        """What it asks of the machine; by default one rank a device, each with a share of the batch of its own."""
+        return DEFAULT_DEMAND
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        """What this strategy cannot do with a run, all of it, before anything is started; by default nothing."""
+        return ()
+
     @abstractmethod
-    def lightning(self, placement: Placement) -> LightningStrategy:
-        """Lightning's strategy for a run of several ranks; its process group has been joined already."""
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
+        """Lightning's strategy for one rank of a run; the process group, where there is one, has been joined already.
+
+        A run of one rank on one device does not ask.
+        """
 
 
 def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> dict[str, Any]:
@@ -45,11 +80,18 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
     return {
         "strategy": _lightning(strategy, placement=placement, rank=rank),
         "accelerator": placement.accelerator,
-        "devices": list(placement.device_indices) if placement.accelerator == "cuda" else placement.ranks_per_node,
+        "devices": _devices(placement),
         "num_nodes": placement.nodes,
         "plugins": [RankEnvironment(rank)],
         "use_distributed_sampler": False,
     }
+
+
+def _devices(placement: Placement) -> list[int] | int:
+    """One a rank, as Lightning counts them."""
+    if placement.accelerator == "cuda":
+        return list(placement.device_indices[:: placement.devices_per_rank])
+    return placement.ranks_per_node
 
 
 def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> LightningStrategy:
@@ -57,7 +99,7 @@ def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, 
 
     if not isinstance(strategy, Strategy):
         return strategy
-    if placement.world_size == 1:
+    if placement.world_size == 1 and placement.devices_per_rank == 1:
         # Nobody to share with: the same numbers, without a process group in this process.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
-    return strategy.lightning(placement)
+    return strategy.lightning(placement, rank)

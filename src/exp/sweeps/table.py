@@ -75,7 +75,11 @@ def print_table(directory: Path, rows: Sequence[Row]) -> None:
     shown = os.path.relpath(directory)
     if best is not None:
         swept = " ".join(f"{key}={value}" for key, value in best.swept.items())
-        console.print(f"best       job {best.job}, {best.monitor} {best.value:.6g}  {swept}".rstrip(), markup=False, soft_wrap=True)
+        console.print(
+            f"best       job {best.job}, {best.monitor} {best.value:.6g}  {swept}".rstrip(),
+            markup=False,
+            soft_wrap=True,
+        )
     console.print(f"results    {shown}", markup=False, soft_wrap=True)
     console.print(f"dashboard  tensorboard --logdir {shown}", markup=False, soft_wrap=True)
 

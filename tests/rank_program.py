@@ -1,0 +1,99 @@
+"""What one forked rank of tests/conftest.py's `ranks` does: lives a frozen run as exp.worker does, or calls a function.
+
+SETTINGS is a mapping: rank, world_size, store, result (a file), and either directory or file, name and arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def main(settings: dict[str, Any]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    from exp.strategies.rank import Rank
+
+    torch.set_num_threads(1)
+    rank = Rank(
+        global_rank=settings["rank"],
+        local_rank=settings["rank"],
+        world_size=settings["world_size"],
+        local_world_size=settings["world_size"],
+        store=settings["store"],
+    )
+    status = 0
+    try:
+        result = trained(settings, rank) if "directory" in settings else called(settings, rank)
+        Path(settings["result"]).write_bytes(pickle.dumps(result))
+        from exp.strategies.group import meet
+
+        meet()
+    except BaseException:
+        status = 1
+        Path(settings["result"] + ".error").write_text(traceback.format_exc())
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of collectives may keep an interpreter from ending, or abort it (seen with DTensor).
+    os._exit(status)
+
+
+def called(settings: dict[str, Any], rank: Any) -> Any:
+    """A function of a test's own file, with the process group joined; torch.distributed is ready in it."""
+    from exp.strategies.group import join
+    from exp.strategies.placement import Machine, placement
+
+    placed = placement("ddp", devices=rank.world_size, accelerator="cpu", machine=Machine(gpus=0))
+    join(rank, placed, timeout_seconds=120)
+    function = runpy.run_path(settings["file"])[settings["name"]]
+    return function(rank, **settings["arguments"])
+
+
+def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
+    """A frozen run; what it gave to its loggers, in float64, beside its report."""
+    import dataclasses
+
+    from exp import run, worker
+
+    values: dict[str, dict[int, float]] = {}
+    build = run.build
+
+    def recording(*arguments: Any, **named: Any) -> Any:
+        parts = build(*arguments, **named)
+        parts.trainer.loggers.append(values_logger(values))
+        return parts
+
+    run.build = recording
+    if rank.world_size == 1:
+        run.run(settings["directory"], rank=rank)
+    else:
+        worker.work(rank, directory=Path(settings["directory"]), resume=None)
+    report = run.read_report(Path(settings["directory"])) if rank.is_first else None
+    return {"values": values, "report": None if report is None else dataclasses.asdict(report)}
+
+
+def values_logger(values: dict[str, dict[int, float]]) -> Any:
+    from lightning.pytorch.loggers import Logger
+
+    class Values(Logger):
+        name = version = None
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            for tag, value in metrics.items():
+                values.setdefault(tag, {})[step] = value
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
+
+    return Values()
+
+
+if __name__ == "__main__":
+    main(globals()["SETTINGS"])

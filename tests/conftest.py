@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import runpy
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from exp.build import construct
 from exp.config.freeze import freeze
 from exp.models.inference import example_inputs, materialise
 from exp.types import DataSpec
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell, and every process of the tests would ignore Ctrl-C, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 CONF = Path(__file__).parents[1] / "conf" / "model"

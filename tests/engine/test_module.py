@@ -209,11 +209,11 @@ def test_a_data_set_of_inputs_alone_trains_an_autoencoder(tmp_path: Path, small_
 
 def test_how_a_network_is_called_with_names() -> None:
     linear = nn.Linear(2, 1)
-    assert network_call(linear)({"input": torch.ones(1, 2)}).shape == (1, 1)
+    assert network_call(linear)(linear, {"input": torch.ones(1, 2)}).shape == (1, 1)
     renamed = nn.Sequential(linear)
-    assert network_call(renamed)({"input": torch.ones(1, 2), "other": torch.ones(1)}).shape == (1, 1)
+    assert network_call(renamed)(renamed, {"input": torch.ones(1, 2), "other": torch.ones(1)}).shape == (1, 1)
     with pytest.raises(RunError, match=r"the batch has \['x', 'y'\].*forward takes \['input', 'right'\]"):
-        network_call(ByName())({"x": torch.ones(1), "y": torch.ones(1)})
+        network_call(ByName())(ByName(), {"x": torch.ones(1), "y": torch.ones(1)})
 
 
 @pytest.mark.parametrize(

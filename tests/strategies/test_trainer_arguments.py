@@ -59,7 +59,7 @@ def test_a_rank_of_several_is_the_one_it_was_told(strategy):
 
 def test_the_options_of_ddp_reach_torch():
     strategy = DDP(find_unused_parameters=True, static_graph=True, broadcast_buffers=False, bucket_cap_mb=5)
-    built = strategy.lightning(placement("ddp", machine=LAPTOP))
+    built = strategy.lightning(placement("ddp", machine=LAPTOP), ALONE)
     assert built._ddp_kwargs == {
         "find_unused_parameters": True,
         "gradient_as_bucket_view": True,
@@ -77,7 +77,7 @@ def test_lightnings_own_strategies_are_taken_as_they_are():
 
 def test_single_says_what_to_write_instead():
     with pytest.raises(RunError, match="strategy=ddp"):
-        Single(name="single").lightning(placement("ddp", machine=LAPTOP))
+        Single(name="single").lightning(placement("ddp", machine=LAPTOP), ALONE)
 
 
 def test_lightning_that_counts_otherwise_than_the_launcher_is_refused():

@@ -45,6 +45,7 @@ class TrainingModule(LightningModule):
 
     metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
     metric_stages: the stages whose metrics are computed.
+    run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
     rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
@@ -82,6 +83,8 @@ class TrainingModule(LightningModule):
             }
         )
         self._train_values = self.values_of("train")
+        # Not a submodule: what calls the network may hold it in another wrapping, and the state dict has it once.
+        self.__dict__["run_network"] = network
         self._call = network_call(network)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -182,11 +185,11 @@ class TrainingModule(LightningModule):
         """The values by name, the objective, and its terms."""
         data = batch.data
         if isinstance(data, Mapping):
-            output = self._call(data)
+            output = self._call(self.run_network, data)
             values = dict(data)
         else:
             values = _named(data)
-            output = self.network(values["input"])
+            output = self.run_network(values["input"])
         if isinstance(output, Mapping):
             values.update(output)
             if "output" not in output:
@@ -225,8 +228,8 @@ def _target(values: Mapping[str, Any]) -> Any:
 TrainingModule.training_step.__signature__ = inspect.signature(TrainingModule.training_step)
 
 
-def network_call(network: nn.Module) -> Callable[[Mapping[str, Tensor]], Any]:
-    """How a network is called with a batch that is a mapping: with the entries that its forward names.
+def network_call(network: nn.Module) -> Callable[[Callable[..., Any], Mapping[str, Tensor]], Any]:
+    """How a network, or what runs it, is called with a batch that is a mapping: with the entries its forward names.
 
     Where it names none of them, with the entry `input` alone.
     """
@@ -236,12 +239,12 @@ def network_call(network: nn.Module) -> Callable[[Mapping[str, Tensor]], Any]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     )
 
-    def call(data: Mapping[str, Tensor]) -> Any:
+    def call(run_network: Callable[..., Any], data: Mapping[str, Tensor]) -> Any:
         named = {name: data[name] for name in names if name in data}
         if named:
-            return network(**named)
+            return run_network(**named)
         if "input" in data:
-            return network(data["input"])
+            return run_network(data["input"])
         raise RunError(
             f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
             "or an entry called input"

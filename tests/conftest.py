@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import exp
-from exp.build import construct
 from exp.config.freeze import freeze
+from exp.construct import construct
 from exp.models.inference import example_inputs, materialise
 from exp.types import DataSpec
 

@@ -1,10 +1,7 @@
-"""A frozen config becomes objects. The only place where a `_target_` is called; config ends here."""
+"""A frozen config becomes the objects of a run, each made by `construct`; config ends here."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from exp.config.targets import resolve
+from exp.construct import construct
 from exp.data.data import Data
 from exp.data.randomness import initialisation
 from exp.engine.checkpoint import AtomicCheckpointIO
@@ -28,9 +25,7 @@ from exp.engine.length import take_limits
 from exp.engine.module import TrainingModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
-from exp.errors import ConfigError, ExpError, Fault
-from exp.models.inference import example_inputs, lazy_class, materialise
-from exp.models.program_error import ProgramError
+from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.precision.plugin import build_precision
@@ -226,69 +221,6 @@ def build_entries(plain: Mapping[str, Any], group: str, **offers: Any) -> dict[s
     """Every named entry of a group of many, such as hooks."""
     allow = _allow(plain)
     return {name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()}
-
-
-def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> Any:
-    """Builds a plain config node and everything in it, innermost first.
-
-    `{_target_: name, ...}` becomes an instance, with `_partial_: true` a functools.partial. `{repeat: n, layer: {...}}`
-    becomes an nn.ModuleList of n layers built one by one. Other mappings and lists keep their kind.
-
-    offers: values for parameters that the outermost target takes and the node leaves out.
-    Raises: ConfigError where a constructor refuses its values, naming the key.
-    """
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            return _call(node, key=key, allow=allow, offers=offers)
-        if node.keys() == {"repeat", "layer"}:
-            return nn.ModuleList(
-                construct(node["layer"], key=f"{key}.layer", allow=allow) for _ in range(node["repeat"])
-            )
-        return {name: construct(value, key=f"{key}.{name}", allow=allow) for name, value in node.items()}
-    if isinstance(node, list):
-        return [construct(value, key=f"{key}.{index}", allow=allow) for index, value in enumerate(node)]
-    return node
-
-
-def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Mapping[str, Any]) -> Any:
-    target = resolve(node["_target_"], allow=allow)
-    arguments = {
-        name: construct(value, key=f"{key}.{name}", allow=allow)
-        for name, value in node.items()
-        if name not in ("_target_", "_partial_", "_args_")
-    }
-    positional = [construct(value, key=f"{key}._args_", allow=allow) for value in node.get("_args_") or ()]
-    if offers:
-        takes = inspect.signature(target).parameters
-        arguments.update(
-            {name: value for name, value in offers.items() if name in takes and arguments.get(name) is None}
-        )
-    if inspect.isclass(target) and issubclass(target, nn.Module) and not positional:
-        target = lazy_class(target, set(arguments)) or target
-    if node.get("_partial_"):
-        return functools.partial(target, *positional, **arguments)
-    try:
-        return target(*positional, **arguments)
-    except ProgramError as error:
-        error.key = error.key or f"{key}.forward"
-        raise
-    except ConfigError as error:
-        raise ConfigError([_placed(fault, key) for fault in error.faults]) from error
-    except ExpError:
-        raise
-    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, OSError) as error:
-        fault = Fault(
-            key=key,
-            got=f"{node['_target_']} refused its values ({type(error).__name__}: {error})",
-            expected="values that it accepts",
-        )
-        raise ConfigError([fault]) from error
-
-
-def _placed(fault: Fault, key: str) -> Fault:
-    """A fault of a constructor names its own parameter; the config's key is that of the node before it."""
-    inside = fault.key == key or fault.key.startswith(f"{key.split('.')[0]}.")
-    return fault if inside else dataclasses.replace(fault, key=f"{key}.{fault.key}")
 
 
 def _allow(plain: Mapping[str, Any]) -> Sequence[str]:

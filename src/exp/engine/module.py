@@ -45,11 +45,14 @@ class TrainingModule(LightningModule):
 
     metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
     metric_stages: the stages whose metrics are computed.
+    averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
     run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
     rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
     """
+
+    averages_gradients = False
 
     def __init__(
         self,

@@ -44,6 +44,6 @@ class DDP(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Lightning's DDPStrategy with these options."""
-        from lightning.pytorch.strategies import DDPStrategy
+        from exp.strategies.lightning_ddp import ExpDDPStrategy
 
-        return DDPStrategy(process_group_backend=placement.backend, **self.options)
+        return ExpDDPStrategy(process_group_backend=placement.backend, **self.options)

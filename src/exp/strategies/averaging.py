@@ -1,0 +1,116 @@
+"""Gradients averaged over ranks by a few flat collectives, where DistributedDataParallel cannot do it.
+
+Its reducer counts one backward a forward; phases with several backwards, and parts of a network in several ranks, call
+`average_gradients` after theirs instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from exp.errors import RunError
+
+# As much as DistributedDataParallel sends at once.
+BUCKET_BYTES = 25 * 2**20
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
+    """Replaces each gradient by its mean over the ranks of a process group. Every rank of it must call it.
+
+    A gradient that only some ranks have counts as zeros in the others, which then hold the mean, too; one that no rank
+    has stays None. Of a DTensor the local part is averaged. Without a process group, or alone in it, nothing happens.
+
+    parameters: the same, in the same order, on every rank; those that require no gradient are passed over.
+    group: None is all ranks.
+    Raises: RunError for a sparse gradient.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    # All on their way before the first is awaited.
+    buckets = [_send(bucket, group) for bucket in _buckets(parameters)]
+    for bucket in buckets:
+        _receive(bucket)
+
+
+def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Gives all ranks of a process group its first rank's parameters and buffers, in place. Every one must call it."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(_local(tensor).detach(), src=source, group=group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A bucket on its way. flat: the gradients one after the other, then for each whether a rank had it."""
+
+    parameters: list[nn.Parameter]
+    sizes: list[int]
+    flat: Tensor
+    work: dist.Work
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype and device, BUCKET_BYTES at most or one alone, cut alike on every rank."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        kind = (parameter.dtype, parameter.device)
+        size = _local(parameter).numel() * parameter.element_size()
+        bucket, filled = open_buckets.get(kind, ([], 0))
+        if bucket and filled + size > BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        open_buckets[kind] = (bucket, filled + size)
+    for bucket, _ in open_buckets.values():
+        yield bucket
+
+
+def _send(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> _Sent:
+    pieces = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise RunError(
+                "a gradient is sparse; expected dense ones, which ranks can average. Write sparse: false in its layer"
+            )
+        local = _local(parameter if parameter.grad is None else parameter.grad).detach()
+        pieces.append(torch.zeros_like(local).reshape(-1) if parameter.grad is None else local.reshape(-1))
+    first = pieces[0]
+    had = torch.tensor([float(p.grad is not None) for p in parameters], dtype=first.dtype, device=first.device)
+    flat = torch.cat([*pieces, had])
+    # Divided before they are added, as DistributedDataParallel does: float16 overflows less.
+    flat.div_(dist.get_world_size(group))
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    return _Sent(parameters=parameters, sizes=[piece.numel() for piece in pieces], flat=flat, work=work)
+
+
+def _receive(sent: _Sent) -> None:
+    sent.work.wait()
+    *means, had = torch.split(sent.flat, [*sent.sizes, len(sent.sizes)])
+    missing = [index for index, parameter in enumerate(sent.parameters) if parameter.grad is None]
+    # Read only where something is missing here: it waits for the device.
+    elsewhere = had.tolist() if missing else []
+    for parameter, mean in zip(sent.parameters, means, strict=True):
+        if parameter.grad is not None:
+            local = _local(parameter.grad)
+            local.copy_(mean.view_as(local))
+    for index in missing:
+        if elsewhere[index]:
+            parameter = sent.parameters[index]
+            parameter.grad = torch.zeros_like(parameter)
+            local = _local(parameter.grad)
+            local.copy_(means[index].view_as(local))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies here; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

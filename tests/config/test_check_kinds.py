@@ -15,7 +15,7 @@ from torch import nn
 
 from exp.config.kinds import UNKNOWN, fits, worded, words_of
 from exp.config.signature import HIDDEN_NAMES, signature_of
-from exp.config.spelling import among, did_you_mean, nearest
+from exp.spelling import among, did_you_mean, nearest
 
 
 class Colour(enum.Enum):

@@ -65,7 +65,7 @@ RE_EXPORTS = [
     "lightning.pytorch.loggers.csv_logs.os",
     "exp.data.text.Path",
     "exp.hooks.hook.dataclass",
-    "exp.objectives.objective.get_close_matches",
+    "exp.optim.groups.fnmatchcase",
 ]
 
 

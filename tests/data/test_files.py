@@ -69,8 +69,8 @@ def test_a_file_is_looked_for_in_the_data_directory_too(flowers, tmp_path, monke
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        (FLOWERS, {"target": "knd"}, r"data.dataset.target: knd; expected a column of .*Did you mean 'kind'\?"),
-        (FLOWERS, {"ignore": ["idd"]}, r"data.dataset.ignore: idd; .*'id'"),
+        (FLOWERS, {"target": "knd"}, r"data.dataset.target: knd; expected a column of .*Did you mean kind\?"),
+        (FLOWERS, {"ignore": ["idd"]}, r"data.dataset.ignore: idd; .*mean id\?"),
         (FLOWERS, {}, r"'red' in line 2 of .*column colour; expected a number. Put it in data.dataset.categorical"),
         (FLOWERS, {"task": "clustering"}, r"data.dataset.task: clustering; expected classification or regression"),
         (FLOWERS, {"delimiter": ";"}, r"data.dataset.target: kind; expected a column"),
@@ -103,7 +103,7 @@ def test_faults_of_a_table(tmp_path, text, settings, message):
 def test_a_missing_file_names_both_places_and_its_neighbour(flowers, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     with pytest.raises(
-        ConfigError, match=r"data.dataset.path: no file at /flower.csv nor at .*Did you mean 'flowers.csv'"
+        ConfigError, match=r"data.dataset.path: no file at /flower.csv nor at .*Did you mean flowers.csv"
     ):
         Csv(path="flower.csv", directory=str(tmp_path), target="kind")
 
@@ -171,7 +171,7 @@ def test_faults_of_arrays(tmp_path, capsys):
             TensorFile(path=str(tmp_path / name), **settings)
 
     np.savez(tmp_path / "good.npz", inputs=np.zeros((3, 2)), target=np.zeros(3))
-    refused("good.npz", r"data.dataset.input: input; .*Did you mean 'inputs'")
+    refused("good.npz", r"data.dataset.input: input; .*Did you mean inputs")
     np.savez(tmp_path / "uneven.npz", input=np.zeros((3, 2)), target=np.zeros(2))
     refused("uneven.npz", r"3 inputs and 2 targets")
     np.savez(tmp_path / "nan.npz", input=np.array([[1.0], [np.nan]]), target=np.zeros(2))

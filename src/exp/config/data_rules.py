@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from exp.config.kinds import UNKNOWN, is_node
-from exp.config.spelling import did_you_mean
 from exp.config.structure import show
 from exp.config.values import Values
 from exp.errors import Fault
+from exp.spelling import did_you_mean
 from exp.types import STAGES
 
 # Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.overrides import Line, for_hydra, missing_key_fault
-from exp.config.spelling import among, did_you_mean
 from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
 
 MAX_MESSAGE = 300
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
-from exp.config.spelling import among, did_you_mean
 from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
 
 ONE = ("model", "data", "optimizer", "scheduler", "trainer", "strategy", "launch", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "logger")

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.hydra_adapter import HYDRA_ERRORS, parse_override, registered_targets, targets_in
-from exp.config.spelling import among, did_you_mean
 from exp.errors import Fault
+from exp.spelling import among, did_you_mean
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.")

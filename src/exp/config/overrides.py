@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from hydra.errors import HydraException
@@ -13,8 +12,8 @@ from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary, normalised
 from exp.config.habits import KEYS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import Override, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
-from exp.config.spelling import among, did_you_mean, nearest
 from exp.errors import Fault
+from exp.spelling import among, did_you_mean, nearest
 
 MAX_CHARACTERS = 20_000
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
@@ -217,7 +216,7 @@ def _near_habit(key: str) -> str | None:
     words = {
         known.rpartition(".")[2]: known for known in KEYS if known.rpartition(".")[0] == parent and known[-1] != "."
     }
-    found = get_close_matches(word, words, n=1, cutoff=0.8)
+    found = nearest(word, words, likeness=0.81)
     return words[found[0]] if found else None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from exp.config.kinds import UNKNOWN, fits, worded, words_of
 from exp.config.signature import EMPTY, Parameter, Signature, signature_of
 from exp.config.slots import RESERVED_IN_NODE, Slot, nodes_in, slot_of
-from exp.config.spelling import among, did_you_mean, nearest
 from exp.config.structure import value_fault
 from exp.config.targets import TargetError, resolve
 from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.spelling import among, did_you_mean, nearest
 
 HYDRAS_OWN = {
     "_args_": "a list",

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from exp.config.kinds import UNKNOWN
-from exp.config.spelling import nearest
 from exp.errors import Fault
+from exp.spelling import nearest
 
 MAX_NODES = 20_000
 MAX_DEPTH = 60

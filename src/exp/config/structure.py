@@ -12,8 +12,8 @@ from exp.config.kinds import UNKNOWN, is_node
 from exp.config.reading import leaves
 from exp.config.schema import PRESENT, SCHEMA, VALUES, Rule
 from exp.config.slots import COLLECTIONS, NODES
-from exp.config.spelling import among, did_you_mean, nearest
 from exp.errors import Fault
+from exp.spelling import among, did_you_mean, nearest
 
 
 def structure_faults(plain: dict[str, Any]) -> list[Fault]:

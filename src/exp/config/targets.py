@@ -29,8 +29,8 @@ from exp.config.allowed import (
     stands_beside_conf,
 )
 from exp.config.search_path import make_importable
-from exp.config.spelling import among, nearest
 from exp.errors import ConfigError, ExpError, Fault
+from exp.spelling import among, nearest
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)+", re.ASCII)
 

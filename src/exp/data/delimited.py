@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from exp.data.faults import data_fault, nearest
+from exp.data.faults import data_fault, name_cure
 from exp.data.files import data_file
 from exp.data.tables import Table
 
@@ -96,7 +96,7 @@ class Sheet:
         """
         if str(name) in self.names:
             return self.names.index(str(name))
-        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=nearest(str(name), self.names))
+        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
 
     def texts(self, column: int) -> list[str]:
         """A column of words, none of them empty."""

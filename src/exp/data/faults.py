@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from difflib import get_close_matches
 
 from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
 
 
 def data_fault(key: str, *, got: str, expected: str, cure: str | None = None) -> ConfigError:
@@ -13,13 +13,9 @@ def data_fault(key: str, *, got: str, expected: str, cure: str | None = None) ->
     return ConfigError([Fault(key=f"data.{key}" if key else "data", got=got, expected=expected, cure=cure)])
 
 
-def nearest(name: str, names: Collection[str]) -> str | None:
-    """A cure that proposes the nearest spelling, or lists the names where none is near."""
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    shown = sorted(names)
-    return f"There is: {', '.join(shown[:12])}{', ...' if len(shown) > 12 else ''}" if shown else None
+def name_cure(name: str, names: Collection[str]) -> str | None:
+    """A cure that proposes the nearest spelling, or lists the names where none is near; None where there are none."""
+    return did_you_mean(name, names) or (f"There is: {among(sorted(names), word=name)}" if names else None)
 
 
 def unlike_training(part: object, train: object) -> ConfigError:

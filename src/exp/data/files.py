@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exp.data.faults import data_fault, nearest
+from exp.data.faults import data_fault, name_cure
 
 
 def data_file(path: str, *, directory: str) -> Path:
@@ -22,5 +22,5 @@ def data_file(path: str, *, directory: str) -> Path:
         "dataset.path",
         got=f"no file at {' nor at '.join(str(place.absolute()) for place in places)}",
         expected="a file to read",
-        cure=nearest(given.name, neighbours),
+        cure=name_cure(given.name, neighbours),
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exp.data.faults import data_fault, nearest
+from exp.data.faults import data_fault, name_cure
 from exp.data.files import data_file
 from exp.data.in_memory import Tensors
 from exp.data.spec import classes_in
@@ -70,7 +70,7 @@ def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
     for role, name in names.items():
         if name not in held:
             raise data_fault(
-                f"dataset.{role}", got=name, expected=f"an array that {file} holds", cure=nearest(name, list(held))
+                f"dataset.{role}", got=name, expected=f"an array that {file} holds", cure=name_cure(name, list(held))
             )
         found[role] = held[name]
     return found

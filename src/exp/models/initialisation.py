@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import inspect
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
+from exp.spelling import nearest
 
 SCHEMES = {
     "constant": nn.init.constant_,
@@ -57,7 +57,7 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
     name, options = (scheme, {}) if isinstance(scheme, str) else (scheme.get("name"), dict(scheme))
     options.pop("name", None)
     if name not in SCHEMES:
-        near = difflib.get_close_matches(str(name), SCHEMES, n=1)
+        near = nearest(str(name), SCHEMES)
         expected = near[0] if near else f"one of {', '.join(SCHEMES)}"
         raise ConfigError([Fault(key=key, got=f"the scheme {name!r}", expected=expected)])
     function = SCHEMES[name]
@@ -76,6 +76,6 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
 
 def unmatched(key: str, pattern: str, names: list[str]) -> Fault:
     """The fault of a name pattern that matches no parameter."""
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+    near = nearest(pattern, names)
     cure = f"The names are those of the state dict, such as {(near or names)[0]}" if names else None
     return Fault(key=key, got="no parameter matches", expected="a pattern that matches at least one", cure=cure)

@@ -1,11 +1,11 @@
-"""The one error of forward programs, which knows its line and column, and the search for the nearest spelling."""
+"""The one error of forward programs, which knows its line and column, and what it expects instead of a name."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from exp.errors import ExpError
+from exp.spelling import nearest
 
 
 class ProgramError(ExpError):
@@ -34,7 +34,7 @@ def _rebuild(line: int, column: int, message: str, expected: str, source_line: s
     return ProgramError(line=line, column=column, message=message, expected=expected, source_line=source_line)
 
 
-def nearest(name: str, known: Iterable[str], *, otherwise: str) -> str:
+def nearest_or(name: str, known: Iterable[str], *, otherwise: str) -> str:
     """What to expect instead of `name`: the nearest known spelling, or `otherwise` where none is near."""
-    matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f"`{matches[0]}`" if matches else otherwise
+    found = nearest(name, known)
+    return f"`{found[0]}`" if found else otherwise

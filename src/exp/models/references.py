@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from exp.models.constants import part
-from exp.models.program_error import nearest
+from exp.models.program_error import nearest_or
 from exp.models.vocabulary import PARAMETER_ATTRIBUTES
 
 _SEQUENCES = (nn.ModuleList, nn.ParameterList, nn.Sequential)
@@ -58,7 +58,7 @@ class Reference:
         if isinstance(self.held, _MAPPINGS):
             entries = self.entries()
             if not isinstance(index, str) or index not in entries:
-                expected = nearest(str(index), entries, otherwise=f"one of {', '.join(entries)}")
+                expected = nearest_or(str(index), entries, otherwise=f"one of {', '.join(entries)}")
                 raise ValueError(f"`{self.target}` has no {index!r}; it has {expected}")
             return entries[index]
         return part(f"`{self.target}`", self.elements(), index)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exp.models import vocabulary
-from exp.models.program_error import ProgramError, nearest
+from exp.models.program_error import ProgramError, nearest_or
 
 ErrorAt = Callable[[ast.AST, str, str], ProgramError]
 
@@ -93,7 +93,7 @@ class _Checker(ast.NodeVisitor):
         elif node.id not in self.variables | vocabulary.FUNCTIONS | vocabulary.BUILTINS:
             known = self.variables | vocabulary.FUNCTIONS | vocabulary.BUILTINS
             otherwise = "an input, a layer, a variable or a listed function"
-            raise self.error(node, f"`{node.id}` is unknown", nearest(node.id, known, otherwise=otherwise))
+            raise self.error(node, f"`{node.id}` is unknown", nearest_or(node.id, known, otherwise=otherwise))
 
     def visit_Attribute(self, node: ast.Attribute, *, called: bool = False) -> None:
         if not isinstance(node.ctx, ast.Load):
@@ -102,7 +102,7 @@ class _Checker(ast.NodeVisitor):
         if prefix is not None:
             known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
             if node.attr not in known:
-                expected = nearest(node.attr, known, otherwise="a listed function (docs/models.md)")
+                expected = nearest_or(node.attr, known, otherwise="a listed function (docs/models.md)")
                 raise self.error(node, f"`{prefix}.{node.attr}` is not on the list", expected)
             return
         known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS
@@ -111,7 +111,7 @@ class _Checker(ast.NodeVisitor):
         owned_by_layer = not node.attr.startswith("_") and _root(node) in self.may_hold_layers
         if node.attr not in known and not owned_by_layer:
             kind = "method" if called else "attribute"
-            expected = nearest(node.attr, known, otherwise=f"a listed {kind} (docs/models.md)")
+            expected = nearest_or(node.attr, known, otherwise=f"a listed {kind} (docs/models.md)")
             raise self.error(node, f"the {kind} `.{node.attr}` is not on the list", expected)
         self.visit(node.value)
 

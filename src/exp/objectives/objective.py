@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from exp.errors import RunError
 from exp.objectives.counting import counts_by_weight, reduction_fault, shared_mean
 from exp.objectives.shapes import checked_target
+from exp.spelling import nearest
 from exp.types import Batch
 
 HALF = (torch.float16, torch.bfloat16)
@@ -114,8 +114,8 @@ def _pick(values: Mapping[str, Tensor], name: str, role: str) -> Tensor:
         if not isinstance(value, Mapping):
             raise RunError(f"a term's {role} {name!r} is a {type(value).__name__}; it must be a tensor")
         values = value
-    nearest = get_close_matches(name, values, n=1)
-    hint = f". Nearest: {nearest[0]}" if nearest else ""
+    found = nearest(name, values)
+    hint = f". Nearest: {found[0]}" if found else ""
     there = ", ".join(sorted(values))
     raise RunError(f"a term's {role} is {name!r}, which neither network nor batch gives; there are {there}{hint}")
 

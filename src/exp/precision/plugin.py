@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from exp.errors import ConfigError, Fault
 from exp.precision.scaler import CountingScaler
+from exp.spelling import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,8 @@ def build_precision(
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
     if word not in WORDS:
-        nearest = get_close_matches(word, WORDS, n=1, cutoff=0.3)
-        cure = f"Nearest: {nearest[0]}" if nearest else None
-        raise ConfigError([Fault(key="precision.word", got=word, expected=f"one of {', '.join(WORDS)}", cure=cure)])
+        expected, cure = f"one of {', '.join(WORDS)}", did_you_mean(word, WORDS)
+        raise ConfigError([Fault(key="precision.word", got=word, expected=expected, cure=cure)])
     if word == "fp16":
         scaler = CountingScaler(
             device=device_type,

@@ -9,13 +9,16 @@ from difflib import SequenceMatcher
 LIKENESS = 0.6
 
 
-def nearest(word: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+def nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
     """The `count` names of `known` most like `word`, best first; fewer, or none, where nothing is like it.
 
-    Case and the signs - and _ do not count, and a word that is the beginning or a whole part of a name is like it.
+    Case and the signs - and _ do not count, and a word that is the beginning or a whole part of a name is like it,
+    by 0.8.
+
+    likeness: the least that counts, from 0 to 1, which is the same word.
     """
     ranked = sorted(((-_likeness(word, name), name) for name in dict.fromkeys(known)), key=lambda pair: pair)
-    return [name for likeness, name in ranked if -likeness >= LIKENESS][:count]
+    return [name for unlike, name in ranked if -unlike >= likeness][:count]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

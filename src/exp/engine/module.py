@@ -18,7 +18,7 @@ from exp.engine.length import Limits, total_epochs, total_steps
 from exp.errors import RunError
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
-from exp.precision.plugin import ScaledPrecision
+from exp.precision.plugin import RunPrecision
 from exp.types import STAGES, Batch, Stage
 
 TRAIN_METRICS = "exp_train_metrics"
@@ -159,7 +159,7 @@ class TrainingModule(LightningModule):
             scheduler.step(metric)
             return
         precision = self.trainer.precision_plugin
-        skipped = isinstance(precision, ScaledPrecision) and precision.last_step_skipped
+        skipped = isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)
         if not (skipped and self.optimization.interval == "step"):
             scheduler.step()
 

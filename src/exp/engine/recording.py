@@ -26,7 +26,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
 from exp.errors import RunError
 from exp.hooks.hook import Hook, Step
-from exp.precision.plugin import ScaledPrecision
+from exp.precision.plugin import RunPrecision
 from exp.tensorboard.logger import TensorBoardLogger
 from exp.types import Batch, Stage
 
@@ -175,7 +175,7 @@ class Recording(Callback):
 
     def _add_scale(self, trainer: Trainer, values: dict[str, Any]) -> None:
         precision = trainer.precision_plugin
-        if isinstance(precision, ScaledPrecision):
+        if isinstance(precision, RunPrecision) and precision.is_scaled:
             values["precision/loss_scale"] = precision.loss_scale
             values["precision/skipped_steps"] = precision.skipped_steps
 
@@ -195,7 +195,8 @@ class Recording(Callback):
         if not len(self._buffer):
             return
         terms = self._terms(trainer.lightning_module)
-        scaled = isinstance(trainer.precision_plugin, ScaledPrecision)
+        precision = trainer.precision_plugin
+        scaled = isinstance(precision, RunPrecision) and precision.is_scaled
         for step, losses in self._buffer.take(trainer.strategy):
             loss = losses[0]
             if math.isnan(loss) or (math.isinf(loss) and not scaled):

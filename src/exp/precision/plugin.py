@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -23,7 +23,70 @@ Word = Literal["fp32", "bf16", "fp16"]
 WORDS: tuple[Word, ...] = ("fp32", "bf16", "fp16")
 
 
-class ScaledPrecision(MixedPrecision):
+class RunPrecision(Precision):
+    """A word of the config as Lightning's precision plugin. This class has no loss scale: its steps are plain ones.
+
+    Whoever steps several optimizers in one batch by hand (phases) writes, as PyTorch's AMP notes do:
+
+        with precision.without_autocast():             # a training step runs under autocast, backward must not
+            precision.scale(loss).backward()
+        precision.unscale(optimizer)                   # once an optimizer; true gradients from here: hooks, clipping
+        precision.step(optimizer)                      # skipped where a gradient is not finite
+        precision.update()                             # once a batch window, after all optimizers
+
+    device_type: torch's, such as cpu or cuda.
+    autocast: the dtype of forward and loss under torch.autocast; None for none.
+    """
+
+    is_scaled: bool = False
+
+    def __init__(self, *, device_type: str, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.device_type, self.autocast = device_type, autocast
+
+    @property
+    def loss_scale(self) -> Tensor | float:
+        """The factor on the loss: 0-d on the device, or a float."""
+        return 1.0
+
+    @property
+    def skipped_steps(self) -> Tensor | float:
+        """Optimizer steps skipped so far: 0-d on the device, or a float."""
+        return 0.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Makes this optimizer's gradients true ones, once a window."""
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Steps, unless a gradient is not finite under a loss scale. Unscales first where nobody did."""
+        return optimizer.step(**kwargs)
+
+    def update(self) -> None:
+        """Sets the scale of the next window: once a batch window, after every optimizer's step."""
+
+    def skipped(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer's last step changed nothing: its schedule should not move. Waits for the device."""
+        return False
+
+    def agree_over(self, group: Any) -> None:
+        """Ranks of this process group hold parts of one model: from now on they skip a step together."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast, where the word has it. Without its cache of cast weights, as in Lightning."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.autocast, cache_enabled=False)
+
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """For a backward inside a training step, which runs under autocast."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device_type, enabled=False)
+
+
+class ScaledPrecision(RunPrecision):
     """float16 by autocast with a loss scale, as PyTorch's AMP notes write it by hand, on CUDA and on CPU.
 
     Forward and loss run under autocast, backward does not. After backward the gradients are unscaled once, whatever
@@ -34,34 +97,48 @@ class ScaledPrecision(MixedPrecision):
     Relies on Precision._after_closure, which calls on_before_optimizer_step and then clips, seen in Lightning 2.6.6.
     """
 
-    scaler: CountingScaler
-
     def __init__(self, *, device_type: str, scaler: CountingScaler) -> None:
-        super().__init__("16-mixed", device_type, scaler=scaler)
+        super().__init__(device_type=device_type, autocast=torch.float16)
+        self.scaler = scaler
+        self.is_scaled = scaler.is_enabled()
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The factor on the loss: 0-d on the device, or a float before the first step."""
         return self.scaler.loss_scale
 
     @property
     def skipped_steps(self) -> Tensor | float:
-        """Optimizer steps skipped so far: 0-d on the device, or a float before the first."""
         return self.scaler.skipped_steps
 
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last optimizer step changed nothing: a schedule should not move. Waits for the device."""
-        return self.scaler.last_step_skipped
+    def scale(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        return self.scaler.step(optimizer, **kwargs)
+
+    def update(self) -> None:
+        self.scaler.update()
+
+    def skipped(self, optimizer: Optimizer) -> bool:
+        return self.scaler.skipped(optimizer)
+
+    def agree_over(self, group: Any) -> None:
+        self.scaler.agree_over(group)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        if self.device == "cpu":
+        if self.device_type == "cpu":
             for name, part in module.named_modules():
                 # Its class and not its forward is replaced, so that a copy of the module runs its own weights.
                 if type(part) is nn.LSTM:
                     part.__class__ = _FullPrecisionLSTM
                     log.warning("%s: an LSTM has no float16 on CPU; it runs in float32", name)
         return super().convert_module(module)
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return super().pre_backward(self.scale(tensor), module)
 
     def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -75,20 +152,19 @@ class ScaledPrecision(MixedPrecision):
             # The training step gave no loss: there are no gradients to unscale.
             self._after_closure(model, optimizer)
             return result
-        self.scaler.unscale_(optimizer)
+        self.unscale(optimizer)
         self._after_closure(model, optimizer)
-        output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
+        output = self.step(optimizer, **kwargs)
+        if model.automatic_optimization:
+            # One optimizer; who steps several by hand says when the last of them has.
+            self.update()
         return output
 
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        # Past MixedPrecision, which refuses fused optimizers: their gradients are already true here.
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state_dict)
 
 
 def build_precision(
@@ -100,7 +176,7 @@ def build_precision(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     enabled: bool = False,
-) -> Precision:
+) -> RunPrecision:
     """The plugin for a word of `precision.word`.
 
     device_type: torch's, such as cpu or cuda.
@@ -129,7 +205,7 @@ def build_precision(
             cure="Choose precision=fp16, or set precision.scaler.enabled=false",
         )
         raise ConfigError([fault])
-    return MixedPrecision("bf16-mixed", device_type) if word == "bf16" else Precision()
+    return RunPrecision(device_type=device_type, autocast=torch.bfloat16 if word == "bf16" else None)
 
 
 class _FullPrecisionLSTM(nn.LSTM):

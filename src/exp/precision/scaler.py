@@ -1,38 +1,76 @@
-"""torch's gradient scaler, and what it keeps to itself: whether the last step was skipped, and how many were."""
+"""torch's gradient scaler, and what it keeps to itself: which steps were skipped, by which optimizer."""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.optim import Optimizer
 
 
 class CountingScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that counts the steps it skips because a gradient was infinite or not a number.
 
-    The counts stay on the scaler's device: reading one waits for the device, keeping them does not.
+    The counts stay on the scaler's device: reading one waits for the device, keeping them does not. `step` unscales
+    where nobody did, fused optimizers included, and an optimizer without a gradient passes through.
     Relies on `_found_inf_per_device(optimizer)` and `_scale` of torch.amp.GradScaler, seen in torch 2.13.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._last_skipped: Tensor | None = None
+        self._skips: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._skipped: Tensor | int = 0
+        self._group: ProcessGroup | None = None
+
+    def agree_over(self, group: ProcessGroup | None) -> None:
+        """From now on a step that one rank of the group must skip is skipped by all: found_inf is reduced (MAX).
+
+        For ranks that hold different parts of one model. Each must call unscale_ or step in the same order then.
+        """
+        self._group = group
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if not self.is_enabled():
+            return
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        if self._scale is None:
+            # A rank whose part of the model has no loss never scaled one.
+            self.scale(torch.zeros((), device=device))
+        super().unscale_(optimizer)
+        found = self._found_inf_per_device(optimizer)
+        if not found:
+            found[self._scale.device] = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        if self._group is not None:
+            worst = torch.stack([tensor.to(self._scale.device) for tensor in found.values()]).amax()
+            all_reduce(worst, op=ReduceOp.MAX, group=self._group)
+            for tensor in found.values():
+                tensor.copy_(worst)
+        self._unscaled[optimizer] = True
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        if optimizer not in self._unscaled:
+            self.unscale_(optimizer)
         result = super().step(optimizer, *args, **kwargs)
-        if self.is_enabled():
-            found = self._found_inf_per_device(optimizer).values()
-            self._last_skipped = torch.stack([tensor.to(self._scale.device) for tensor in found]).amax()
-            self._skipped = self._skipped + self._last_skipped
+        found = self._found_inf_per_device(optimizer).values()
+        skip = torch.stack([tensor.to(self._scale.device) for tensor in found]).amax()
+        self._skips[optimizer] = skip
+        self._skipped = self._skipped + skip
         return result
 
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the optimizer left the parameters alone at the last step."""
-        return self._last_skipped is not None and bool(self._last_skipped.item())
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if self._unscaled or new_scale is not None:
+            super().update(new_scale)
+            self._unscaled.clear()
+
+    def skipped(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer left its parameters alone at its last step. Waits for the device."""
+        return optimizer in self._skips and bool(self._skips[optimizer].item())
 
     @property
     def skipped_steps(self) -> Tensor | float:

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from exp.config.slots import slot_of
 from exp.construct import construct
 from exp.data.data import Data
 from exp.data.randomness import initialisation
@@ -34,9 +35,6 @@ from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
 from exp.types import DataSpec
 
-# Keys of the optimizer and scheduler nodes that are ours, not the target's.
-OPTIMIZER_KEYS = ("groups", "exempt_from_decay")
-SCHEDULER_KEYS = ("interval", "monitor")
 SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
 
 
@@ -205,8 +203,7 @@ def build_objective(plain: Mapping[str, Any]) -> Objective:
 
 def build_optimization(plain: Mapping[str, Any]) -> Optimization:
     allow = _allow(plain)
-    optimizer = {key: value for key, value in plain["optimizer"].items() if key not in OPTIMIZER_KEYS}
-    scheduler = {key: value for key, value in plain["scheduler"].items() if key not in SCHEDULER_KEYS}
+    optimizer, scheduler = target_values(plain, "optimizer"), target_values(plain, "scheduler")
     return Optimization(
         optimizer_factory=construct({**optimizer, "_partial_": True}, key="optimizer", allow=allow),
         groups=plain["optimizer"]["groups"],
@@ -215,6 +212,12 @@ def build_optimization(plain: Mapping[str, Any]) -> Optimization:
         interval=plain["scheduler"]["interval"],
         monitor=plain["scheduler"]["monitor"],
     )
+
+
+def target_values(plain: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The node at a key without the keys that exp reads itself: what its target is called with."""
+    reserved = slot_of(key).reserved
+    return {name: value for name, value in plain[key].items() if name not in reserved}
 
 
 def build_entries(plain: Mapping[str, Any], group: str, **offers: Any) -> dict[str, Any]:

@@ -70,11 +70,6 @@ def validate(config: DictConfig) -> None:
         raise ConfigError(faults)
 
 
-def faults_of(config: DictConfig) -> list[Fault]:
-    """All faults of a composed config; none means that it can run."""
-    return list(examine(config).faults)
-
-
 def examine(config: DictConfig) -> Examination:
     """All faults of a composed config, and what will run where there are none.
 
@@ -163,7 +158,6 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
             built.append(build_network(plain, spec, device="meta"))
         except ProgramError as error:
             raise ConfigError([program_fault(config, error.key or "model.forward", error)]) from error
-        refuse_integers(built[-1])
         return built[-1]
 
     seen = examine_shapes(network_factory=network, spec=spec, objective=built[0])
@@ -220,19 +214,6 @@ def _strategy_faults(
 def _limit(trainer: Mapping[str, Any], name: str) -> int:
     limit = trainer.get(name)
     return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
-
-
-def refuse_integers(network: nn.Module) -> None:
-    """Lets a linear layer that is fed integers fail, as it does with numbers: on the meta device it would not."""
-    from torch import nn
-
-    def refuse(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        if inputs and not inputs[0].is_floating_point() and module.weight.is_floating_point():
-            raise RuntimeError(f"the input is {inputs[0].dtype}, the weight {module.weight.dtype}")
-
-    for module in network.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(refuse)
 
 
 def _holds_unknown(value: Any) -> bool:

@@ -20,7 +20,7 @@ from exp.config.reading import MAX_NODES, read
 from exp.config.schema import SCHEMA
 from exp.config.slots import COLLECTIONS, NODES
 from exp.errors import ConfigError, Fault
-from exp.validation import examine, faults_of, validate
+from exp.validation import examine, validate
 
 CONF = Path(exp.__file__).parent / "conf"
 NEWCOMER = Path(exp.__file__).parents[2] / ".ci" / "newcomer"
@@ -63,7 +63,7 @@ def empty(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_yaml_composes_and_passes_the_check(command, empty):
-    assert faults_of(compose(command)) == []
+    assert examine(compose(command)).faults == ()
 
 
 def test_every_option_is_in_the_test_above():
@@ -148,7 +148,7 @@ def test_ones_own_conf_layer_data_and_hook_pass(empty, capsys):
 
 def test_an_allowed_package_on_the_command_line_passes(empty):
     node = "+metrics.mine={_target_: sklearn.linear_model.LogisticRegression}"
-    faults = faults_of(compose([node, "security.allow=[sklearn]"]))
+    faults = examine(compose([node, "security.allow=[sklearn]"])).faults
     # Allowed, and then refused by its place.
     assert [fault.key for fault in faults] == ["metrics.mine._target_"]
     assert "torchmetrics.Metric" in faults[0].expected
@@ -184,7 +184,7 @@ class TestSources:
     """The file that a fault names is the one that set the key last."""
 
     def fault(self, command: list[str], key: str) -> Fault:
-        return next(fault for fault in faults_of(compose(command)) if fault.key == key)
+        return next(fault for fault in examine(compose(command)).faults if fault.key == key)
 
     def test_the_command_line_over_a_file(self, empty):
         assert self.fault(["seed=-1"], "seed").source == "command line"
@@ -303,7 +303,7 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         assert fault.key
         assert len(str(fault)) < 2000
         assert "\n" not in str(fault)
-    for fault in faults_of(config):
+    for fault in examine(config).faults:
         assert isinstance(fault, Fault)
 
 

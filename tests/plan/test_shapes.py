@@ -12,7 +12,7 @@ from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import CrossEntropy
-from exp.plan.shapes import ShapeExamination, examine_shapes, shape_faults
+from exp.plan.shapes import ShapeExamination, examine_shapes
 from exp.types import DataSpec
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
@@ -169,7 +169,7 @@ def test_a_network_that_cannot_be_built_is_a_fault() -> None:
     def fail() -> nn.Module:
         raise TypeError("no such argument")
 
-    (fault,) = shape_faults(network_factory=fail, spec=DIGITS)
+    (fault,) = examine_shapes(network_factory=fail, spec=DIGITS).faults
     assert (fault.key, fault.got) == ("model", "TypeError: no such argument")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ def examine_shapes(
             network = network_factory()
         except Exception as error:  # a user's own layer may raise anything; each is reported by its key
             return _failure(error, watch, watch.root, parameters=None)
+        _refuse_integers(network)
         parameters = sum(parameter.numel() for parameter in network.parameters())
         watch.clear()
         try:
@@ -60,11 +62,16 @@ def examine_shapes(
     return ShapeExamination(faults=tuple(faults), parameters=parameters)
 
 
-def shape_faults(
-    *, network_factory: Callable[[], nn.Module], spec: DataSpec, objective: Objective | None = None
-) -> list[Fault]:
-    """The faults that examine_shapes finds."""
-    return list(examine_shapes(network_factory=network_factory, spec=spec, objective=objective).faults)
+def _refuse_integers(network: nn.Module) -> None:
+    """Lets a linear layer that is fed integers fail, as it does with numbers: on the meta device it would not."""
+
+    def refuse(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
+        if inputs and not inputs[0].is_floating_point() and module.weight.is_floating_point():
+            raise RuntimeError(f"the input is {inputs[0].dtype}, the weight {module.weight.dtype}")
+
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(refuse)
 
 
 def _failure(error: Exception, watch: Watch, network: nn.Module | None, *, parameters: int | None) -> ShapeExamination:

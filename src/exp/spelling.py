@@ -1,9 +1,10 @@
-"""The nearest right spellings of a mistyped word, and lists cut to what a reader can take in."""
+"""The nearest right spellings of a mistyped word, and values and lists cut to what a reader can take in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from typing import Any
 
 # Below this likeness a proposal is a guess that misleads: "lr" is not "seed".
 LIKENESS = 0.6
@@ -35,6 +36,16 @@ def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
     near = nearest(word, names, count=count) if word else []
     first = (near + [name for name in names if name not in near])[: count - 2]
     return f"{', '.join(first)} ... ({len(names)} in all)"
+
+
+def show(value: Any) -> str:
+    """A value as a reader of the YAML knows it, cut to a line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _likeness(word: str, name: str) -> float:

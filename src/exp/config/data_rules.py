@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 from exp.config.kinds import UNKNOWN, is_node
-from exp.config.structure import show
 from exp.config.values import Values
+from exp.data.shares import share_faults
 from exp.errors import Fault
-from exp.spelling import did_you_mean
+from exp.spelling import show
 from exp.types import STAGES
 
 # Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
@@ -39,28 +37,10 @@ def data_names_its_sets(values: Values) -> Iterator[Fault]:
 
 
 def parts_are_shares(values: Values) -> Iterator[Fault]:
-    """Parts are fractions, or numbers of samples; fractions leave nothing over, or something."""
+    """Parts are fractions, or numbers of samples, as the data sets themselves keep it."""
     parts = values["data.parts"]
-    if not isinstance(parts, dict):
-        return
-    fractions = 0.0
-    for name, size in parts.items():
-        key = f"data.parts.{name}"
-        if name not in ("train", "val", "test"):
-            yield Fault(key=key, got="no part", expected="train, val or test", cure=did_you_mean(str(name), STAGES))
-        elif not is_share(size):
-            yield Fault(key=key, got=show(size), expected="a fraction from 0 to 1, or a whole number of samples")
-        elif isinstance(size, float) and size <= 1:
-            fractions += size
-    if fractions > 1 + 1e-9:
-        yield Fault(key="data.parts", got=f"fractions that add up to {fractions:g}", expected="1 at most")
-
-
-def is_share(size: Any) -> bool:
-    if size is UNKNOWN:
-        return True
-    is_number = isinstance(size, int | float) and not isinstance(size, bool)
-    return is_number and math.isfinite(size) and size >= 0 and (size <= 1 or size == int(size))
+    if isinstance(parts, dict):
+        yield from share_faults({name: size for name, size in parts.items() if size is not UNKNOWN})
 
 
 def task_fits_data(values: Values) -> Iterator[Fault]:

@@ -13,10 +13,9 @@ from exp.config.data_rules import data_names_its_sets, parts_are_shares, task_fi
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import packages_allowed_by
 from exp.config.kinds import UNKNOWN
-from exp.config.structure import show
 from exp.config.values import Values
 from exp.errors import Fault
-from exp.spelling import among, did_you_mean
+from exp.spelling import among, did_you_mean, show
 
 
 def rule_faults(plain: dict[str, Any]) -> list[Fault]:

@@ -13,7 +13,7 @@ from exp.config.reading import leaves
 from exp.config.schema import PRESENT, SCHEMA, VALUES, Rule
 from exp.config.slots import COLLECTIONS, NODES
 from exp.errors import Fault
-from exp.spelling import among, did_you_mean, nearest
+from exp.spelling import among, did_you_mean, nearest, show
 
 
 def structure_faults(plain: dict[str, Any]) -> list[Fault]:
@@ -25,16 +25,6 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
         *_bounded(plain),
         *_layers(plain),
     ]
-
-
-def show(value: Any) -> str:
-    """A value as a reader of the YAML knows it, cut to a line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def value_fault(

@@ -11,6 +11,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from exp.data.faults import data_fault
 from exp.data.in_memory import Divided, Indexed, Prepared, Selection, Tensors, as_indexed
 from exp.data.randomness import seed_for
+from exp.data.shares import share_faults
+from exp.errors import ConfigError
 from exp.types import STAGES, Stage
 
 DEFAULT_PARTS: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
@@ -64,18 +66,8 @@ def checked_sizes(sizes: Mapping[str, int | float]) -> dict[str, int | float]:
 
     Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
     """
-    for name, size in sizes.items():
-        if name not in STAGES:
-            raise data_fault(f"parts.{name}", got="a part", expected="train, val and test alone")
-        if isinstance(size, bool) or not isinstance(size, int | float) or size < 0 or (size > 1 and size != int(size)):
-            raise data_fault(
-                f"parts.{name}", got=repr(size), expected="a fraction between 0 and 1, or a whole number of samples"
-            )
-    fractions = sum(size for size in sizes.values() if isinstance(size, float) and size <= 1)
-    if fractions > 1 + 1e-9:
-        raise data_fault(
-            "parts", got=f"fractions that add up to {fractions:g}", expected="1 at most", cure="Make one part smaller"
-        )
+    if faults := share_faults(sizes):
+        raise ConfigError(faults)
     # A float above 1 comes from a command line such as parts.val=1e3.
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 

@@ -165,7 +165,7 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
     if not more and len(built) == 2:
         more = _around_the_network(plain, built[1], faults)
         if placement is not None:
-            more += _strategy_faults(plain, built[1], placement, faults)
+            more += _strategy_faults(plain, built, placement, faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
@@ -192,9 +192,9 @@ def _around_the_network(plain: Mapping[str, Any], network: nn.Module, faults: Se
 
 
 def _strategy_faults(
-    plain: Mapping[str, Any], network: nn.Module, placement: Placement, faults: Sequence[Fault]
+    plain: Mapping[str, Any], built: Sequence[Any], placement: Placement, faults: Sequence[Fault]
 ) -> list[Fault]:
-    """What the strategy cannot do with this network and this run."""
+    """What the strategy cannot do with this run. built: its objective and its network."""
     from exp.build import build_strategy
     from exp.strategies.strategy import Planned, Strategy
 
@@ -202,11 +202,12 @@ def _strategy_faults(
     if _touched(faults, ("precision", "trainer", "objective")) or not isinstance(strategy, Strategy):
         return []
     planned = Planned(
-        network=network,
+        network=built[1],
         placement=placement,
         batch_size=plain["data"]["batch_size"],
         precision=plain["precision"]["word"],
         config=plain,
+        needs=built[0].needs,
     )
     return list(strategy.faults(planned))
 

@@ -15,8 +15,10 @@ from torchmetrics import Metric
 from exp.data.randomness import reseed
 from exp.engine.epoch_values import EpochValues
 from exp.engine.length import Limits, total_epochs, total_steps
-from exp.errors import RunError
+from exp.engine.naming import forward_by_name, target_of
+from exp.engine.several_passes import detached, make_passes, needing
 from exp.objectives.objective import Objective
+from exp.objectives.passes import Passes
 from exp.optim.optimization import Optimization
 from exp.precision.plugin import RunPrecision
 from exp.types import STAGES, Batch, Stage
@@ -88,7 +90,8 @@ class TrainingModule(LightningModule):
         self._train_values = self.values_of("train")
         # Not a submodule: what calls the network may hold it in another wrapping, and the state dict has it once.
         self.__dict__["run_network"] = network
-        self._call = network_call(network)
+        self._run = forward_by_name(network)
+        self._needs = objective.needs
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the hook under way forty times a step; nn.Module would look for parameters in it.
@@ -125,7 +128,7 @@ class TrainingModule(LightningModule):
             parts = {name: part * weight for name, part in parts.items()}
         last.loss, last.parts = loss.detach(), parts
         if self._train_values.metrics and batch.size:
-            self._train_values.update_metrics(values["output"].detach(), _target(values))
+            self._train_values.update_metrics(values["output"].detach(), target_of(values))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -181,76 +184,42 @@ class TrainingModule(LightningModule):
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
         values, loss, parts = self._forward(batch)
         epoch_values = self.values_of(stage)
-        target = _target(values) if epoch_values.metrics else None
+        target = target_of(values) if epoch_values.metrics else None
         epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
 
     def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
         """The values by name, the objective, and its terms."""
-        data = batch.data
-        if isinstance(data, Mapping):
-            output = self._call(self.run_network, data)
-            values = dict(data)
-        else:
-            values = _named(data)
-            output = self.run_network(values["input"])
-        if isinstance(output, Mapping):
-            values.update(output)
-            if "output" not in output:
-                values["output"] = output
-        else:
-            values["output"] = output
+        if self._needs:
+            return self._forward_with_passes(batch)
+        values = self._run(self.run_network, batch.data)
         loss, parts = self.objective(values, batch)
         return values, loss, parts
 
+    def _forward_with_passes(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+        with needing(self._needs, self.network):
+            passes = self.passes(batch, self._needs)
+            values = passes.run()
+            loss, parts = self.objective(values, batch, passes)
+        if not self.training:
+            values = {**values, "output": detached(values["output"])}
+        return values, loss, parts
 
-def _named(data: Any) -> dict[str, Any]:
-    """The values of a batch without names: input and target, or input alone where the data set has no targets."""
-    if type(data) in (tuple, list) and len(data) == 2:
-        return {"input": data[0], "target": data[1]}
-    if isinstance(data, Tensor):
-        return {"input": data}
-    if isinstance(data, Sequence) and 1 <= len(data) <= 2:
-        return dict(zip(("input", "target"), data, strict=False))
-    got = f"{len(data)} values" if isinstance(data, Sequence) else f"a {type(data).__name__}"
-    raise RunError(
-        f"the data set gives {got} for a sample; expected (input, target), the input alone, or a mapping of names"
-    )
+    def passes(self, batch: Batch, needs: frozenset[str], *, run_network: Callable[..., Any] | None = None) -> Passes:
+        """What an objective with these needs is given for a batch; made inside `needing`.
 
-
-def _target(values: Mapping[str, Any]) -> Any:
-    """What metrics compare the output with."""
-    if "target" in values:
-        return values["target"]
-    raise RunError(
-        f"metrics compare output with target, which the batch does not give; there are {', '.join(sorted(values))}. "
-        "Name the entry `target` in the data set, or take the metrics out with metrics=[]"
-    )
+        run_network: by default this module's.
+        """
+        precision = self._trainer.precision_plugin
+        is_scaled = isinstance(precision, RunPrecision) and precision.is_scaled and self.training
+        return make_passes(
+            needs,
+            network=self.network,
+            run=self._run,
+            data=batch.data,
+            runner=run_network or self.run_network,
+            loss_scale=precision.loss_scale if is_scaled else None,
+        )
 
 
 # Lightning reads the signature at every step; this is where inspect looks first.
 TrainingModule.training_step.__signature__ = inspect.signature(TrainingModule.training_step)
-
-
-def network_call(network: nn.Module) -> Callable[[Callable[..., Any], Mapping[str, Tensor]], Any]:
-    """How a network, or what runs it, is called with a batch that is a mapping: with the entries its forward names.
-
-    Where it names none of them, with the entry `input` alone.
-    """
-    names = tuple(
-        name
-        for name, parameter in inspect.signature(network.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    )
-
-    def call(run_network: Callable[..., Any], data: Mapping[str, Tensor]) -> Any:
-        named = {name: data[name] for name in names if name in data}
-        if named:
-            return run_network(**named)
-        if "input" in data:
-            return run_network(data["input"])
-        raise RunError(
-            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
-            "or an entry called input"
-        )
-
-    return call

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,42 +11,45 @@ from torch import Tensor, nn
 from exp.errors import RunError
 from exp.objectives.counting import counts_by_weight, reduction_fault, shared_mean
 from exp.objectives.shapes import checked_target
+from exp.objectives.term import AbstractTerm, needs_of
+from exp.objectives.values import full, pick
 from exp.spelling import nearest
 from exp.types import Batch
 
-HALF = (torch.float16, torch.bfloat16)
+if TYPE_CHECKING:
+    from exp.objectives.passes import Passes
 
 
-class Term(nn.Module):
-    """One part of the objective: a loss of one output of the network against one target.
+class Term(AbstractTerm):
+    """A loss of one output of the network against one target.
 
-    loss: a module called with (output, target) that gives a 0-d tensor, such as torch.nn.MSELoss.
+    loss: a module called with (output, target) that gives a 0-d tensor, such as torch.nn.MSELoss. One that declares
+        `needs` (objectives/term.py) is called with (output, target, passes).
     weight: its factor in the sum.
     output, target: which of the values it compares: `output` and `target`, or a name that the network's or the
         data set's mapping has.
     """
 
     def __init__(self, *, loss: nn.Module, weight: float = 1.0, output: str = "output", target: str = "target") -> None:
-        super().__init__()
+        super().__init__(weight=weight)
         self.loss = loss
-        self.weight = weight
         self.output = output
         self.target = target
         self._by_weight = counts_by_weight(loss)
 
-    def forward(self, values: Mapping[str, Tensor], batch: Batch | None = None) -> Tensor:
+    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
 
-        batch: whose share the values are, as Objective takes it.
+        batch: whose share the values are, as Objective takes it. passes: for a loss that declares needs.
 
         Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
         """
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
-        output = _full(_pick(values, self.output, "output"))
-        target = checked_target(module, output, _full(_pick(values, self.target, "target")))
+        output = full(pick(values, self.output, "output"))
+        target = checked_target(module, output, full(pick(values, self.target, "target")))
         if self._by_weight and batch is not None and batch.world_size > 1:
             return shared_mean(module, output, target, batch)
-        loss = module(output, target)
+        loss = module(output, target) if passes is None else module(output, target, passes)
         if loss.dim() != 0:
             raise RunError(
                 f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
@@ -59,46 +63,76 @@ class Objective(nn.Module):
 
     terms: by name; a bare loss module becomes a term of weight 1. The names are those of the tags
         `loss/<stage>/<term>`.
-    Raises: RunError where there is none, or where a loss is no mean over samples.
+    needs: what its terms need beside the values of one forward pass, words of NEEDS in objectives/term.py.
+    Raises: RunError where there is none, or where a loss is no mean over samples; ConfigError for needs that are none.
     """
+
+    needs: frozenset[str]
 
     def __init__(self, terms: Mapping[str, nn.Module]) -> None:
         super().__init__()
         if not terms:
             raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
         # A plain mapping, for an nn.ModuleDict refuses names such as `update` and is slow to read; the list registers.
-        self.terms = {name: term if isinstance(term, Term) else Term(loss=term) for name, term in terms.items()}
+        self.terms = {name: term if isinstance(term, AbstractTerm) else Term(loss=term) for name, term in terms.items()}
+        self._needs = {name: _needs(term, key=f"objective.{name}") for name, term in self.terms.items()}
+        self.needs = frozenset().union(*self._needs.values())
         for name, term in self.terms.items():
-            if fault := reduction_fault(term.loss):
+            if isinstance(term, Term) and (fault := reduction_fault(term.loss)):
                 key = f"objective.{name}.loss.reduction" if terms[name] is term else f"objective.{name}.reduction"
                 raise RunError(
                     f"{key}: {fault}; it must be 'mean', for each sample counts once. Take the line out, or scale the "
                     f"term with objective.{name}.weight"
                 )
         self._terms = nn.ModuleList(self.terms.values())
-        self._output = next(iter(self.terms.values())).output
+        self._output = next((term.output for term in self.terms.values() if isinstance(term, Term)), None)
 
-    def forward(self, values: Mapping[str, Tensor], batch: Batch | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def only(self, names: Collection[str]) -> Objective:
+        """The sum of some of the terms, in this one's order: the same modules, not copies.
+
+        Raises: RunError where a name is no term.
+        """
+        for name in names:
+            if name not in self.terms:
+                found = nearest(name, self.terms)
+                hint = f". Nearest: {found[0]}" if found else ""
+                raise RunError(f"the objective has no term {name!r}; there are {', '.join(self.terms)}{hint}")
+        return Objective({name: term for name, term in self.terms.items() if name in names})
+
+    def forward(
+        self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its parts.
 
         values: `output`, `target` and whatever else the network and the batch name.
         batch: whose share the values are. Where other ranks hold the rest of it, the mean over ranks, weighted by
             their samples, is the loss of the whole batch; every rank must call it then.
+        passes: of the step that gave the values; only where there are `needs`.
         Returns: the sum of weight times term, 0-d and with a gradient; and each term's own loss, 0-d, detached and
             not weighted.
+        Raises: RunError where a term's needs are not met.
         """
-        device = _pick(values, self._output, "output").device.type
+        device = self._device(values)
         if torch.is_autocast_enabled(device):
             # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
             with torch.autocast(device, enabled=False):
-                return self._sum(values, batch)
-        return self._sum(values, batch)
+                return self._sum(values, batch, passes)
+        return self._sum(values, batch, passes)
 
-    def _sum(self, values: Mapping[str, Tensor], batch: Batch | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _device(self, values: Mapping[str, Any]) -> str:
+        if self._output is not None:
+            return pick(values, self._output, "output").device.type
+        return next((value.device.type for value in values.values() if isinstance(value, Tensor)), "cpu")
+
+    def _sum(
+        self, values: Mapping[str, Any], batch: Batch | None, passes: Passes | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         total: Tensor | None = None
         parts: dict[str, Tensor] = {}
+        if passes is None and self.needs:
+            raise RunError(f"the terms need {', '.join(sorted(self.needs))}; the objective was called without passes")
         for name, term in self.terms.items():
-            loss = term(values, batch)
+            loss = term(values, batch, passes) if self._needs[name] else term(values, batch)
             parts[name] = loss.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss
             total = weighted if total is None else total + weighted
@@ -106,19 +140,6 @@ class Objective(nn.Module):
         return total, parts
 
 
-def _pick(values: Mapping[str, Tensor], name: str, role: str) -> Tensor:
-    if name in values:
-        value = values[name]
-        if type(value) is Tensor or isinstance(value, Tensor):  # the first is thrice as fast
-            return value
-        if not isinstance(value, Mapping):
-            raise RunError(f"a term's {role} {name!r} is a {type(value).__name__}; it must be a tensor")
-        values = value
-    found = nearest(name, values)
-    hint = f". Nearest: {found[0]}" if found else ""
-    there = ", ".join(sorted(values))
-    raise RunError(f"a term's {role} is {name!r}, which neither network nor batch gives; there are {there}{hint}")
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
+def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
+    needs = needs_of(term, key=key)
+    return needs | needs_of(term.loss, key=f"{key}.loss") if isinstance(term, Term) else needs

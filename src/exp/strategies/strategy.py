@@ -32,6 +32,7 @@ class Planned:
     network: on the meta device, every layer sized.
     batch_size: of the global batch, B.
     precision: the config's precision.word.
+    needs: what the objective needs beside one forward and one backward, words of NEEDS in objectives/term.py.
     config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
     """
 
@@ -40,6 +41,7 @@ class Planned:
     batch_size: int
     precision: str
     config: Mapping[str, Any]
+    needs: frozenset[str] = frozenset()
 
 
 class Strategy(ABC):

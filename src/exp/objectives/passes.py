@@ -1,0 +1,236 @@
+"""What a term is given that needs more than the values of one forward pass and one backward.
+
+class Smooth(AbstractTerm):
+    needs = frozenset({"input_gradients"})
+
+    def forward(self, values, batch, passes):
+        slope = passes.gradients(values["output"], values["input"])
+        return slope.flatten(1).square().sum(1).mean()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from exp.errors import RunError
+from exp.objectives.values import HALF, full
+
+Precision = Literal["step", "full"]
+# A sum over samples is differentiated, so that a factor on it reaches float16 whole: the largest that it holds.
+LARGEST_FACTOR = 2.0**15
+
+
+class Passes:
+    """More forward passes and gradients, of one step and one batch.
+
+    network: itself, not the wrapper of a strategy.
+    run: called with what runs the network and with a batch's data, gives the values by name, as the step names them.
+    data: of the batch. Its floating inputs become leaves that require grad where `inputs_require_grad`; the batch's
+        own tensors stay as they are.
+    inputs: the names of the network's inputs where the data is a mapping; of a pair the first is the input.
+    runner: what runs the network in this step; by default the network.
+    loss_scale: the factor on the loss of this step, 0-d or a float; None without a gradient scaler.
+
+    Autocast is that of the moment at which it is made: the step's.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: nn.Module,
+        run: Callable[[Callable[..., Any], Any], Mapping[str, Any]],
+        data: Any,
+        inputs: Sequence[str] = ("input",),
+        runner: Callable[..., Any] | None = None,
+        loss_scale: Tensor | float | None = None,
+        inputs_require_grad: bool = True,
+    ) -> None:
+        self.network = network
+        self.data = _leaves(data, inputs) if inputs_require_grad else data
+        self._run, self._runner, self._scale = run, runner or network, loss_scale
+        parameter = next(network.parameters(), None)
+        self._device = "cpu" if parameter is None else parameter.device.type
+        self._autocast = torch.is_autocast_enabled(self._device)
+        self._autocast_dtype = torch.get_autocast_dtype(self._device)
+
+    def run(self, data: Any = None, *, precision: Precision = "step") -> Mapping[str, Any]:
+        """The values by name of one more forward pass, with a graph.
+
+        data: by default the step's own. precision: `full` runs in float32 (float64 where the parameters are).
+        """
+        data = self.data if data is None else data
+        if precision == "step":
+            with self._as_the_step():
+                return self._run(self._runner, data)
+        with torch.autocast(self._device, enabled=False):
+            return self._run(self._in_full(self.network), _full(data))
+
+    def call(self, part: str, *inputs: Any, precision: Precision = "step") -> Any:
+        """What one part of the network gives for some inputs, such as its discriminator.
+
+        part: its dotted name; the empty one is the network. precision: as in `run`.
+        Raises: RunError where there is no such part.
+        """
+        try:
+            module = self.network.get_submodule(part)
+        except AttributeError as error:
+            names = [name for name, _ in self.network.named_children()]
+            raise RunError(f"the network has no part {part!r}; there are {', '.join(names)}") from error
+        if precision == "step":
+            with self._as_the_step():
+                return module(*inputs)
+        with torch.autocast(self._device, enabled=False):
+            return self._in_full(module)(*_full(inputs))
+
+    @overload
+    def gradients(self, output: Tensor, inputs: Tensor, *, create_graph: bool = ...) -> Tensor: ...
+    @overload
+    def gradients(
+        self, output: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = ...
+    ) -> tuple[Tensor, ...]: ...
+    def gradients(
+        self, output: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The gradients of an output's sum with respect to values that it was computed from, in float32 (or float64).
+
+        Row b of a gradient is that of sample b, where the network treats samples apart. Under a loss scale it is
+        computed with a factor that keeps float16 from underflowing, and divided by it, as PyTorch's AMP notes do:
+        https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
+
+        output: of any shape. inputs: one tensor, or several. create_graph: whether it can be differentiated again.
+        Raises: RunError where an input is of integers, or the output does not depend on it.
+        """
+        several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        for tensor in several:
+            _require_differentiable(tensor, output)
+        factor = self._factor(output)
+        with torch.autocast(self._device, enabled=False):
+            total = full(output).sum()
+            found = torch.autograd.grad(
+                total if factor is None else total * factor,
+                several,
+                create_graph=create_graph,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            if any(one is None for one in found):
+                raise RunError(
+                    "a term takes the gradient of a value with respect to another that it does not depend on"
+                )
+            result = tuple(full(one) if factor is None else full(one) / factor for one in found)
+        return result[0] if isinstance(inputs, Tensor) else result
+
+    def per_sample_gradients(
+        self, term: Callable[[Mapping[str, Any]], Tensor], *, create_graph: bool = True
+    ) -> dict[str, Tensor]:
+        """The gradient of a term for each sample by itself: parameter name to `[b, *shape]`, in float32 (or float64).
+
+        Computed by torch.func.vmap of grad of functional_call. Parameters that do not learn are left out.
+
+        term: called with the values of a batch of one sample, gives a 0-d tensor; an objective's own term will do.
+        create_graph: whether the gradients can be differentiated again, with respect to the parameters.
+        Raises: RunError where a layer mixes the samples of a batch.
+        """
+        _refuse_mixing(self.network)
+        learning = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        parameters = learning if create_graph else {name: p.detach() for name, p in learning.items()}
+
+        def loss(parameters: dict[str, Tensor], sample: Any) -> Tensor:
+            def runner(*inputs: Any, **named: Any) -> Any:
+                return functional_call(self.network, parameters, inputs, named)
+
+            with self._as_the_step():
+                values = self._run(runner, _mapped(sample, lambda tensor: tensor.unsqueeze(0)))
+            with torch.autocast(self._device, enabled=False):
+                value = full(term(values))
+            return value if factor is None else value * factor
+
+        factor = self._factor(None)
+        found = vmap(grad(loss), in_dims=(None, 0), randomness="different")(parameters, self.data)
+        return {name: full(one) if factor is None else full(one) / factor for name, one in found.items()}
+
+    def _as_the_step(self) -> AbstractContextManager[Any]:
+        # Without a cache of cast weights, which may have been filled where no gradient was kept.
+        return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
+
+    def _factor(self, output: Tensor | None) -> Tensor | float | None:
+        """On an inner gradient: the loss scale, shared over the samples that are summed; None without one."""
+        if self._scale is None:
+            return None
+        samples = len(output) if output is not None and output.dim() else 1
+        if isinstance(self._scale, Tensor):
+            return (self._scale / samples).clamp(1.0, LARGEST_FACTOR)
+        return min(max(self._scale / samples, 1.0), LARGEST_FACTOR)
+
+    def _in_full(self, module: nn.Module) -> Callable[..., Any]:
+        """The module in full precision: autocast is off already, and parameters of half precision are cast."""
+        held = dict(module.named_parameters()) | dict(module.named_buffers())
+        cast = {name: tensor.float() for name, tensor in held.items() if tensor.dtype in HALF}
+        if not cast:
+            return module
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            return functional_call(module, cast, inputs, named)
+
+        return run
+
+
+def _leaves(data: Any, inputs: Sequence[str]) -> Any:
+    """The same batch with floating inputs that require grad; what they share is storage, not the tensors."""
+    if isinstance(data, Tensor):
+        return _leaf(data)
+    if isinstance(data, Mapping):
+        return {name: _leaf(value) if name in inputs else value for name, value in data.items()}
+    return type(data)([_leaf(data[0]), *data[1:]])
+
+
+def _leaf(value: Any) -> Any:
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if is_floating else value
+
+
+def _full(data: Any) -> Any:
+    return _mapped(data, full)
+
+
+def _mapped(data: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The function's results in the same structure: a tensor, a mapping, a pair."""
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return {name: _mapped(value, function) for name, value in data.items()}
+    if isinstance(data, tuple | list):
+        return type(data)(_mapped(value, function) for value in data)
+    return data
+
+
+def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
+    if not tensor.is_floating_point():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise RunError(
+            f"a term takes the gradient with respect to a value of {dtype}, and a whole number has none; it must be "
+            "floating. Let the network return its embedding by a name, and take the gradient with respect to that"
+        )
+    if not tensor.requires_grad:
+        raise RunError(
+            "a term takes the gradient with respect to a value that was computed without one; it must be an input of "
+            "the network or follow from its parameters"
+        )
+    if not output.requires_grad:
+        raise RunError("a term takes the gradient of a value that depends on no input and no parameter")
+
+
+def _refuse_mixing(network: nn.Module) -> None:
+    """Raises: RunError for batch norm, which has no gradient of one sample by itself while it trains."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise RunError(
+                f"{name} is a {type(module).__name__}, which mixes the samples of a batch: there is no gradient of one "
+                "sample by itself. Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place"
+            )

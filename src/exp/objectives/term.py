@@ -1,0 +1,71 @@
+"""What a term of the objective is, and what it may need beside the values of one forward pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from exp.errors import ConfigError, Fault
+from exp.spelling import nearest
+from exp.types import Batch
+
+if TYPE_CHECKING:
+    from exp.objectives.passes import Passes
+
+# What a term may declare as `needs`, and what it is given for it (objectives/passes.py).
+NEEDS = {
+    "input_gradients": "the network's inputs require grad, and the step's graph can be differentiated twice",
+    "forward_passes": "the network, or a part of it, can be run again",
+    "per_sample_gradients": "a term's gradient for each sample by itself",
+    "retained_graph": "gradients taken from the step's graph before its backward",
+}
+# Of these, what differentiates a gradient once more: no compiled network, no fused attention.
+TWICE = frozenset({"input_gradients", "per_sample_gradients"})
+
+
+class AbstractTerm(nn.Module, ABC):
+    """One part of the objective: a mean over samples, of values that it finds by name.
+
+    needs: a class attribute, words of NEEDS. With any of them `forward` is given `passes`, else None.
+    weight: its factor in the sum.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = weight
+
+    @abstractmethod
+    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+        """The unweighted loss of this rank's share, 0-d, in float32 (float64 where the values are float64).
+
+        values: `output`, `target`, `input` and whatever else the network and the batch name. Autocast is off.
+        """
+
+
+def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
+    """What a term or a loss module declares that it needs; nothing where it declares nothing.
+
+    key: of the term in the config.
+    Raises: ConfigError where a word is none of NEEDS.
+    """
+    declared = getattr(module, "needs", frozenset())
+    words = frozenset([declared] if isinstance(declared, str) else declared)
+    faults = []
+    for word in sorted(words - NEEDS.keys()):
+        found = nearest(word, NEEDS)
+        faults.append(
+            Fault(
+                key=key,
+                got=f"{type(module).__name__}.needs has {word!r}",
+                expected=f"words of {', '.join(NEEDS)}",
+                cure=f"Nearest: {found[0]}" if found else None,
+            )
+        )
+    if faults:
+        raise ConfigError(faults)
+    return words

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from exp.data.randomness import reseed
+from exp.engine.clipping import clip
 from exp.engine.epoch_values import EpochValues
 from exp.engine.length import Limits, total_epochs, total_steps
 from exp.engine.naming import forward_by_name, target_of
@@ -156,6 +157,18 @@ class TrainingModule(LightningModule):
                 config["frequency"] = trainer.check_val_every_n_epoch or 1
         return {"optimizer": optimizer, "lr_scheduler": config}
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips true gradients, of all ranks that hold parts of the model."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        clip(
+            parameters,
+            value=gradient_clip_val,
+            algorithm=gradient_clip_algorithm,
+            strategy=self.trainer.strategy,
+        )
+
     def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
         """Not where the loss scale had the optimizer skip its step: the schedule counts updates of the weights."""
         if metric is not None:
@@ -171,8 +184,8 @@ class TrainingModule(LightningModule):
             checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # The states of all ranks together: one rank takes them, the others start empty.
-        if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.trainer.is_global_zero:
+        # The states of all shares of the data together: the ranks of one share take them, the others start empty.
+        if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -1,0 +1,156 @@
+"""Lightning's side of strategies whose ranks hold parts of one network: fsdp, tensor_parallel, hybrid, pipeline.
+
+setup, once, in fit or test        the network is whole and the same on every rank, weights of a checkpoint included
+  place_model()                    shards or cuts it in place; a subclass says how
+  configure_optimizers             of the parts; before placing where a rank holds only some of the parameters
+checkpoints                        whole, see whole_state.py
+norms, total_norm                  of whole gradients, over all ranks
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+
+from exp.errors import RunError
+from exp.strategies.placement import Placement
+from exp.strategies.whole_state import Whole, WholeState
+
+
+class ModelParallel(WholeState):
+    """Base. A subclass gives `place_model`, and `gather`, `part` and `copies` where its parts are no DTensors.
+
+    With `holds_every_name` False the optimizers are made of the whole network, before it is cut, and keep the
+    parameters that this rank is left with: their groups, and a checkpoint's indices, are those of one process.
+
+    data_group: the ranks that hold the same part of the model, one a share of the batch. model_group: the ranks that
+        hold the parts of one model, and work on one share of a batch. None before the process group is joined.
+    """
+
+    def __init__(self, *, placement: Placement) -> None:
+        super().__init__(placement=placement)
+        self.data_group: dist.ProcessGroup | None = None
+        self._parameter_names: list[str] = []
+
+    @abstractmethod
+    def place_model(self) -> None:
+        """Shards or cuts `self.lightning_module.network` in place. Called once, on every rank.
+
+        Every rank has the whole network with the same numbers, on `root_device`.
+        """
+
+    def copies(self, name: str, part: Tensor) -> int:
+        """How many ranks of the run hold this same part of a tensor: in a norm over all ranks it counts once."""
+        if not isinstance(part, DTensor):
+            return self.placement.data_ranks
+        mesh = part.device_mesh
+        alike = [mesh.size(dim) for dim, place in enumerate(part.placements) if place.is_replicate()]
+        return torch.Size(alike).numel() * (self.placement.world_size // mesh.size())
+
+    # --- placing ---
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        if self.data_group is None:
+            self._make_groups()
+
+    def _make_groups(self) -> None:
+        """Every rank makes every group, in the same order, as torch asks."""
+        ranks, together = self.placement.world_size, self.placement.model_ranks
+        models = [list(range(first, first + together)) for first in range(0, ranks, together)]
+        alike = [list(range(place, ranks, together)) for place in range(together)]
+        self.model_group, _ = dist.new_subgroups_by_enumeration(models)
+        self.data_group, _ = dist.new_subgroups_by_enumeration(alike)
+
+    def setup(self, trainer: Trainer) -> None:
+        """In the place of DDPStrategy's, which wraps the module and sends rank 0's numbers to all."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        is_first = self.whole is None
+        if is_first:
+            self.model = self.precision_plugin.convert_module(self.model)
+            self._remember_whole()
+        self.model_to_device()
+        if fitting and not self.holds_every_name:
+            if not is_first:
+                raise RunError("the network was cut into parts before; expected fit before any other stage")
+            self.setup_optimizers(trainer)
+        if is_first:
+            before = dict(self.lightning_module.named_parameters())
+            self.place_model()
+            self._keep_what_is_left(before)
+            self._share_metrics()
+        if fitting and self.holds_every_name:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        # A step that one part must skip is skipped by all.
+        self.precision_plugin.agree_over(dist.group.WORLD)
+
+    def _remember_whole(self) -> None:
+        module = self.lightning_module
+        self._parameter_names = [name for name, _ in module.named_parameters()]
+        self.whole = {
+            name: Whole(shape=value.shape, dtype=value.dtype)
+            for name, value in module.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
+
+    def _keep_what_is_left(self, before: Mapping[str, nn.Parameter]) -> None:
+        if self.holds_every_name:
+            return
+        left = {id(before[name]): parameter for name, parameter in self.lightning_module.named_parameters()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [left[id(old)] for old in group["params"] if id(old) in left]
+
+    def _share_metrics(self) -> None:
+        """Ranks of one model see the same samples, which count once: over the ranks of the data."""
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.process_group = self.data_group
+
+    # --- norms ---
+
+    def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The 2-norm of each whole tensor, 0-d, of all that any rank has. Every rank must call it.
+
+        tensors: gradients, say: this rank's parts of them, by the names of the module's parameters.
+        """
+        # The squares, and whether a rank has the tensor at all.
+        found = torch.zeros(2, len(self._parameter_names), dtype=torch.float64, device=self.root_device)
+        for place, name in enumerate(self._parameter_names):
+            if name in tensors:
+                found[0, place] = self._share_of_square(name, tensors[name])
+                found[1, place] = 1.0
+        dist.all_reduce(found)
+        roots, there = found[0].sqrt(), found[1].tolist()
+        return {name: roots[place] for place, name in enumerate(self._parameter_names) if there[place]}
+
+    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of all parameters together, 0-d, in float64. Every rank must call it."""
+        names = self._names()
+        total = torch.zeros((), dtype=torch.float64, device=self.root_device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                total += self._share_of_square(names[id(parameter)], parameter.grad)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def _share_of_square(self, name: str, part: Tensor) -> Any:
+        return torch.linalg.vector_norm(local(part), dtype=torch.float64).square() / self.copies(name, part)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies here; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

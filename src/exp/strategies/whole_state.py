@@ -1,0 +1,178 @@
+"""Checkpoints in the form of one process, of a model whose parts lie in several ranks: any strategy reads them.
+
+Whole tensors under the names of the whole module; an optimizer's state under the indices that one process counts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from exp.strategies.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A tensor of the whole module, as one process has it: what the ranks' parts of it add up to."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class WholeState(DDPStrategy, ABC):
+    """Saves and loads whole tensors. The parts are DTensors, or what a subclass makes of `gather` and `part`.
+
+    holds_every_name: every rank holds a part of every parameter; False where a rank holds some of them and not the
+        others, as a stage of a pipeline does.
+    whole: everything in the whole module's state dict, by name. None before the module is placed.
+    """
+
+    holds_every_name: bool = True
+
+    def __init__(self, *, placement: Placement) -> None:
+        super().__init__(process_group_backend=placement.backend)
+        self.placement = placement
+        self.model_group: dist.ProcessGroup | None = None
+        self.whole: dict[str, Whole] | None = None
+        # Names of the whole module's parameters: by optimizer, by group.
+        self._groups: list[list[list[str]]] = []
+
+    # --- one tensor ---
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor of which `part` is this rank's. Every rank of the model must call it with the same name.
+
+        name: of the parameter or buffer in the module's state dict; `part` may also be a gradient or an optimizer's
+            state of the same layout.
+        """
+        return part.full_tensor() if isinstance(part, DTensor) else part
+
+    def part(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, laid out like `like`: the reverse of `gather`."""
+        if not isinstance(like, DTensor):
+            return whole
+        # Every rank has read the same checkpoint: nothing is sent.
+        whole = whole.to(like.to_local().device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+    # --- the module ---
+
+    def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by name, on rank 0 and on CPU; nothing on the others. Every rank must call it."""
+        return self._collected({name: self._kept(self.gather(name, part.detach())) for name, part in parts.items()})
+
+    def parts_of(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole tensors, laid out like those of the same name. No rank waits for another."""
+        return {name: self.part(name, values[name], held) for name, held in like.items() if name in values}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.gather_all(self.lightning_module.state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, values = self.lightning_module, checkpoint["state_dict"]
+        if self.whole is not None:
+            # What lies in other ranks is theirs to load; what nobody has is torch's to tell.
+            unknown = {name: value for name, value in values.items() if name not in self.whole}
+            values = unknown | self.parts_of(values, module.state_dict())
+        module.load_state_dict(values, strict=strict)
+
+    # --- optimizers ---
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        names = self._names()
+        self._groups = [
+            [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As one process's `optimizer.state_dict()`, whole on rank 0. Every rank must call it."""
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        members = self._groups[self.optimizers.index(optimizer)]
+        names = self._names()
+        entries = {
+            names[id(parameter)]: {
+                key: self._whole_entry(names[id(parameter)], value, parameter) for key, value in entry.items()
+            }
+            for parameter, entry in optimizer.state.items()
+        }
+        entries = self._collected(entries)
+        index = _indices(members)
+        return {
+            "state": {number: entries[name] for name, number in index.items() if name in entries},
+            "param_groups": [
+                {**group, "params": [index[name] for name in held]}
+                for group, held in zip(optimizer.state_dict()["param_groups"], members, strict=True)
+            ],
+        }
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        held = dict(self.lightning_module.named_parameters())
+        for optimizer, members, saved in zip(
+            self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True
+        ):
+            index = _indices(members)
+            # The same order without the parameters of other ranks: torch counts these alone.
+            own = {name: number for number, name in enumerate(name for name in index if name in held)}
+            state = {
+                own[name]: {
+                    key: self._part_of_entry(name, value, held[name])
+                    for key, value in saved["state"][index[name]].items()
+                }
+                for name in own
+                if index[name] in saved["state"]
+            }
+            groups = [
+                {**group, "params": [own[name] for name in names if name in own]}
+                for group, names in zip(saved["param_groups"], members, strict=True)
+            ]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _whole_entry(self, name: str, value: Any, parameter: Tensor) -> Any:
+        """An entry of a parameter's state: one number a weight is in parts as the weights are; others are counts."""
+        if not isinstance(value, Tensor):
+            return value
+        in_parts = isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
+        return self._kept(self.gather(name, value) if in_parts else value)
+
+    def _part_of_entry(self, name: str, value: Any, parameter: Tensor) -> Any:
+        assert self.whole is not None
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self.whole[name].shape:
+            return value
+        return self.part(name, value, parameter)
+
+    def _kept(self, whole: Tensor) -> Any:
+        """Only where it will be used: on CPU, for the model may be larger than a device."""
+        return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
+
+    def _collected(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Entries by name of all ranks of the first model, on rank 0."""
+        assert self.whole is not None
+        if self.holds_every_name:
+            return mine if self.is_global_zero else {}
+        if self.placement.data_rank(self.global_rank) != 0:
+            return {}
+        everyone: list[Any] | None = [None] * self.placement.model_ranks if self.is_global_zero else None
+        dist.gather_object(mine, everyone, dst=0, group=self.model_group)
+        found = {name: value for one in everyone or () for name, value in one.items()}
+        return {name: found[name] for name in [*self.whole, *found] if name in found}
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+
+
+def _indices(members: list[list[str]]) -> dict[str, int]:
+    """The index that one process gives each parameter of an optimizer."""
+    return {name: number for number, name in enumerate(name for group in members for name in group)}

@@ -58,7 +58,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     try:
         return target(*positional, **arguments)
     except ProgramError as error:
-        error.key = error.key or f"{key}.forward"
+        error.key = error.key or f"{key}.{error.place}"
         raise
     except ConfigError as error:
         raise ConfigError([_placed(fault, key) for fault in error.faults]) from error

@@ -6,7 +6,8 @@ The layers' keys in the state dict are what a hand-written module would have: `l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import keyword
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, fx, nn
@@ -16,7 +17,8 @@ from exp.models.codegen import compile_forward
 from exp.models.freezing import freeze as freeze_parameters
 from exp.models.initialisation import Scheme, initialise
 from exp.models.layers import Parameter
-from exp.models.program import Program, parse
+from exp.models.program import Program, layers_used, parse
+from exp.models.program_error import ProgramError
 from exp.models.tracing import trace
 
 _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -30,6 +32,8 @@ class ProgramModel(nn.Module):
     layers: name to layer. A layer is a Module, a Parameter, or a list or mapping of these, which becomes a ModuleList,
         ParameterList, ModuleDict or ParameterDict. A container may be a layer of another.
     forward: the forward program (docs/models.md), or None to fold the layers where the class does so.
+    programs: further forward programs by name, of the same layers and inputs: methods of the network by these names,
+        which a phase may run instead of `forward` (docs/phases.md).
     inputs: the names of the network's inputs. With several, the network takes a mapping with these keys as well.
     constants: values that the program may use by name: numbers, strings, bools, None, and lists of them.
     initialisation: name pattern to scheme, see models/initialisation.py; applied once all shapes are known.
@@ -46,6 +50,7 @@ class ProgramModel(nn.Module):
         *,
         layers: Mapping[str, Layer],
         forward: str | None = None,
+        programs: Mapping[str, str] | None = None,
         inputs: Sequence[str] = ("x",),
         constants: Mapping[str, Any] | None = None,
         initialisation: Mapping[str, Scheme] | None = None,
@@ -60,6 +65,7 @@ class ProgramModel(nn.Module):
         for name, layer in layers.items():
             self._add(name, layer)
         self._text = self._fold() if forward is None else forward
+        self._programs = {name: _program_name(self, name, text) for name, text in (programs or {}).items()}
         self._bind()
         self._options_pending = True
         if not any(map(nn.parameter.is_lazy, self.parameters())):
@@ -72,11 +78,21 @@ class ProgramModel(nn.Module):
     @property
     def program(self) -> Program:
         """The parsed program."""
-        return parse(self._text, self._layer_names, inputs=self.input_names, constants=self._constants)
+        used = layers_used(self._programs.values(), self._layer_names)
+        return self._parsed(self._text, used_elsewhere=used)
 
-    def graph_module(self) -> fx.GraphModule:
-        """A torch.fx.GraphModule that shares this network's layers, for passes that work on graphs."""
-        return fx.GraphModule(self, self._trace(), type(self).__name__)
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The parsed further programs, by name."""
+        return {name: self._parsed(text, used_elsewhere=self._layer_names) for name, text in self._programs.items()}
+
+    def graph_module(self, name: str | None = None) -> fx.GraphModule:
+        """A torch.fx.GraphModule that shares this network's layers, for passes that work on graphs.
+
+        name: of a further program; None is `forward`.
+        """
+        program = self.program if name is None else self.programs[name]
+        return fx.GraphModule(self, self._trace(program), type(self).__name__)
 
     def apply_options(self) -> None:
         """Initialise and freeze, once, as soon as every parameter has its shape."""
@@ -115,19 +131,38 @@ class ProgramModel(nn.Module):
             raise ConfigError([Fault(key="inputs", got=str(list(self.input_names)), expected="a `forward` program")])
         return "\n".join([*steps, "return x"])
 
-    def _trace(self) -> fx.Graph:
+    def _parsed(self, text: str, *, used_elsewhere: Iterable[str]) -> Program:
+        return parse(
+            text,
+            self._layer_names,
+            inputs=self.input_names,
+            constants=self._constants,
+            used_elsewhere=used_elsewhere,
+        )
+
+    def _trace(self, program: Program) -> fx.Graph:
         held = {name: getattr(self, name) for name in self._layer_names}
-        return trace(self.program, held=held, layers_as=self.layers_as, constants=self._constants)
+        return trace(program, held=held, layers_as=self.layers_as, constants=self._constants)
 
     def _bind(self) -> None:
-        function = compile_forward(self._trace(), self.program)
+        # On the instance, so that a call costs what it costs by hand and signatures show the inputs' names.
+        self.__dict__["forward"] = self._compiled(self.program)
+        for name, text in self._programs.items():
+            try:
+                self.__dict__[name] = self._compiled(self._parsed(text, used_elsewhere=self._layer_names))
+            except ProgramError as error:
+                error.place = f"programs.{name}"
+                raise
+
+    def _compiled(self, program: Program) -> Any:
+        function = compile_forward(self._trace(program), program)
         if len(self.input_names) > 1:
             function = _taking_a_mapping(function, self.input_names)
-        # On the instance, so that a call costs what it costs by hand and signatures show the inputs' names.
-        self.__dict__["forward"] = function.__get__(self)
+        return function.__get__(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "forward"}
+        bound = {"forward", *self._programs}
+        return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -191,6 +226,15 @@ def _modules_only(parts: dict[str, nn.Module | nn.Parameter], key: str) -> dict[
         if not isinstance(part, nn.Module):
             raise ConfigError([Fault(key=f"{key}.{name}", got="a parameter among layers", expected="all of one kind")])
     return parts
+
+
+def _program_name(network: ProgramModel, name: str, text: str) -> str:
+    """The text, where its name is free."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(network, name):
+        taken = f"{name!r}, which the network has already" if hasattr(network, name) else repr(name)
+        fault = Fault(key=f"programs.{name}", got=f"a program named {taken}", expected="a free name like a method's")
+        raise ConfigError([fault])
+    return text
 
 
 def _constant(name: str, value: Any) -> Any:

@@ -60,7 +60,11 @@ def materialise(network: nn.Module, inputs: Any) -> None:
         network.eval()
         try:
             with torch.no_grad():
-                network(*inputs if isinstance(inputs, tuple) else (inputs,))
+                arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+                network(*arguments)
+                # Layers that only a further program uses.
+                for name in network.programs if isinstance(network, ProgramModel) else ():
+                    getattr(network, name)(*arguments)
         finally:
             for module in network.modules():
                 # A lazy layer changes its class in place, so every module is one of those before.

@@ -72,21 +72,46 @@ class Source:
 
 
 def parse(
-    text: str, layer_names: Iterable[str], *, inputs: Sequence[str] = ("x",), constants: Iterable[str] = ()
+    text: str,
+    layer_names: Iterable[str],
+    *,
+    inputs: Sequence[str] = ("x",),
+    constants: Iterable[str] = (),
+    used_elsewhere: Iterable[str] = (),
 ) -> Program:
     """Read and check a forward program.
 
     layer_names: what the model holds, by the names that the program calls them by.
     inputs: the names of the network's inputs.
     constants: names of values that the config gives the program.
+    used_elsewhere: layers that this program need not use, because another one of the network does.
 
     Raises ProgramError, and nothing else, for any text.
     """
-    return _parse(text, frozenset(layer_names), tuple(inputs), frozenset(constants))
+    return _parse(text, frozenset(layer_names), tuple(inputs), frozenset(constants), frozenset(used_elsewhere))
+
+
+def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
+    """The layers that programs name. One that cannot be read, which its own check tells, names none."""
+    names = frozenset(layer_names)
+    used: set[str] = set()
+    for text in texts:
+        try:
+            nodes = ast.walk(_read(Source(text)))
+        except ProgramError:
+            continue
+        used |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names if "layers" in used else names & used
 
 
 @functools.lru_cache(maxsize=256)  # the copies of a repeated block share one tree, which nobody changes
-def _parse(text: str, layer_names: frozenset[str], inputs: tuple[str, ...], constants: frozenset[str]) -> Program:
+def _parse(
+    text: str,
+    layer_names: frozenset[str],
+    inputs: tuple[str, ...],
+    constants: frozenset[str],
+    used_elsewhere: frozenset[str],
+) -> Program:
     source = Source(text)
     if len(text) > MAX_CHARACTERS:
         raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_CURE}")
@@ -95,7 +120,8 @@ def _parse(text: str, layer_names: frozenset[str], inputs: tuple[str, ...], cons
     program = Program(
         text=text, inputs=inputs, layer_names=layer_names, constant_names=constants, tree=tree, source=source
     )
-    check(tree, Names(layers=layer_names, inputs=inputs, constants=constants), program.error)
+    names = Names(layers=layer_names, inputs=inputs, constants=constants, used_elsewhere=used_elsewhere)
+    check(tree, names, program.error)
     return program
 
 

@@ -11,7 +11,7 @@ from exp.spelling import nearest
 class ProgramError(ExpError):
     """A fault in a forward program. `line` and `column` count from 1, inside the program's own text.
 
-    key: the config key of the program, where whoever built the model knows it.
+    place: the key of the program below the model's. key: the whole config key, where whoever built the model knows it.
     """
 
     exit_status = 2
@@ -20,6 +20,7 @@ class ProgramError(ExpError):
         self.line, self.column = line, column
         self.message, self.expected = message, expected
         self.source_line = source_line
+        self.place = "forward"
         self.key: str | None = None
         text = f"forward program, line {line}, column {column}: {message}; expected {expected}"
         if source_line is not None:

@@ -32,11 +32,15 @@ _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names that a program finds when it starts."""
+    """The names that a program finds when it starts.
+
+    used_elsewhere: layers that other programs of the network use, so that this one need not.
+    """
 
     layers: frozenset[str]
     inputs: tuple[str, ...]
     constants: frozenset[str]
+    used_elsewhere: frozenset[str] = frozenset()
 
 
 def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
@@ -48,7 +52,7 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
         last = tree.body[-1] if tree.body else ast.Pass(lineno=1, col_offset=0)
         raise error(last, "the program returns nothing", "a last line such as `return x`")
     loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
-    unused = sorted(names.layers - loaded)
+    unused = sorted(names.layers - loaded - names.used_elsewhere)
     if unused and "layers" not in loaded:
         layers = ", ".join(f"`{name}`" for name in unused)
         expected = "a use of every layer, or the layer taken out of `layers`"

@@ -23,7 +23,7 @@ NORMS = (
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Trained:
     """A parameter that is trained: all the names it goes by (tied ones have several), and whether it is exempt."""
 
@@ -37,6 +37,8 @@ def parameter_groups(
     *,
     groups: Mapping[str, Mapping[str, Any]],
     exempt_from_decay: Sequence[str],
+    parameters: Sequence[str] | None = None,
+    shared: bool = False,
 ) -> list[dict[str, Any]]:
     """Splits the trained parameters of a network into groups, as torch.optim.Optimizer takes them.
 
@@ -47,15 +49,19 @@ def parameter_groups(
         of the shell: `encoder.*`. What no pattern matches is in the group `default`.
     exempt_from_decay: `norms` (parameters of normalisation layers), `biases`, or patterns of parameter names. These
         are split off into `<group>_exempt` with weight_decay 0.
+    parameters: patterns; only parameters that one of them matches are taken. None takes all.
+    shared: the groups are also those of other optimizers, so that a pattern may match parameters of theirs alone.
     Raises: ConfigError, with all its faults, where a pattern matches no trained parameter, a parameter is in two
         groups, or nothing is left to train.
     """
-    trained, frozen = _trained(network)
+    everything, frozen = _trained(network)
+    trained = [entry for entry in everything if parameters is None or matches_any(entry.names, parameters)]
     faults: list[Fault] = []
     if not trained:
         raise ConfigError([_nothing_to_train(frozen)])
-    owners = _owners(trained, frozen, groups, faults)
-    _mark_exempt(network, trained, frozen, exempt_from_decay, faults)
+    others = [entry for entry in everything if shared and entry not in trained]
+    owners = _owners(trained, others, frozen, groups, faults)
+    _mark_exempt(network, trained, others, frozen, exempt_from_decay, faults)
     if faults:
         raise ConfigError(faults)
 
@@ -74,6 +80,16 @@ def parameter_groups(
     return [built[name] for name in order if name in built]
 
 
+def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
+    """The parameters with requires_grad that one of the patterns matches, by any of their names, each once."""
+    return [entry.parameter for entry in _trained(network)[0] if matches_any(entry.names, patterns)]
+
+
+def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether one of the names that a parameter goes by matches one of the patterns."""
+    return any(_matches(names, pattern) for pattern in patterns)
+
+
 def _trained(network: nn.Module) -> tuple[list[_Trained], list[str]]:
     """The trained parameters in the network's order, and the names of the frozen ones."""
     trained: dict[int, _Trained] = {}
@@ -87,7 +103,11 @@ def _trained(network: nn.Module) -> tuple[list[_Trained], list[str]]:
 
 
 def _owners(
-    trained: Sequence[_Trained], frozen: Sequence[str], groups: Mapping[str, Mapping[str, Any]], faults: list[Fault]
+    trained: Sequence[_Trained],
+    others: Sequence[_Trained],
+    frozen: Sequence[str],
+    groups: Mapping[str, Mapping[str, Any]],
+    faults: list[Fault],
 ) -> list[str]:
     """Each trained parameter's group."""
     if REST in groups:
@@ -106,7 +126,7 @@ def _owners(
             continue
         for pattern in _patterns(options["parameters"]):
             matched = [index for index, entry in enumerate(trained) if _matches(entry.names, pattern)]
-            if not matched:
+            if not matched and not any(_matches(entry.names, pattern) for entry in others):
                 faults.append(_no_match(key, pattern, trained, frozen))
             for index in matched:
                 if group not in found[index]:
@@ -127,6 +147,7 @@ def _owners(
 def _mark_exempt(
     network: nn.Module,
     trained: Sequence[_Trained],
+    others: Sequence[_Trained],
     frozen: Sequence[str],
     exempt_from_decay: Sequence[str],
     faults: list[Fault],
@@ -141,7 +162,7 @@ def _mark_exempt(
             chosen = [entry for entry in trained if any(_is_bias(name) for name in entry.names)]
         else:
             chosen = [entry for entry in trained if _matches(entry.names, word)]
-            if not chosen:
+            if not chosen and not any(_matches(entry.names, word) for entry in others):
                 faults.append(
                     _no_match("optimizer.exempt_from_decay", word, trained, frozen, words="norms, biases, or ")
                 )

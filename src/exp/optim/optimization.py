@@ -34,17 +34,29 @@ class Optimization:
     monitor: str | None = None
 
     def make(
-        self, network: nn.Module, *, total_steps: int | None, total_epochs: int | None = None
+        self,
+        network: nn.Module,
+        *,
+        total_steps: int | None,
+        total_epochs: int | None = None,
+        parameters: Sequence[str] | None = None,
+        shared: bool = False,
     ) -> tuple[Optimizer, LRScheduler | None]:
         """The optimizer of the network's parameters where they lie now, and its schedule.
 
         total_steps: optimizer steps of the whole run, those before a resume included; None if it has no known end.
         total_epochs: likewise in epochs, for a schedule with interval epoch.
+        parameters, shared: of an optimizer for a part of the network, see exp.optim.groups.parameter_groups.
         Returns: no schedule where it would leave the learning rate alone.
         Raises: ConfigError.
         """
         optimizer = build_optimizer(
-            network, self.optimizer_factory, groups=self.groups, exempt_from_decay=self.exempt_from_decay
+            network,
+            self.optimizer_factory,
+            groups=self.groups,
+            exempt_from_decay=self.exempt_from_decay,
+            parameters=parameters,
+            shared=shared,
         )
         if self.schedule_factory is None or changes_nothing(self.schedule_factory):
             return optimizer, None

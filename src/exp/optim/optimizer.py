@@ -22,14 +22,18 @@ def build_optimizer(
     *,
     groups: Mapping[str, Mapping[str, Any]],
     exempt_from_decay: Sequence[str],
+    parameters: Sequence[str] | None = None,
+    shared: bool = False,
 ) -> Optimizer:
     """The optimizer of a network's trained parameters.
 
     factory: the optimizer's class with its options, all but the parameters.
-    groups, exempt_from_decay: see exp.optim.groups.parameter_groups.
+    groups, exempt_from_decay, parameters, shared: see exp.optim.groups.parameter_groups.
     Raises: ConfigError where the groups do not fit the network or the optimizer refuses its options.
     """
-    split = parameter_groups(network, groups=groups, exempt_from_decay=exempt_from_decay)
+    split = parameter_groups(
+        network, groups=groups, exempt_from_decay=exempt_from_decay, parameters=parameters, shared=shared
+    )
     _check_options(factory, split, decay=bool(exempt_from_decay))
     options = dict(factory.keywords)
     if _wants_fused(factory):

@@ -12,9 +12,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from exp.config.direction import direction_faults
 from exp.config.freeze import COMPOSITION
+from exp.config.parameters import target_faults
+from exp.config.programs import program_faults
 from exp.config.reading import read
 from exp.config.rules import allow_is_from_the_command_line, rule_faults
+from exp.config.sources import source_of
 from exp.config.structure import structure_faults
 from exp.config.values import Values
 from exp.errors import Fault
@@ -36,10 +40,6 @@ def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
 
     only: of this key at the top alone, such as data.
     """
-    from exp.config.direction import direction_faults
-    from exp.config.parameters import target_faults
-    from exp.config.programs import program_faults
-
     plain, _ = read(config)
     allow = allowed(plain)
     if only is not None:
@@ -70,6 +70,4 @@ def located(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
     """The same faults, each with the file that set its key, where one did."""
     if not faults or COMPOSITION not in config:
         return list(faults)
-    from exp.config.sources import source_of
-
     return [fault if fault.source else replace(fault, source=source_of(config, fault.key)) for fault in faults]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from exp.config.compose import PRIMARY, checked_lines, composition_of, open_search_path
+from exp.config.compose import composition_of
 from exp.config.diagnosis import fault_of
 from exp.config.groups import AXIS, MANY, ONE, Vocabulary
 from exp.config.hydra_adapter import HYDRA_ERRORS
 from exp.config.hydra_program import HYDRA_VERSION, answer, argument_parser
+from exp.config.layering import PRIMARY, checked_lines, open_search_path
 from exp.config.overrides import for_hydra
 from exp.errors import ConfigError, Fault
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from exp.config.check import config_faults
 from exp.config.diagnosis import diagnose, fault_of
-from exp.config.environment import load_env_file
 from exp.config.freeze import COMPOSITION
-from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config, text_values
 from exp.config.hydra_node import (
     chosen_and_ignored,
@@ -22,11 +21,9 @@ from exp.config.hydra_node import (
     is_inside,
     recorded_override_faults,
 )
-from exp.config.overrides import Line, for_hydra, line_faults, read_lines
-from exp.config.search_path import make_importable, search_places
+from exp.config.layering import PRIMARY, checked_lines, open_search_path
+from exp.config.overrides import Line, for_hydra
 from exp.errors import ConfigError, Fault
-
-PRIMARY = "train"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,37 +87,6 @@ def composition_of(
     if faults:
         raise ConfigError(faults)
     return composition
-
-
-def layers_of(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> list[Layer]:
-    """The files that a command without faults composes, in the order of merging.
-
-    Raises: ConfigError, or one of HYDRA_ERRORS, where it has some.
-    """
-    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
-    lines, faults = checked_lines(overrides, vocabulary, multirun=False)
-    if faults:
-        raise ConfigError(faults)
-    loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary))
-    return loader.layers
-
-
-def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loader, Vocabulary]:
-    """The loader of this working directory and the words that its configs know."""
-    load_env_file()
-    make_importable()
-    loader = Loader(search_places(config_dir=config_dir))
-    return loader, Vocabulary(loader, config_name=config_name)
-
-
-def checked_lines(
-    overrides: Sequence[str], vocabulary: Vocabulary, *, multirun: bool
-) -> tuple[list[Line], list[Fault]]:
-    """The overrides that may be right, and the faults of the others."""
-    lines, faults = read_lines(overrides, vocabulary)
-    wrong = line_faults(lines, vocabulary, multirun=multirun)
-    refused = [line for line, _ in wrong]
-    return [line for line in lines if line not in refused], [*faults, *(fault for _, fault in wrong)]
 
 
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
@@ -209,8 +175,6 @@ def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, 
 
 def _check_faults(composition: Composition, known: Sequence[Fault]) -> list[Fault]:
     """What the check says of a config without its faulty overrides, but for the nodes that those were meant for."""
-    from exp.config.check import config_faults
-
     groups = {fault.key for fault in known if "." not in fault.key}
     keys = {fault.key for fault in known}
     config = _without_hydra(composition, directory="")

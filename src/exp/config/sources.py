@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import COMMAND_LINE
-from exp.config.hydra_adapter import HYDRA_ERRORS, Layer
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, parse_override
+from exp.config.layering import layers_of
 from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.config.yaml_files import position_of as position_in
@@ -64,9 +65,6 @@ def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:
 def _replay(
     overrides: tuple[str, ...], config_dir: str | None, config_name: str, _directory: str
 ) -> dict[tuple[str, ...], _Setter]:
-    from exp.config.compose import layers_of
-    from exp.config.hydra_adapter import parse_override
-
     setters: dict[tuple[str, ...], _Setter] = {}
     try:
         layers = layers_of(overrides, config_dir=config_dir, config_name=config_name)

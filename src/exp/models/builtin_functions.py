@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from exp.models import constants
+from exp.models.evaluation import Evaluation
 from exp.models.recorder import is_dynamic
 
-if TYPE_CHECKING:
-    from exp.models.expressions import Evaluator
-
-Builtin = Callable[["Evaluator", ast.Call, tuple, dict], Any]
+Builtin = Callable[[Evaluation, ast.Call, tuple, dict], Any]
 
 
 def mathematics(function: Callable, args: tuple, kwargs: dict) -> float:
@@ -34,7 +32,7 @@ def _only_numbers(name: str, args: tuple, kwargs: dict) -> None:
         raise ValueError(f"`{name}` of these arguments")
 
 
-def _range(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> list:
+def _range(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> list:
     if any(map(is_dynamic, args)):
         raise ValueError("`range` of a size that is known only while the network runs")
     if kwargs or not 1 <= len(args) <= 3 or not all(isinstance(value, int) for value in args):
@@ -45,14 +43,14 @@ def _range(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> l
     return list(numbers)
 
 
-def _length(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> int:
+def _length(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> int:
     (value,) = _exactly(1, "len", args, kwargs)
     if is_dynamic(value):
         raise ValueError("`len` of a tensor; `x.shape[0]` is its length")
     return len(value) if isinstance(value, str) else len(evaluator.iterate(value, node))
 
 
-def _enumerate(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> list:
+def _enumerate(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> list:
     start = kwargs.pop("start", args[1] if len(args) == 2 else 0)
     (value,) = _exactly(1, "enumerate", args[:1], kwargs)
     if len(args) > 2 or not isinstance(start, int):
@@ -60,33 +58,33 @@ def _enumerate(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) 
     return list(enumerate(evaluator.iterate(value, node), start))
 
 
-def _zip(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> list:
+def _zip(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> list:
     strict = kwargs.pop("strict", False)
     if kwargs:
         raise ValueError("`zip` of these arguments")
     return list(zip(*(evaluator.iterate(value, node) for value in args), strict=constants.truth(strict)))
 
 
-def _reversed(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> list:
+def _reversed(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> list:
     (value,) = _exactly(1, "reversed", args, kwargs)
     return evaluator.iterate(value, node)[::-1]
 
 
-def _list(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> list:
+def _list(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> list:
     return evaluator.iterate(*_exactly(1, "list", args, kwargs), node) if args or kwargs else []
 
 
-def _tuple(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> tuple:
+def _tuple(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> tuple:
     return tuple(_list(evaluator, node, args, kwargs))
 
 
-def _dict(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> dict:
+def _dict(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> dict:
     if args:
         raise ValueError("`dict` of these arguments; `dict(name=value)` or {name: value}")
     return dict(kwargs)
 
 
-def _sum(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> Any:
+def _sum(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> Any:
     start = kwargs.pop("start", args[1] if len(args) == 2 else 0)
     (value,) = _exactly(1, "sum", args[:1], kwargs)
     for element in evaluator.iterate(value, node):
@@ -95,7 +93,7 @@ def _sum(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> Any
 
 
 def _extreme(function: Callable) -> Builtin:
-    def extreme(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> float:
+    def extreme(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> float:
         values = tuple(evaluator.iterate(args[0], node)) if len(args) == 1 else args
         _only_numbers(function.__name__, values, kwargs)
         return function(values)
@@ -104,14 +102,14 @@ def _extreme(function: Callable) -> Builtin:
 
 
 def _of_numbers(function: Callable) -> Builtin:
-    def apply(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> float:
+    def apply(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> float:
         return mathematics(function, args, kwargs)
 
     return apply
 
 
 def _scalar(function: type) -> Builtin:
-    def convert(evaluator: Evaluator, node: ast.Call, args: tuple, kwargs: dict) -> Any:
+    def convert(evaluator: Evaluation, node: ast.Call, args: tuple, kwargs: dict) -> Any:
         (value,) = _exactly(1, function.__name__, args, kwargs)
         if is_dynamic(value):
             raise ValueError(f"`{function.__name__}` of a value that is known only while the network runs")

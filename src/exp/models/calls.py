@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from exp.models import vocabulary
 from exp.models.builtin_functions import BUILTINS, mathematics
+from exp.models.evaluation import Evaluation
 from exp.models.recorder import Function, is_dynamic
 from exp.models.references import Reference
 from exp.models.syntax import prefix_of
 
-if TYPE_CHECKING:
-    from exp.models.expressions import Evaluator
 
-
-def call(evaluator: Evaluator, node: ast.Call) -> Any:
+def call(evaluator: Evaluation, node: ast.Call) -> Any:
     """The value of a call: a graph node, or what a builtin computes from constants."""
     function = node.func
     args = tuple(evaluator.sequence(node.args))
@@ -39,12 +37,12 @@ def _is_container_method(owner: Reference, name: str) -> bool:
     return not owner.is_callable and name in vocabulary.CONTAINER_METHODS
 
 
-def _record(evaluator: Evaluator, op: str, target: Any, args: tuple, kwargs: dict, node: ast.Call) -> Any:
+def _record(evaluator: Evaluation, op: str, target: Any, args: tuple, kwargs: dict, node: ast.Call) -> Any:
     recorder = evaluator.recorder
     return recorder.emit(op, target, recorder.argument(args, node), recorder.argument(kwargs, node), node)
 
 
-def _function(evaluator: Evaluator, called: Function, node: ast.Call, args: tuple, kwargs: dict) -> Any:
+def _function(evaluator: Evaluation, called: Function, node: ast.Call, args: tuple, kwargs: dict) -> Any:
     name, home = called.name, called.home
     if home == "builtins":
         if not (args and is_dynamic(args[0]) and name in vocabulary.TORCH_FUNCTIONS):
@@ -58,7 +56,7 @@ def _function(evaluator: Evaluator, called: Function, node: ast.Call, args: tupl
     return _record(evaluator, "call_function", called.resolve(), args, kwargs, node)
 
 
-def _method(evaluator: Evaluator, owner: Any, node: ast.Call, args: tuple, kwargs: dict) -> Any:
+def _method(evaluator: Evaluation, owner: Any, node: ast.Call, args: tuple, kwargs: dict) -> Any:
     name = node.func.attr
     if is_dynamic(owner) and name in vocabulary.METHODS:
         return _record(evaluator, "call_method", name, (owner, *args), kwargs, node)

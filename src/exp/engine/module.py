@@ -21,6 +21,7 @@ from exp.engine.several_passes import detached, make_passes, needing
 from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
 from exp.optim.optimization import Optimization
+from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
 from exp.types import STAGES, Batch, Stage
 
@@ -32,15 +33,20 @@ class LastBatch:
 
     loss: the objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
         detached. parts: its terms, weighted alike.
+    around_each, phase, is_recorded: of a module with phases: what makes such a context for one micro-batch's data, the
+        phase under way, and whether this run of it, its last in the step, is the one that is recorded.
     """
 
     # Not attributes of the module: setting one of those costs as much as a small operator.
-    __slots__ = ("around", "loss", "parts")
+    __slots__ = ("around", "around_each", "is_recorded", "loss", "parts", "phase")
 
     def __init__(self) -> None:
         self.loss: Tensor | None = None
         self.parts: Mapping[str, Tensor] = {}
         self.around: AbstractContextManager[Any] | None = None
+        self.around_each: Callable[[Any], AbstractContextManager[Any] | None] | None = None
+        self.phase: str | None = None
+        self.is_recorded = True
 
 
 class TrainingModule(LightningModule):
@@ -48,6 +54,7 @@ class TrainingModule(LightningModule):
 
     metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
     metric_stages: the stages whose metrics are computed.
+    phases: none; see engine/phases.py.
     averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
     run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
@@ -56,6 +63,7 @@ class TrainingModule(LightningModule):
     """
 
     averages_gradients = False
+    phases: Sequence[Phase] = ()
 
     def __init__(
         self,
@@ -140,22 +148,29 @@ class TrainingModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer and, where there is one, its schedule, in Lightning's form."""
-        trainer = self.trainer
-        optimizer, schedule = self.optimization.make(
-            self.network,
-            total_steps=total_steps(trainer, self.limits, trainer.datamodule.batches("train")),
-            total_epochs=total_epochs(trainer),
-        )
+        optimizer, schedule = self.optimization.make(self.network, **self.lengths())
         if schedule is None:
             return optimizer
-        config = {"scheduler": schedule, "interval": self.optimization.interval, "name": None}
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule_config(schedule, self.optimization)}
+
+    def lengths(self) -> dict[str, int | None]:
+        """total_steps and total_epochs of the whole run, for schedules."""
+        trainer = self.trainer
+        return {
+            "total_steps": total_steps(trainer, self.limits, trainer.datamodule.batches("train")),
+            "total_epochs": total_epochs(trainer),
+        }
+
+    def schedule_config(self, schedule: LRScheduler, optimization: Optimization) -> dict[str, Any]:
+        """When a schedule steps, in Lightning's form."""
+        config: dict[str, Any] = {"scheduler": schedule, "interval": optimization.interval, "name": None}
         if isinstance(schedule, ReduceLROnPlateau):
-            config["monitor"] = self.optimization.monitor
+            config["monitor"] = optimization.monitor
             config["reduce_on_plateau"] = True
-            if (self.optimization.monitor or "").endswith("/val"):
+            if (optimization.monitor or "").endswith("/val"):
                 # Else Lightning steps it with the value of the last validation again.
-                config["frequency"] = trainer.check_val_every_n_epoch or 1
-        return {"optimizer": optimizer, "lr_scheduler": config}
+                config["frequency"] = self.trainer.check_val_every_n_epoch or 1
+        return config
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -223,7 +238,7 @@ class TrainingModule(LightningModule):
         run_network: by default this module's.
         """
         precision = self._trainer.precision_plugin
-        is_scaled = isinstance(precision, RunPrecision) and precision.is_scaled and self.training
+        is_scaled = isinstance(precision, RunPrecision) and precision.is_scaled
         return make_passes(
             needs,
             network=self.network,

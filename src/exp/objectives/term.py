@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -29,11 +29,11 @@ TWICE = frozenset({"input_gradients", "per_sample_gradients"})
 class AbstractTerm(nn.Module, ABC):
     """One part of the objective: a mean over samples, of values that it finds by name.
 
-    needs: a class attribute, words of NEEDS. With any of them `forward` is given `passes`, else None.
+    needs: a class's attribute (or an instance's own), words of NEEDS. With any of them `forward` is given `passes`.
     weight: its factor in the sum.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, *, weight: float = 1.0) -> None:
         super().__init__()

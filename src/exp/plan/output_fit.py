@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from exp.errors import Fault
 from exp.models.config_keys import config_key
-from exp.objectives.objective import Objective
+from exp.objectives.objective import Objective, Term
 from exp.objectives.shapes import ELEMENTWISE
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.plan.shape_words import described
@@ -49,7 +49,8 @@ def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str
     """Name, loss and output of every term that compares with the data's target."""
     if objective is None:
         return [("", None, "output")]
-    return [(name, term.loss, term.output) for name, term in objective.terms.items() if term.target == "target"]
+    compared = {name: term for name, term in objective.terms.items() if isinstance(term, Term)}
+    return [(name, term.loss, term.output) for name, term in compared.items() if term.target == "target"]
 
 
 def _width_fault(

@@ -1,0 +1,88 @@
+"""What a discriminator and a generator are trained on: scores of real and of generated samples, by name.
+
+D is the discriminator's score without a sigmoid, high for what it takes to be real; x is real and x~ generated.
+
+    loss             discriminator                              generator
+    non_saturating   E softplus(-D(x)) + E softplus(D(x~))      E softplus(-D(x~))      Goodfellow et al. 2014
+    hinge            E relu(1 - D(x)) + E relu(1 + D(x~))       -E D(x~)                Lim and Ye 2017
+    wasserstein      -E D(x) + E D(x~)                          -E D(x~)                Arjovsky et al. 2017
+    least_squares    (E (D(x) - 1)^2 + E D(x~)^2) / 2           E (D(x~) - 1)^2 / 2     Mao et al. 2016
+
+arXiv:1406.2661, 1705.02894, 1701.07875 and 1611.04076.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+from torch.nn.functional import relu, softplus
+
+from exp.objectives.term import AbstractTerm
+from exp.objectives.values import full, pick
+from exp.types import Batch
+
+if TYPE_CHECKING:
+    from exp.objectives.passes import Passes
+
+Adversarial = Literal["non_saturating", "hinge", "wasserstein", "least_squares"]
+Formula = Callable[[Tensor], Tensor]
+
+# Of each score: real and generated for the discriminator, generated for the generator.
+FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
+    "non_saturating": (lambda real: softplus(-real), softplus, lambda fake: softplus(-fake)),
+    "hinge": (lambda real: relu(1 - real), lambda fake: relu(1 + fake), lambda fake: -fake),
+    "wasserstein": (lambda real: -real, lambda fake: fake, lambda fake: -fake),
+    "least_squares": (
+        lambda real: (real - 1).square() / 2,
+        lambda fake: fake.square() / 2,
+        lambda fake: (fake - 1).square() / 2,
+    ),
+}
+
+
+class DiscriminatorLoss(AbstractTerm):
+    """What the discriminator is trained on: the mean over real samples and the mean over generated ones, added.
+
+    loss: a row of the table above. real, fake: the scores of real and of generated samples, by name, `[B, ...]`.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: float = 1.0,
+        loss: Adversarial = "non_saturating",
+        real: str = "real_score",
+        fake: str = "fake_score",
+    ) -> None:
+        super().__init__(weight=weight)
+        self._of_real, self._of_fake, _ = _formulas(loss)
+        self.loss_name, self.real, self.fake = loss, real, fake
+
+    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+        """Raises: RunError where a score is not there."""
+        real, fake = (full(pick(values, name, "score")) for name in (self.real, self.fake))
+        return self._of_real(real).mean() + self._of_fake(fake).mean()
+
+
+class GeneratorLoss(AbstractTerm):
+    """What the generator is trained on: the mean over generated samples.
+
+    loss: a row of the table above. fake: their scores, by name, `[B, ...]`.
+    """
+
+    def __init__(self, *, weight: float = 1.0, loss: Adversarial = "non_saturating", fake: str = "fake_score") -> None:
+        super().__init__(weight=weight)
+        *_, self._of_fake = _formulas(loss)
+        self.loss_name, self.fake = loss, fake
+
+    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+        """Raises: RunError where the score is not there."""
+        return self._of_fake(full(pick(values, self.fake, "score"))).mean()
+
+
+def _formulas(loss: str) -> tuple[Formula, Formula, Formula]:
+    if loss not in FORMULAS:
+        raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(FORMULAS)}")
+    return FORMULAS[loss]

@@ -1,0 +1,59 @@
+"""Two passes of one batch should agree: dropout, noise and the like must not change what the network says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn import functional
+
+from exp.objectives.passes import Passes
+from exp.objectives.term import AbstractTerm
+from exp.objectives.values import full, pick
+from exp.types import Batch
+
+Distance = Literal["mse", "kl"]
+
+
+class Consistency(AbstractTerm):
+    """How far apart two forward passes of the network are, with other random numbers in each.
+
+    `mse`: the mean squared difference of the probabilities, (1/BC) sum || softmax(z1) - softmax(z2) ||^2.
+        Laine and Aila 2017, "Temporal Ensembling for Semi-Supervised Learning", arXiv:1610.02242, algorithm 1.
+    `kl`: half the sum of the two Kullback-Leibler divergences, (KL(p1 || p2) + KL(p2 || p1)) / 2.
+        Wu et al. 2021, "R-Drop: Regularized Dropout for Neural Networks", arXiv:2106.14448, equation 2.
+
+    The network's own loss is that of the first pass. In evaluation dropout is off, and the term is 0.
+
+    output: the value that is compared, scores `[..., V]`. distance: as above.
+    probabilities: whether they are compared after a softmax; false compares the values themselves, with mse alone.
+    """
+
+    needs = frozenset({"forward_passes"})
+
+    def __init__(
+        self,
+        *,
+        weight: float = 1.0,
+        output: str = "output",
+        distance: Distance = "mse",
+        probabilities: bool = True,
+    ) -> None:
+        super().__init__(weight=weight)
+        if distance not in ("mse", "kl"):
+            raise ValueError(f"distance is {distance!r}; it must be mse or kl")
+        if distance == "kl" and not probabilities:
+            raise ValueError("distance is 'kl' with probabilities=false; a divergence compares probabilities")
+        self.output, self.distance, self.probabilities = output, distance, probabilities
+
+    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+        """Raises: RunError where the output is not there."""
+        assert passes is not None
+        first, second = (full(pick(given, self.output, "output")) for given in (values, passes.run()))
+        if not self.probabilities:
+            return functional.mse_loss(first, second)
+        if self.distance == "mse":
+            return functional.mse_loss(first.softmax(-1), second.softmax(-1))
+        one, other = first.log_softmax(-1), second.log_softmax(-1)
+        return ((one.exp() - other.exp()) * (one - other)).sum(-1).mean() / 2

@@ -84,7 +84,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         count = 0
 
         def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Any]:
-            jobs = [self._composed(first + number, overrides) for number, overrides in enumerate(batch)]
+            jobs = self.composed(batch, first=first)
             if any(job.error for job in jobs):
                 raise ConfigError(job_faults(jobs))
             self.count += len(jobs)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.errors import ConfigError, Fault, Interrupted, RunError
 from exp.report import Report
 from exp.sweeps.multirun import sweep
+from exp.sweeps.sweep import Sweep
 
 
 class Runs:
@@ -247,6 +249,7 @@ from pathlib import Path
 from exp.errors import RunError
 from exp.report import Report
 from exp.sweeps.multirun import sweep
+from exp.sweeps.sweep import Sweep
 
 def run(config):
     directory = Path(config._composition_.directory)
@@ -322,3 +325,27 @@ def test_jobs_in_other_processes_have_their_rows_in_the_table(tmp_path):
     assert "best       job 2, loss/val 0.1" in done.stdout
     assert [(row["job"], row["status"]) for row in rows()] == [("0", "completed"), ("1", "failed"), ("2", "completed")]
     assert list(sweep_directories()[0].glob(".*")) == []
+
+
+def test_a_job_may_not_open_the_wall_that_the_command_line_did_not():
+    with pytest.raises(
+        ConfigError, match=r"security\.allow: \['json'\] in a job; expected one value for the whole sweep"
+    ):
+        run_sweep("seed=0,1", "security.allow=[json],[csv]")
+    status, runs = run_sweep("seed=0,1", "security.allow=[json]", "+security.allow.1=csv")
+    assert status == 0
+    assert [list(config.security.allow) for config in runs.configs] == [["json", "csv"]] * 2
+
+
+def test_overrides_of_a_sweeper_that_name_security_are_refused_where_they_were_not_typed(tmp_path):
+    master = composition_of(["seed=0,1", "security.allow=[json]"], multirun=True)
+    jobs = Sweep(master=master, directory=tmp_path / "sweep", run=Runs(), validate=valid)
+    batch = [
+        ["seed=0", "security.allow=[json]"],
+        ["seed=1", "security.allow=[subprocess]"],
+        ["security.allow=[json,os]"],
+    ]
+    right, *wrong = jobs.composed(batch, first=0)
+    assert right.error is None
+    assert [job.error.faults[0].key for job in wrong] == ["security.allow"] * 2
+    assert "os" in str(wrong[1].error)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.compose import Composition, composition_of, job_config
@@ -56,8 +57,10 @@ class Sweep:
         self.directory, self.run, self.validate = directory, run, validate
         self.config_dir, self.config_name = master.config_dir, master.config_name
         self.hydra_overrides = list(OmegaConf.to_container(master.config.hydra.overrides.hydra, resolve=False))
-        fixed = (parse_override(text) for text in task_overrides(master.config))
-        self.fixed = {line.get_key_element() for line in fixed if not line.is_sweep_override()}
+        fixed = [parse_override(text) for text in task_overrides(master.config)]
+        fixed = [line for line in fixed if not line.is_sweep_override()]
+        self.fixed = {line.get_key_element() for line in fixed}
+        self.typed_security = [_setting(line) for line in fixed if _is_security(line)]
         self.monitor, self.mode = master.config.monitor, master.config.mode
         self.rows: list[Row] = []
         self._home = _process()
@@ -72,8 +75,7 @@ class Sweep:
         Returns: Hydra's JobReturn of each: its monitored value, nan where it failed.
         Raises: ConfigError before the first job of the sweep where any has a fault; Interrupted.
         """
-        with isolated():
-            jobs = [self._composed(first + count, overrides) for count, overrides in enumerate(batch)]
+        jobs = self.composed(batch, first=first)
         if not self.rows and any(job.error for job in jobs):
             raise ConfigError(job_faults(jobs))
         results = []
@@ -84,6 +86,11 @@ class Sweep:
             directory = str(self.directory / row.directory)
             results.append(job_return(overrides=job.overrides, config=job.config, directory=directory, value=row.value))
         return results
+
+    def composed(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Job]:
+        """The jobs of a batch, numbered from `first`, each composed and checked, none started."""
+        with isolated():
+            return [self._composed(first + count, overrides) for count, overrides in enumerate(batch)]
 
     def __call__(self, config: DictConfig) -> float:
         """One job of a launcher that is not ours, such as joblib's, which has made the directory already.
@@ -120,6 +127,7 @@ class Sweep:
 
     def _composed(self, number: int, overrides: Sequence[str]) -> Job:
         try:
+            self._refuse_security(overrides)
             composition = composition_of(
                 [*self.hydra_overrides, *overrides], config_dir=self.config_dir, config_name=self.config_name
             )
@@ -128,6 +136,15 @@ class Sweep:
         except ConfigError as error:
             return Job(number=number, overrides=tuple(overrides), config=None, error=error)
         return Job(number=number, overrides=tuple(overrides), config=config, error=None)
+
+    def _refuse_security(self, overrides: Sequence[str]) -> None:
+        """A job's overrides look typed, and a sweeper makes them: of what it reads in a file, say."""
+        for line in map(parse_override, overrides):
+            if _is_security(line) and _setting(line) not in self.typed_security:
+                raise ConfigError([Fault(
+                    key=line.key_or_group, got=f"{_setting(line)[1]} in a job", expected="one value for the whole sweep",
+                    cure="Write 'security.allow=[PACKAGE]' on the command line, if you trust it",
+                )])  # fmt: skip
 
     def _run(self, job: Job) -> Row:
         started = time.perf_counter()
@@ -210,6 +227,14 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
         rest = len(faults) - MAX_FAULTS
         faults = [*faults[:MAX_FAULTS], Fault(key="sweep", got=f"{rest} more faults", expected="none")]
     return faults
+
+
+def _is_security(line: Override) -> bool:
+    return line.key_or_group.partition(".")[0] == "security"
+
+
+def _setting(line: Override) -> tuple[str, str]:
+    return line.key_or_group, "nothing" if line.is_delete() else str(line.value())
 
 
 def _process() -> tuple[str, int]:

@@ -141,10 +141,10 @@ class Sweep:
         """A job's overrides look typed, and a sweeper makes them: of what it reads in a file, say."""
         for line in map(parse_override, overrides):
             if _is_security(line) and _setting(line) not in self.typed_security:
-                raise ConfigError([Fault(
-                    key=line.key_or_group, got=f"{_setting(line)[1]} in a job", expected="one value for the whole sweep",
-                    cure="Write 'security.allow=[PACKAGE]' on the command line, if you trust it",
-                )])  # fmt: skip
+                key, value = _setting(line)
+                cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
+                fault = Fault(key=key, got=f"{value} in a job", expected="one value for the whole sweep", cure=cure)
+                raise ConfigError([fault])
 
     def _run(self, job: Job) -> Row:
         started = time.perf_counter()

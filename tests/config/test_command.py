@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_flags_and_overrides_may_be_mixed():
 
 def test_version_names_both(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("exp ")
+    assert re.fullmatch(r"exp \d\S*, Hydra 1\.3\.\d+\n", capsys.readouterr().out)
 
 
 def test_a_wrong_command_tells_its_fault_on_stderr_alone(capsys):

@@ -205,3 +205,13 @@ def test_values_out_of_range_are_faults() -> None:
     assert [fault.key for fault in caught.value.faults] == [
         f"callbacks.ema.{key}" for key in ("decay", "every_n_steps", "start_step")
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_torchs_private_foreach_functions_are_those_of_single_tensors(dtype: torch.dtype) -> None:
+    averages, weights = ([torch.randn(shape).to(dtype) for shape in ((), (3,), (2, 4), (0, 2))] for _ in range(2))
+    expected = [torch.lerp(average, weight, 0.25) for average, weight in zip(averages, weights, strict=True)]
+    torch._foreach_lerp_(averages, weights, 0.25)
+    assert all(map(torch.equal, averages, expected))
+    torch._foreach_copy_(averages, weights)
+    assert all(map(torch.equal, averages, weights))

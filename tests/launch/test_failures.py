@@ -166,3 +166,9 @@ def test_several_machines_are_left_to_torchrun_and_slurm_with_the_commands_to_wr
     said = str(caught.value)
     assert "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400" in said
     assert f"srun --nodes=2 --ntasks-per-node=4 python -m exp.worker {run_directory}" in said
+
+
+def test_what_libraries_do_at_exit_happens_in_a_rank_that_is_done(launched, run_directory):
+    """Relies on atexit._run_exitfuncs, private to Python 3.11: a rank leaves by os._exit, which runs none of them."""
+    launched("import atexit; atexit.register(note, rank, 'left'); note(rank, 'there')")
+    assert [json.loads((run_directory / f"note{rank}").read_text()) for rank in (0, 1)] == ["left", "left"]

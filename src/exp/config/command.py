@@ -52,10 +52,7 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     """
     from exp import __version__
 
-    parser = argument_parser(program)
-    for action in parser._actions:
-        if "--version" in action.option_strings:
-            action.version = f"exp {__version__}, Hydra {HYDRA_VERSION}"  # type: ignore[attr-defined]
+    parser = argument_parser(program, version=f"exp {__version__}, Hydra {HYDRA_VERSION}")
     arguments = parser.parse_intermixed_args(list(argv))
     faults = list(_flag_faults(arguments))
     if faults:

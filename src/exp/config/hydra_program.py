@@ -1,7 +1,8 @@
 """Hydra as a program: its flags, its answers to questions, its sweepers. The other half of hydra_adapter.
 
 Seen: Hydra 1.3.8. Relied upon: get_args_parser, Hydra.show_cfg, show_info, hydra_help and shell_completion,
-Plugins.instantiate_sweeper, Callbacks.
+Plugins.instantiate_sweeper, Callbacks. Of Python 3.11: ArgumentParser._actions, for there is no other way to an
+action that was added by somebody else.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from exp.errors import ConfigError, Fault
 __all__ = ["HYDRA_VERSION", "answer", "argument_parser", "job_return", "run_sweeper", "task_overrides"]
 
 
-def argument_parser(program: str) -> argparse.ArgumentParser:
-    """Hydra's parser of the command line, which raises ConfigError on a wrong flag."""
+def argument_parser(program: str, *, version: str = HYDRA_VERSION) -> argparse.ArgumentParser:
+    """Hydra's parser of the command line, which raises ConfigError on a wrong flag.
+
+    version: what --version says in the place of Hydra's own.
+    """
     parser = get_args_parser()
     parser.prog = program
 
     def error(message: str) -> None:
         raise ConfigError([Fault(key="command line", got=message, expected="the flags of --help, and key=value")])
 
+    (action,) = [action for action in parser._actions if "--version" in action.option_strings]
+    action.version = version  # type: ignore[attr-defined]
     parser.error = error  # type: ignore[method-assign, assignment]
     return parser
 

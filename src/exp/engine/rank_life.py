@@ -35,7 +35,7 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
         _end_with_parent()
         status = _status_of(body)
         if status == 0:
-            # What libraries do at exit (an upload, a flush) still happens.
+            # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
             atexit._run_exitfuncs()
     finally:
         logging.shutdown()

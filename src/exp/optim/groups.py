@@ -11,14 +11,9 @@ from typing import Any
 from torch import nn
 
 from exp.errors import ConfigError, Fault
+from exp.models.normalisation import NORMS
 
 REST = "default"
-NORMS = (
-    nn.modules.batchnorm._NormBase,  # the base of BatchNorm*, InstanceNorm* and SyncBatchNorm: torch has no public one
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
 # A norm of the user's own is known by its class's name, as in RMSNorm or ScaleNorm2d.
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from exp.errors import Fault
 from exp.models.codegen import FILE_PREFIX
 from exp.models.inference import LAZY_CLASSES
+from exp.models.normalisation import FEATURE_NORMS
 from exp.plan.watch import Call
 
 
@@ -61,7 +62,7 @@ def wants(module: nn.Module) -> tuple[str | None, str | None]:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         axes = ", ".join(["L", "H, W", "D, H, W"][len(module.kernel_size) - 1 : len(module.kernel_size)])
         return f"floats [B, {module.in_channels}, {axes}], large enough for its kernel", cure
-    if isinstance(module, nn.modules.batchnorm._NormBase):
+    if isinstance(module, FEATURE_NORMS):
         return f"floats [B, {module.num_features}, ...] with the axes that its name says", cure
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         sizes = ", ".join(map(str, module.normalized_shape))

@@ -11,18 +11,17 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
-from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 
+from exp.hooks.values import Panel
 from exp.tensorboard.event_file import EventFile
 from exp.tensorboard.hyperparameters import end_summary, start_summaries
+from exp.tensorboard.panels import summary_value, text_value
 
 _EVENTS_A_WRITE = 200
 
 
 class TensorBoardLogger(Logger):
-    """Writes scalars, texts and hyperparameters into `tensorboard/` of the run directory, on rank 0 alone.
+    """Writes scalars, panels, texts and hyperparameters into `tensorboard/` of the run directory, on rank 0 alone.
 
     One event holds all values of a step. Events wait as plain values, and are encoded and written together: when 200
     wait, when a value comes `flush_seconds` after the last write, and in `save`, `finalize` and `end`. The file is
@@ -39,7 +38,7 @@ class TensorBoardLogger(Logger):
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
         self._file = EventFile(self.directory)
-        self._waiting: list[tuple[float, int, Mapping[str, float]]] = []
+        self._waiting: list[tuple[float, int, Mapping[str, float | Panel]]] = []
         self._last_write = time.time()
 
     @property
@@ -63,10 +62,18 @@ class TensorBoardLogger(Logger):
         """Scalars by tag. step: the optimizer steps done."""
         if step is None:
             raise ValueError("log_metrics needs the optimizer step: it is the x axis of every tag")
+        self._add(step, metrics)
+
+    def _add(self, step: int, values: Mapping[str, float | Panel]) -> None:
         now = time.time()
-        self._waiting.append((now, step, metrics))
+        self._waiting.append((now, step, values))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
             self.save()
+
+    @rank_zero_only
+    def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
+        """Histograms, images, texts and curves by tag, their tensors on the host. step: the optimizer steps done."""
+        self._add(step, panels)
 
     @rank_zero_only
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
@@ -76,10 +83,7 @@ class TensorBoardLogger(Logger):
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int = 0) -> None:
         """A Markdown text in the Text tab."""
-        content = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
-        content.tensor_shape.SetInParent()
-        value = Summary.Value(tag=tag, metadata=text_metadata(display_name="", description=""), tensor=content)
-        self._write([Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))])
+        self._write([Event(wall_time=time.time(), step=step, summary=Summary(value=[text_value(tag, text)]))])
 
     @rank_zero_only
     def purge(self, step: int) -> None:
@@ -108,12 +112,15 @@ class TensorBoardLogger(Logger):
     def _write(self, events: Any) -> None:
         waiting, self._waiting = self._waiting, []
         self._last_write = time.time()
-        self._file.write([*(_scalars(*one) for one in waiting), *events])
+        self._file.write([*(_event(*one) for one in waiting), *events])
 
 
-def _scalars(wall_time: float, step: int, values: Mapping[str, float]) -> Event:
+def _event(wall_time: float, step: int, values: Mapping[str, float | Panel]) -> Event:
     event = Event(wall_time=wall_time, step=step)
     add = event.summary.value.add
     for tag, value in values.items():
-        add(tag=tag, simple_value=value)
+        if isinstance(value, Panel):
+            event.summary.value.append(summary_value(tag, value))
+        else:
+            add(tag=tag, simple_value=value)
     return event

@@ -1,0 +1,152 @@
+"""What a hook may give for a tag in place of a number: a histogram, images, a text, a precision-recall curve.
+
+    def after_backward(self, step):
+        return {
+            "gradients/norm/total": norm,                                  # a 0-d tensor or a float, as before
+            "gradients/histogram/head.weight": Histogram.of(gradient),     # 64 bins
+            "features/conv": Image.of(maps[:, None], stretched=True),      # [N, 1, H, W], one grid
+            "operators": Text("| operator | calls |\\n|---|---|\\n..."),     # Markdown
+            "pr_curve/val": PrecisionRecallCurve.of(scores, targets),
+        }
+
+`of` computes on the tensors' device and never waits for it; what it gives stays there until the engine's next flush
+brings the tensors of all steps to the host together. So call it in the step, keep no `.item()`, and make what you hand
+over by hand a copy if it changes later. A flush is every `trainer.log_every_n_steps` steps: images wait on the device
+until then, as uint8. TensorBoard shows all of them; a logger that cannot says so once, and takes the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+BINS = 64
+THRESHOLDS = 127
+
+
+class Panel:
+    """One of the four: something to show that is not a number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Histogram(Panel):
+    """How many values lie in each of K equal bins.
+
+    counts: `[K]`, float or integer.
+    low, high: 0-d, where the first bin begins and the last one ends. Equal where all values are; both nan where no
+        value is finite.
+    """
+
+    counts: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, *, bins: int = BINS) -> Self:
+        """The finite ones of `values`, of any shape and any real dtype, between their smallest and their largest."""
+        flat = values.detach().reshape(-1)
+        flat = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
+        if not len(flat):
+            nan = flat.new_full((), torch.nan)
+            return cls(flat.new_zeros(bins), nan, nan)
+        if flat.device.type == "cpu":
+            low, high = flat.aminmax()
+            if (high - low).isfinite() and high > low:
+                return cls(torch.histc(flat, bins, low.item(), high.item()), low, high)
+        # By where, because asking whether there is an infinity or a nan would wait for the device.
+        finite = flat.isfinite()
+        low = torch.where(finite, flat, torch.inf).amin()
+        high = torch.where(finite, flat, -torch.inf).amax()
+        empty = low > high
+        low, high = low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan)
+        # Halves, because the distance of two finite floats may be infinite.
+        half = torch.where(high > low, high / 2 - low / 2, torch.ones_like(low))
+        shares = torch.add(low / -2, flat, alpha=0.5) / half
+        # Between 0 and 1: histc with limits that are tensors would wait for them. It leaves out what is not finite.
+        return cls(torch.histc(shares, bins, 0.0, 1.0), low, high)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image(Panel):
+    """One picture, or a grid of several.
+
+    pixels: uint8 `[N, C, H, W]`, C is 1 (grey), 3 (colour) or 4 (colour and opacity).
+    columns: pictures a row of the grid; None makes it as square as it goes.
+    """
+
+    pixels: Tensor
+    columns: int | None = None
+
+    @classmethod
+    def of(cls, pictures: Tensor, *, stretched: bool = False, columns: int | None = None) -> Self:
+        """From `[N, C, H, W]`, `[C, H, W]` or `[H, W]`: bytes as they are, other dtypes with 0 black and 1 white.
+
+        stretched: each picture's own smallest value is black and its largest white, as for feature maps.
+
+        Raises ValueError: another shape.
+        """
+        pixels = pictures.detach()
+        if pixels.dim() < 4:
+            pixels = pixels.reshape((1,) * (4 - pixels.dim()) + tuple(pixels.shape))
+        if pixels.dim() != 4 or pixels.shape[1] not in (1, 3, 4) or not pixels.numel():
+            raise ValueError(
+                f"the pictures have shape {list(pictures.shape)}; expected [N, C, H, W], [C, H, W] or [H, W] with C of "
+                "1, 3 or 4"
+            )
+        if stretched:
+            pixels = pixels.to(torch.float32)
+            low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
+            pixels = (pixels - low) / torch.where(high > low, high - low, torch.ones_like(low))
+        if pixels.dtype != torch.uint8:
+            pixels = pixels.to(torch.float32).nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
+        return cls(pixels, columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text(Panel):
+    """A Markdown text."""
+
+    markdown: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrecisionRecallCurve(Panel):
+    """Precision against recall of a binary classification, over T rising thresholds.
+
+    counts: `[4, T]`: true positives, false positives, true negatives, false negatives.
+    """
+
+    counts: Tensor
+
+    @classmethod
+    def of(cls, scores: Tensor, targets: Tensor, *, thresholds: int = THRESHOLDS) -> Self:
+        """scores: `[B]`, from 0 to 1. targets: `[B]`, bool or 0 and 1. A score at a threshold counts as positive."""
+        limits = torch.linspace(0, 1, thresholds, device=scores.device)
+        predicted = scores.detach().reshape(1, -1).to(torch.float32) >= limits[:, None]
+        positive = targets.detach().reshape(1, -1).to(torch.bool)
+        cases = (predicted & positive, predicted & ~positive, ~predicted & ~positive, ~predicted & positive)
+        return cls(torch.stack([case.sum(1) for case in cases]))
+
+
+def on_host(panels: Sequence[Panel]) -> list[Panel]:
+    """The same panels with their tensors on the host: one copy, which is one wait, for each device and dtype."""
+    found = [
+        (place, field.name, value)
+        for place, panel in enumerate(panels)
+        for field in fields(panel)
+        if isinstance(value := getattr(panel, field.name), Tensor)
+    ]
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, Tensor]]] = {}
+    for one in found:
+        kinds.setdefault((one[2].device, one[2].dtype), []).append(one)
+    changes: list[dict[str, Tensor]] = [{} for _ in panels]
+    for kind in kinds.values():
+        joined = torch.cat([tensor.detach().reshape(-1) for _, _, tensor in kind]).cpu()
+        parts = joined.split([tensor.numel() for _, _, tensor in kind])
+        for (place, name, tensor), part in zip(kind, parts, strict=True):
+            changes[place][name] = part.reshape(tensor.shape)
+    return [replace(panel, **change) for panel, change in zip(panels, changes, strict=True)]

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from exp.strategies.model_parallel import ModelParallel, local
+from exp.strategies.model_parallel import ModelParallel
+from exp.strategies.parts import local
 
 Algorithm = Literal["norm", "value"]
 

@@ -27,6 +27,7 @@ from exp.engine.overhead import lighten
 from exp.errors import RunError
 from exp.hooks.hook import Hook, Step
 from exp.precision.plugin import RunPrecision
+from exp.strategies.model_parallel import ModelParallel
 from exp.tensorboard.logger import TensorBoardLogger
 from exp.types import Batch, Stage
 
@@ -160,6 +161,8 @@ class Recording(Callback):
                 batch_size=self._size,
                 device=trainer.strategy.root_device,
             )
+            if isinstance(trainer.strategy, ModelParallel):
+                self._step.norms = trainer.strategy.norms
         self._step.batch_size = self._size
         self._step.loss = pl_module.last.loss
         self._step.data = self._data

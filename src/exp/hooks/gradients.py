@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from exp.hooks.hook import Hook, Step, matching
-from exp.hooks.norms import norms
 
 
 class Gradients(Hook):
@@ -31,17 +30,17 @@ class Gradients(Hook):
             for parameter in module.parameters()
         }
         self._parameters = [
-            (f"gradients/norm/{name}", parameter)
+            (name, parameter)
             for name, parameter in network.named_parameters()
             if id(parameter) in chosen and parameter.requires_grad
         ]
 
     def after_backward(self, step: Step) -> dict[str, Tensor] | None:
-        present = [(tag, parameter.grad) for tag, parameter in self._parameters if parameter.grad is not None]
-        if not present:
+        gradients = {name: parameter.grad for name, parameter in self._parameters if parameter.grad is not None}
+        # Also without any here: other ranks may hold some.
+        each = step.norms(gradients)
+        if not each:
             return None
-        tags, gradients = zip(*present, strict=True)
-        each = norms(gradients)
-        values = dict(zip(tags, each, strict=True))
-        values["gradients/norm/total"] = torch.linalg.vector_norm(torch.stack(each))
+        values = {f"gradients/norm/{name}": norm for name, norm in each.items()}
+        values["gradients/norm/total"] = torch.linalg.vector_norm(torch.stack(list(each.values())))
         return values

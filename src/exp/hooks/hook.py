@@ -5,7 +5,7 @@ A hook of one's own is one .py with a subclass that overrides one method, and on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault
+from exp.hooks.norms import norms_by_name
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ class Step:
     device: where the network's input is.
     loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
     data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
+    norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
+        Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
     """
 
     index: int
@@ -41,6 +44,7 @@ class Step:
     device: torch.device
     loss: Tensor | None = None
     data: Any = None
+    norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
 
 
 class Hook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from exp.hooks.hook import Hook, Step
+from exp.strategies.parts import local
 
 MIB = 2**20
 
@@ -35,12 +36,12 @@ class Memory(Hook):
         self._process = psutil.Process()
 
     def around_forward(self, step: Step) -> AbstractContextManager[Any]:
-        excluded = storages([*step.network.parameters(), *step.network.buffers()])
+        network = step.network
         # Batches of data in memory are views of one storage: each counts for its own part of it.
         given: Counter[int] = Counter()
         for tensor in _tensors(step.data):
             given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-        return _SavedTensors(excluded, given, self._keep_largest)
+        return _SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, self._keep_largest)
 
     def after_backward(self, step: Step) -> dict[str, float]:
         parameters = list(step.network.parameters())
@@ -68,26 +69,32 @@ class Memory(Hook):
 
 
 class _SavedTensors(saved_tensors_hooks):
-    """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left."""
+    """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left.
 
-    def __init__(self, excluded: Mapping[int, int], given: Mapping[int, int], report: Any) -> None:
+    own: what the network holds. It is asked again at the end, for weights in shards are gathered in the forward; those
+        that are freed in it have no bytes left by then.
+    """
+
+    def __init__(self, own: Callable[[], list[Tensor]], given: Mapping[int, int], report: Any) -> None:
         super().__init__(self._pack, _unpack)
-        self._excluded = excluded
+        self._own = own
+        self._excluded = storages(own())
         self._given = given
         self._report = report
-        self._saved: dict[int, int] = {}
+        # Alive until the forward ends, so that no two of them had one address.
+        self._saved: list[torch.UntypedStorage] = []
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._excluded:
-            self._saved[address] = self._given.get(address, storage.nbytes())
+        self._saved.append(local(tensor).untyped_storage())
         # The tensor itself would keep its own graph alive through the node that saves it: a leak.
         return tensor.detach()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._report(sum(self._saved.values()))
+        excluded = self._excluded | storages(self._own())
+        saved = {storage.data_ptr(): storage.nbytes() for storage in self._saved if storage.nbytes()}
+        self._saved = []
+        self._report(sum(self._given.get(at, size) for at, size in saved.items() if at not in excluded))
 
 
 def _unpack(tensor: Tensor) -> Tensor:
@@ -101,7 +108,7 @@ def mebibytes(tensors: Iterable[Tensor]) -> float:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The size in bytes of each storage of `tensors`, by its address."""
-    found = (tensor.untyped_storage() for tensor in tensors)
+    found = (local(tensor).untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 

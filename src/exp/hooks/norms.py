@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,3 +18,8 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
     dtype = torch.float64 if dense[0].dtype == torch.float64 else torch.float32
     return list(torch._foreach_norm(dense, 2, dtype))
+
+
+def norms_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same by name, of tensors that lie whole in this process."""
+    return dict(zip(tensors, norms(list(tensors.values())), strict=True))

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from exp.errors import ConfigError, Fault
 from exp.optim.groups import parameter_groups
+
+# Of DTensors: torch 2.13 has no sharding strategy for the other kernels.
+FUSED_IN_SHARDS = ("Adam", "AdamW")
+
 
 
 def build_optimizer(
@@ -37,7 +42,8 @@ def build_optimizer(
     _check_options(factory, split, decay=bool(exempt_from_decay))
     options = dict(factory.keywords)
     if _wants_fused(factory):
-        options["fused"] = has_fused([parameter for group in split for parameter in group["params"]]) or None
+        parameters = [parameter for group in split for parameter in group["params"]]
+        options["fused"] = (has_fused(parameters) and _has_fused_in_shards(parameters, factory)) or None
     try:
         return factory.func(split, *factory.args, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -49,6 +55,10 @@ def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether torch can update all of these in one kernel. Seen in torch 2.13: cpu, cuda, mps, xpu and others."""
     devices = _get_fused_kernels_supported_devices()
     return all(parameter.device.type in devices and torch.is_floating_point(parameter) for parameter in parameters)
+
+
+def _has_fused_in_shards(parameters: Sequence[nn.Parameter], factory: functools.partial[Optimizer]) -> bool:
+    return _name(factory) in FUSED_IN_SHARDS or not any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:

@@ -22,8 +22,12 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from exp.errors import RunError
+from exp.strategies.parts import local
 from exp.strategies.placement import Placement
 from exp.strategies.whole_state import Whole, WholeState
+
+# The network's place in the module: names in its state dict begin so.
+NETWORK = "network."
 
 
 class ModelParallel(WholeState):
@@ -32,6 +36,7 @@ class ModelParallel(WholeState):
     With `holds_every_name` False the optimizers are made of the whole network, before it is cut, and keep the
     parameters that this rank is left with: their groups, and a checkpoint's indices, are those of one process.
 
+    is_placed: whether the network is in parts already.
     data_group: the ranks that hold the same part of the model, one a share of the batch. model_group: the ranks that
         hold the parts of one model, and work on one share of a batch. None before the process group is joined.
     """
@@ -39,13 +44,14 @@ class ModelParallel(WholeState):
     def __init__(self, *, placement: Placement) -> None:
         super().__init__(placement=placement)
         self.data_group: dist.ProcessGroup | None = None
+        self.is_placed = False
         self._parameter_names: list[str] = []
 
     @abstractmethod
     def place_model(self) -> None:
         """Shards or cuts `self.lightning_module.network` in place. Called once, on every rank.
 
-        Every rank has the whole network with the same numbers, on `root_device`.
+        Every rank has the whole network with the same numbers, on `root_device` where `model_to_device` is inherited.
         """
 
     def copies(self, name: str, part: Tensor) -> int:
@@ -89,6 +95,7 @@ class ModelParallel(WholeState):
         if is_first:
             before = dict(self.lightning_module.named_parameters())
             self.place_model()
+            self.is_placed = True
             self._keep_what_is_left(before)
             self._share_metrics()
         if fitting and self.holds_every_name:
@@ -125,8 +132,9 @@ class ModelParallel(WholeState):
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The 2-norm of each whole tensor, 0-d, of all that any rank has. Every rank must call it.
 
-        tensors: gradients, say: this rank's parts of them, by the names of the module's parameters.
+        tensors: gradients, say: this rank's parts of them, by the names of the network's parameters.
         """
+        tensors = {f"{NETWORK}{name}": tensor for name, tensor in tensors.items()}
         # The squares, and whether a rank has the tensor at all.
         found = torch.zeros(2, len(self._parameter_names), dtype=torch.float64, device=self.root_device)
         for place, name in enumerate(self._parameter_names):
@@ -135,7 +143,9 @@ class ModelParallel(WholeState):
                 found[1, place] = 1.0
         dist.all_reduce(found)
         roots, there = found[0].sqrt(), found[1].tolist()
-        return {name: roots[place] for place, name in enumerate(self._parameter_names) if there[place]}
+        return {
+            name.removeprefix(NETWORK): roots[place] for place, name in enumerate(self._parameter_names) if there[place]
+        }
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the gradients of all parameters together, 0-d, in float64. Every rank must call it."""
@@ -149,8 +159,3 @@ class ModelParallel(WholeState):
 
     def _share_of_square(self, name: str, part: Tensor) -> Any:
         return torch.linalg.vector_norm(local(part), dtype=torch.float64).square() / self.copies(name, part)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies here; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,97 @@
+"""Which modules of a network are a unit: gathered, computed and freed together, or computed twice to save memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+AUTO = "auto"
+
+
+def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int, key: str) -> dict[str, nn.Module]:
+    """The modules below the network that are sharded by themselves, by name, outermost first.
+
+    What is in none of them belongs to the network's own unit.
+
+    shard: `auto` takes the layers of every list of layers (a `repeat`), or, with min_parameters, the innermost modules
+        that have so many; otherwise patterns of module names or of their classes' names.
+    min_parameters: a module with fewer, those of units below it not counted, is left to what it is in.
+    key: of `shard` in the config.
+    Raises: ConfigError for a pattern that matches no module that is called.
+    """
+    if shard != AUTO:
+        chosen = matched(network, [shard] if isinstance(shard, str) else shard, key=key)
+    elif min_parameters:
+        chosen = {name: module for name, module in network.named_modules() if name and _is_called(module)}
+    else:
+        chosen = _repeated(network)
+    return _large_enough(chosen, min_parameters)
+
+
+def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
+    """The modules below the network, by name, whose name or class matches one of the patterns.
+
+    Raises: ConfigError for each pattern that matches none that is called.
+    """
+    modules = {name: module for name, module in network.named_modules() if name and _is_called(module)}
+    kinds = {name: type(module).__name__ for name, module in modules.items()}
+    faults = []
+    for pattern in patterns:
+        if not any(_matches(name, kinds[name], pattern) for name in modules):
+            known = [*modules, *dict.fromkeys(kinds.values())]
+            faults.append(
+                Fault(
+                    key=key,
+                    got=f"{pattern!r}, which matches no layer",
+                    expected=f"a pattern of names or classes of layers: {among(known, word=pattern)}",
+                    cure=did_you_mean(pattern, known),
+                )
+            )
+    if faults:
+        raise ConfigError(faults)
+    return {
+        name: module
+        for name, module in modules.items()
+        if any(_matches(name, kinds[name], pattern) for pattern in patterns)
+    }
+
+
+def _matches(name: str, kind: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Lists and mappings of layers are never called themselves, so that nothing could be gathered for them in time."""
+    from torch import nn
+
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+
+
+def _repeated(network: nn.Module) -> dict[str, nn.Module]:
+    """Layers of lists of layers; of lists in lists, the outer ones."""
+    from torch import nn
+
+    found: dict[str, nn.Module] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in found):
+            found |= {f"{name}.{child}": layer for child, layer in module.named_children() if _is_called(layer)}
+    return found
+
+
+def _large_enough(chosen: dict[str, nn.Module], min_parameters: int) -> dict[str, nn.Module]:
+    """Innermost first, so that an outer module counts what the units in it leave."""
+    taken: set[int] = set()
+    kept = set()
+    for name, module in reversed(chosen.items()):
+        own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        if own and sum(own.values()) >= min_parameters:
+            kept.add(name)
+            taken |= own.keys()
+    return {name: module for name, module in chosen.items() if name in kept}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -14,10 +14,20 @@ from exp.errors import RunError
 from exp.types import Stage
 
 
+class Source(Protocol):
+    """Where the outputs are, of a network whose parts lie in several ranks: on one of them."""
+
+    has_output: bool
+
+    def shared(self, value: Any) -> Any:
+        """What the rank that has the outputs gives, on every rank of the model; each must call it."""
+
+
 class EpochValues(nn.Module):
     """Sums losses weighted by samples, and updates metrics, on the device; one host copy gives their values.
 
     terms: the objective's, in their order. They have tags of their own where there are several.
+    source: an attribute, where the outputs are; None is here.
     """
 
     def __init__(self, *, stage: Stage, terms: Sequence[str], metrics: Mapping[str, Metric]) -> None:
@@ -27,6 +37,7 @@ class EpochValues(nn.Module):
         self.names = tuple(metrics)
         # A list: a ModuleDict refuses names such as `update`.
         self.metrics = nn.ModuleList(metrics.values())
+        self.source: Source | None = None
         self._sums: Tensor | None = None
         self._samples = 0
 
@@ -72,11 +83,12 @@ class EpochValues(nn.Module):
     def metric_states(self) -> dict[str, dict[str, Any]]:
         """What the metrics hold in the middle of an epoch, of all ranks together. Every rank must call it."""
         states = {}
-        for name, metric in zip(self.names, self.metrics, strict=True):
-            with metric.sync_context():
-                # What is synced is undone, and what is not goes on changing: a copy of either.
-                states[name] = {key: _copied(value) for key, value in metric.metric_state.items()}
-        return states
+        if self.source is None or self.source.has_output:
+            for name, metric in zip(self.names, self.metrics, strict=True):
+                with metric.sync_context():
+                    # What is synced is undone, and what is not goes on changing: a copy of either.
+                    states[name] = {key: _copied(value) for key, value in metric.metric_state.items()}
+        return states if self.source is None else self.source.shared(states)
 
     def restore_metrics(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Goes on from `metric_states`; on one rank only, for they are those of all ranks."""
@@ -88,6 +100,14 @@ class EpochValues(nn.Module):
                 metric._update_count = 1
 
     def _computed(self, device: torch.device) -> list[Tensor]:
+        if self.source is None:
+            return self._computed_here(device)
+        values = self._computed_here(device) if self.source.has_output else []
+        for metric in self.metrics:
+            metric.reset()
+        return [value.to(device) for value in self.source.shared(values)]
+
+    def _computed_here(self, device: torch.device) -> list[Tensor]:
         values = []
         for name, metric in zip(self.names, self.metrics, strict=True):
             value = metric.compute()

@@ -9,6 +9,7 @@ no parameters goes with the layer before it. parts.py cuts the graph; here is on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -119,7 +120,7 @@ def _named(units: Sequence[Unit], layers: Patterns, faults: list[Fault]) -> dict
 
 def _order_faults(units: Sequence[Unit], found: Mapping[str, int]) -> list[Fault]:
     faults = []
-    for before, unit in zip(units, units[1:], strict=False):
+    for before, unit in itertools.pairwise(units):
         if found[before.name] > found[unit.name]:
             got = f"{unit.name} in part {found[unit.name]}, behind {before.name} in part {found[before.name]}"
             order = _listed([one.name for one in units])

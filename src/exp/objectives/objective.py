@@ -35,7 +35,7 @@ class Term(AbstractTerm):
         self.loss = loss
         self.output = output
         self.target = target
-        self._by_weight = counts_by_weight(loss)
+        self.is_by_weight = counts_by_weight(loss)
 
     def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
@@ -47,7 +47,7 @@ class Term(AbstractTerm):
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
         output = full(pick(values, self.output, "output"))
         target = checked_target(module, output, full(pick(values, self.target, "target")))
-        if self._by_weight and batch is not None and batch.world_size > 1:
+        if self.is_by_weight and batch is not None and batch.world_size > 1:
             return shared_mean(module, output, target, batch)
         loss = module(output, target) if passes is None else module(output, target, passes)
         if loss.dim() != 0:
@@ -86,6 +86,11 @@ class Objective(nn.Module):
                 )
         self._terms = nn.ModuleList(self.terms.values())
         self._output = next((term.output for term in self.terms.values() if isinstance(term, Term)), None)
+
+    @property
+    def weighed(self) -> tuple[str, ...]:
+        """Names of the terms that divide by weights of their targets, and not by the number of samples."""
+        return tuple(name for name, term in self.terms.items() if isinstance(term, Term) and term.is_by_weight)
 
     def only(self, names: Collection[str]) -> Objective:
         """The sum of some of the terms, in this one's order: the same modules, not copies.

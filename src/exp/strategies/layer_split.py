@@ -1,4 +1,4 @@
-"""Layers split over devices: one process, each part of the network on a device of its own, values moved between them."""
+"""Layers split over devices: one process, each part of the network on a device of its own."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ class Planned:
     batch_size: of the global batch, B.
     precision: the config's precision.word.
     needs: what the objective needs beside one forward and one backward, words of NEEDS in objectives/term.py.
+    weighed: names of its terms that divide by weights of their targets, and not by the number of samples.
     config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
     """
 
@@ -42,10 +43,16 @@ class Planned:
     precision: str
     config: Mapping[str, Any]
     needs: frozenset[str] = frozenset()
+    weighed: tuple[str, ...] = ()
 
 
 class Strategy(ABC):
-    """Places a run. The name is the word that report.json repeats."""
+    """Places a run. The name is the word that report.json repeats.
+
+    is_pipelined: whether a step's forward and backward are a schedule's, over the stages of several ranks.
+    """
+
+    is_pipelined: bool = False
 
     def __init__(self, *, name: str) -> None:
         self.name = name

@@ -1,0 +1,142 @@
+"""A training module whose network lies in the stages of a pipeline: the schedule makes forward and backward in one.
+
+training_step    reseed; keeps the batch; a 0 that nothing reads
+backward         all micro-batches through the schedule; gradients of the rank's own layers, true or scaled
+optimizer_step   at a window's end: gradients averaged over pipelines, then Lightning's: unscale, hooks, clipping, step
+
+Only public hooks of LightningModule are overridden. Autocast is around each stage's forward and the loss, and around no
+backward, because Lightning has left it when it calls `backward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exp.data.randomness import reseed
+from exp.engine.module import TrainingModule
+from exp.engine.naming import target_of
+from exp.models.parts import Split
+from exp.strategies.averaging import average_gradients
+from exp.strategies.microbatches import cut, joined, micro_batches, shares
+from exp.strategies.pipeline_stages import Stages
+from exp.types import Batch, Stage
+
+
+class PipelinedModule(TrainingModule):
+    """A TrainingModule for strategy=pipeline. Its parameters are TrainingModule's."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._batch: Batch | None = None
+
+    def pipeline_over(self, stages: Stages, *, split: Split, count: int) -> None:
+        """Told by the strategy once the network is cut.
+
+        stages: of this rank. split: the network's. count: micro-batches of a share.
+        """
+        self.__dict__["_stages"], self.__dict__["_split"] = stages, split
+        self._count = count
+        for values in self.epoch_values.values():
+            values.source = stages
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Keeps the batch for `backward`. Returns a 0 that nothing reads."""
+        trainer = self._trainer
+        # Dropout of two stages must not be alike: each rank has a stream of its own.
+        reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
+        self._batch = batch
+        return torch.zeros((), device=self.device)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Forward and backward of the batch that training_step kept."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        precision, trainer = self._trainer.precision_plugin, self._trainer
+        # What Lightning does to the loss that it has.
+        one = torch.ones((), device=self.device)
+        factor = precision.scale(one / trainer.accumulate_grad_batches)
+        size = max(batch.size, 1)
+        micro = micro_batches(batch.data, size=size, count=self._count)
+        train_values = self._train_values
+
+        def share_of_loss(output: Any, place: int) -> tuple[Tensor, Any]:
+            piece = micro[place]
+            if not piece.size:
+                return nothing_of(output), None
+            values = self._values(piece.data, output, piece.size)
+            with precision.train_step_context():
+                loss, parts = self.objective(values)
+            weight = batch.weight * piece.size / size
+            seen = (values["output"], target_of(values)) if train_values.metrics and batch.size else None
+            weighted = {name: part.detach() * weight for name, part in parts.items()}
+            return loss * weight * factor, (loss.detach() * weight, weighted, seen)
+
+        with self.last.around or nullcontext():
+            notes = self._stages.train([self._inputs(piece.data) for piece in micro], share_of_loss)
+        self._remember([note for note in notes if note is not None])
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Lightning's, with the gradients averaged over the pipelines between backward and everything else."""
+
+        def closure() -> Any:
+            result = optimizer_closure()
+            average_gradients(self.network.parameters(), group=self._trainer.strategy.data_group)
+            return result
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def _remember(self, notes: list[Any]) -> None:
+        """The losses for Recording, which takes means over all ranks: the rank that has them holds those of all."""
+        last, ranks = self.last, len(set(self._stages.owner))
+        if not notes:
+            zero = torch.zeros((), device=self.device)
+            last.loss, last.parts = zero, dict.fromkeys(self.objective.terms, zero)
+            return
+        last.loss = sum(loss for loss, _, _ in notes) * ranks
+        last.parts = {name: sum(parts[name] for _, parts, _ in notes) * ranks for name in notes[0][1]}
+        for _, _, seen in notes:
+            if seen is not None:
+                self._train_values.update_metrics(seen[0].detach(), seen[1])
+
+    def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
+        reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)
+        size = max(batch.size, 1)
+        pieces = shares(batch.data, size=size, count=self._count)
+        outputs = self._stages.evaluate([self._inputs(piece) for piece in pieces])
+        if not outputs:
+            return
+        values = self._values(batch.data, joined(outputs), size)
+        loss, parts = self.objective(values)
+        epoch_values = self.values_of(stage)
+        target = target_of(values) if epoch_values.metrics else None
+        epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
+
+    def _inputs(self, data: Any) -> dict[str, Any]:
+        """The network's inputs by name, of a batch's data."""
+        found: dict[str, Any] = {}
+
+        def bind(*arguments: Any, **named: Any) -> None:
+            found.update(self._split.bind(arguments, named))
+
+        self._run(bind, data)
+        return found
+
+    def _values(self, data: Any, output: Any, size: int) -> Mapping[str, Any]:
+        """The values by name, of the first `size` samples."""
+        return self._run(lambda *_, **__: cut(output, size), cut(data, size))
+
+
+def nothing_of(output: Any) -> Tensor:
+    """A 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
+    from exp.models.graphs import flatten
+
+    return sum(tensor.sum() for tensor in flatten(output) if tensor.requires_grad) * 0.0
+
+
+PipelinedModule.training_step.__signature__ = inspect.signature(PipelinedModule.training_step)

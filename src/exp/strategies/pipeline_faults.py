@@ -1,0 +1,92 @@
+"""What a pipeline cannot do with a run, each said before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from exp.errors import ConfigError, Fault
+from exp.models.parts import split
+from exp.strategies.strategy import Planned
+
+if TYPE_CHECKING:
+    from exp.strategies.pipeline import Pipeline
+
+
+def pipeline_faults(plan: Pipeline, planned: Planned, *, inputs: Sequence[Tensor]) -> list[Fault]:
+    """All of them.
+
+    inputs: stand-ins for the network's inputs.
+    """
+    placement = planned.placement
+    ranks = placement.model_ranks
+    if placement.world_size == 1:
+        expected = "2 or more: each rank holds a part of the network"
+        return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
+    faults = [*_run_faults(planned), *_batch_faults(plan, planned, ranks)]
+    try:
+        split(planned.network, count=ranks * plan.stages_per_rank, layers=plan.layers, inputs=inputs)
+    except ConfigError as error:
+        faults += error.faults
+    return faults
+
+
+def _run_faults(planned: Planned) -> list[Fault]:
+    config, faults = planned.config, []
+    if planned.needs:
+        got = f"terms that need {', '.join(sorted(planned.needs))}"
+        faults.append(_refused("objective", got, "terms of one forward and one backward, which a schedule orders"))
+    if planned.weighed:
+        got = f"{', '.join(planned.weighed)} divides by weights of its targets (class weights, ignored targets)"
+        cure = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
+        faults.append(_refused("objective", got, "means over samples, which micro-batches add up to", cure=cure))
+    if config.get("phases"):
+        faults.append(_refused("phases", "phases", "none: a schedule makes one backward a step"))
+    if config["runtime"].get("compile") not in (None, False):
+        faults.append(_refused("runtime.compile", str(config["runtime"]["compile"]), "false: stages are not compiled"))
+    if str(config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
+        expected = "an optimizer that updates each parameter by itself: no rank has all of them"
+        faults.append(_refused("optimizer._target_", "LBFGS", expected))
+    for name, callback in config["callbacks"].items():
+        if isinstance(callback, dict) and str(callback.get("_target_", "")).startswith("exp.engine.averaging."):
+            expected = "no average of the weights: it is kept by rank 0, which has its own stage alone"
+            faults.append(_refused(f"callbacks.{name}", str(callback["_target_"]), expected))
+    return faults
+
+
+def _batch_faults(plan: Pipeline, planned: Planned, ranks: int) -> list[Fault]:
+    share = planned.batch_size // planned.placement.data_ranks
+    stages = ranks * plan.stages_per_rank
+    count = plan.microbatches_of(share, ranks)
+    faults = []
+    if share < count:
+        least = count * planned.placement.data_ranks
+        expected = f"{least} or more: {count} micro-batches" + _each(planned)
+        faults.append(Fault(key="data.batch_size", got=str(planned.batch_size), expected=expected))
+    word = plan.schedule_word
+    if plan.schedule.needs_filling and count < stages:
+        expected = f"{stages} or more, one a stage, for {word}"
+        faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected, cure="schedule=gpipe"))
+    if plan.schedule.in_rounds and count % max(1, count // ranks):
+        expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
+        faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected))
+    normed = [
+        name for name, module in planned.network.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    if normed and count > 1:
+        got = f"{count}, with {normed[0]} and {len(normed) - 1} more layers of batch normalisation"
+        expected = "1: a pipeline would normalise over each micro-batch, and find another network"
+        cure = "Or take a model with layer or group normalisation"
+        faults.append(Fault(key="strategy.microbatches", got=got, expected=expected, cure=cure))
+    return faults
+
+
+def _each(planned: Planned) -> str:
+    ranks = planned.placement.data_ranks
+    return f" in each of {ranks} pipelines" if ranks > 1 else ""
+
+
+def _refused(key: str, got: str, expected: str, *, cure: str | None = None) -> Fault:
+    return Fault(key=key, got=f"{got}, with strategy=pipeline", expected=expected, cure=cure)

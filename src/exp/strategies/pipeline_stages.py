@@ -1,0 +1,237 @@
+"""The stages of a pipeline that one rank holds, and how micro-batches run through them.
+
+Training is a schedule's of torch.distributed.pipelining, one for each shape of the micro-batches, because its buffers
+have fixed sizes. Evaluation goes forward only, stage by stage, and asks for no equal sizes.
+
+What every rank of a pipeline has, the batch, is not sent: a stage finds a micro-batch's inputs by its number, which is
+all that torch passes to it. What is sent are the values that later stages read.
+
+Relied on, and tested: torch infers what a new schedule sends by one forward of each stage, and one call of the loss,
+before the first micro-batch (`PipelineStage` in dynamic mode, seen in torch 2.13). They leave no trace here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from exp.models.graphs import Kind, flatten, kind_of, unflatten
+from exp.models.parts import Part, Split
+
+Inputs = Mapping[str, Any]
+Context = Callable[[], AbstractContextManager[Any]]
+Loss = Callable[[Any, int], tuple[Tensor, Any]]
+# Shapes of micro-batches whose schedules are kept, with their buffers.
+KEPT = 8
+
+
+class Stage:
+    """One part of the network, as a function of what is sent to it.
+
+    around: the context of a forward, such as autocast.
+    """
+
+    def __init__(self, network: nn.Module, split: Split, index: int, *, around: Context) -> None:
+        self.network, self.split, self.index, self.around = network, split, index, around
+        self.part: Part = split.parts[index]
+        self.takes = split.carried(index - 1) if index else ()
+        self.gives = split.carried(index)
+        self.is_last = index == len(split.parts) - 1
+        # Of the network's output, once it has been seen.
+        self.output: Kind = None
+        own = set(self.part.tensors)
+        self.parameters = [parameter for name, parameter in network.named_parameters() if name in own]
+        self.buffers = [name for name, _ in network.named_buffers() if name in own]
+
+    def run(self, received: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+        """What is sent on: the tensors of the values that later stages read; of the last stage those of the output."""
+        tensors = list(received)
+        values = {name: unflatten(self.split.kinds[name], tensors) for name in self.takes}
+        read = [inputs[name] for name in self.part.inputs] + [values[name] for name in self.part.takes]
+        with self.around():
+            result = self.part.run(self.network, *read)
+        if self.is_last:
+            self.output = kind_of(result)
+            return tuple(flatten(result))
+        # A value that only passes through is a new one to autograd, for this stage may read it as well.
+        values = {name: _passed(value) for name, value in values.items()}
+        values.update(zip(self.part.gives, result, strict=True))
+        return tuple(tensor.contiguous() for name in self.gives for tensor in flatten(values[name]))
+
+    def whole_output(self, tensors: Sequence[Tensor]) -> Any:
+        """The network's output of its tensors."""
+        return unflatten(self.output, list(tensors))
+
+
+class Stages:
+    """What one rank does in a pipeline.
+
+    stages: those of this rank, in order. owner: of each stage of the pipeline, the place in the group.
+    group: the ranks of one pipeline. device: of this rank. schedule: torch's name of one, such as 1F1B.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        owner: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        schedule: str,
+    ) -> None:
+        self.stages, self.owner, self.group, self.device = tuple(stages), tuple(owner), group, device
+        self.schedule = schedule
+        self.place = dist.get_rank(group)
+        self.has_output = self.stages[-1].is_last
+        self._schedules: dict[Any, _Trained] = {}
+        self._sent: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
+
+    def shared(self, value: Any) -> Any:
+        """What the rank with the network's output gives, on every rank of the pipeline; each must call it."""
+        found = [value]
+        source = dist.get_global_rank(self.group, self.owner[-1])
+        dist.broadcast_object_list(found, src=source, group=self.group, device=self.device)
+        return found[0]
+
+    def train(self, inputs: Sequence[Inputs], loss: Loss) -> list[Any]:
+        """Forward and backward of all micro-batches; the gradients are added up in the parameters.
+
+        inputs: the network's, of each micro-batch.
+        loss: of an output and the number of its micro-batch: the value to go backward from, 0-d, and anything else.
+        Returns: that anything, of each micro-batch, on the rank that has the output; nothing elsewhere.
+        """
+        key = (len(inputs), _shapes(inputs[0]))
+        trained = self._schedules.pop(key, None) or _Trained(self, len(inputs))
+        self._schedules[key] = trained
+        while len(self._schedules) > KEPT:
+            self._schedules.pop(next(iter(self._schedules)))
+        return trained.step(inputs, loss)
+
+    def evaluate(self, inputs: Sequence[Inputs]) -> list[Any]:
+        """The network's output for each piece of a batch, on the rank that has it; nothing elsewhere."""
+        pending: list[tuple[dist.Work, Tensor]] = []
+        kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        outputs: list[Any] = []
+        for stage in self.stages:
+            for place, piece in enumerate(inputs):
+                received: Sequence[Tensor] = ()
+                if stage.index:
+                    before = (stage.index - 1, place)
+                    received = kept.pop(before) if before in kept else self._receive(stage, piece)
+                result = stage.run(received, piece)
+                if stage.is_last:
+                    outputs.append(stage.whole_output(result))
+                elif self.owner[stage.index + 1] == self.place:
+                    kept[stage.index, place] = result
+                else:
+                    pending += self._send(stage, piece, result)
+        for work, _ in pending:
+            work.wait()
+        return outputs
+
+    def _send(self, stage: Stage, piece: Inputs, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
+        to = dist.get_global_rank(self.group, self.owner[stage.index + 1])
+        key = (stage.index, _shapes(piece))
+        if key not in self._sent:
+            self._sent[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            dist.send_object_list([self._sent[key]], dst=to, group=self.group, device=self.device)
+        # The tensor is held until it is sent.
+        return [(dist.isend(tensor, dst=to, group=self.group), tensor) for tensor in tensors]
+
+    def _receive(self, stage: Stage, piece: Inputs) -> list[Tensor]:
+        source = dist.get_global_rank(self.group, self.owner[stage.index - 1])
+        key = (stage.index - 1, _shapes(piece))
+        if key not in self._sent:
+            found: list[Any] = [None]
+            dist.recv_object_list(found, src=source, group=self.group, device=self.device)
+            self._sent[key] = found[0]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._sent[key]]
+        for tensor in tensors:
+            dist.recv(tensor, src=source, group=self.group)
+        return tensors
+
+
+class _Trained:
+    """A schedule of torch's for micro-batches of one shape."""
+
+    def __init__(self, stages: Stages, count: int) -> None:
+        self.count = count
+        self.inputs: Sequence[Inputs] = ()
+        self.loss: Loss | None = None
+        self.notes: dict[int, Any] = {}
+        self.modules = [_StageModule(stage, self) for stage in stages.stages]
+        made = [
+            PipelineStage(module, module.stage.index, len(stages.owner), stages.device, group=stages.group)
+            for module in self.modules
+        ]
+        kind = get_schedule_class(stages.schedule)
+        # The loss is weighted already: of unequal micro-batches torch's own mean would not be the batch's.
+        single = issubclass(kind, PipelineScheduleSingle)
+        self.schedule = kind(made[0] if single else made, count, loss_fn=self._loss, scale_grads=False)
+
+    def step(self, inputs: Sequence[Inputs], loss: Loss) -> list[Any]:
+        self.inputs, self.loss, self.notes = inputs, loss, {}
+        numbers = torch.arange(self.count)
+        last = self.modules[-1].stage.is_last
+        try:
+            self.schedule.step(number=numbers, target=numbers if last else None, return_outputs=False)
+        finally:
+            self.inputs, self.loss = (), None
+        # By number: what torch's look at the first one left was overwritten by its real turn.
+        return [self.notes[number] for number in sorted(self.notes)]
+
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        assert self.loss is not None
+        tensors = output if isinstance(output, tuple) else (output,)
+        place = int(number)
+        loss, self.notes[place] = self.loss(self.modules[-1].stage.whole_output(tensors), place)
+        return loss
+
+
+class _StageModule(nn.Module):
+    """A stage as torch's schedules call it."""
+
+    def __init__(self, stage: Stage, trained: _Trained) -> None:
+        super().__init__()
+        self.__dict__["stage"], self.__dict__["trained"] = stage, trained
+        self._is_inferring = True
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The stage's own; the network's other layers are no submodules of this."""
+        return iter(self.stage.parameters)
+
+    def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        inputs = self.trained.inputs[int(number)]
+        if not self._is_inferring:
+            return self.stage.run(received, inputs)
+        self._is_inferring = False
+        # To see the shapes: a running statistic must not count these samples twice.
+        buffers = [self.stage.network.get_buffer(name) for name in self.stage.buffers]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            return self.stage.run(received, inputs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+
+
+def _passed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.view_as(value)
+    if isinstance(value, dict):
+        return {key: _passed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_passed(item) for item in value)
+    return value
+
+
+def _shapes(inputs: Inputs) -> Any:
+    return tuple((name, tuple((t.shape, t.dtype) for t in flatten(value))) for name, value in inputs.items())

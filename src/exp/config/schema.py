@@ -164,7 +164,9 @@ SCHEMA: dict[str, Any] = {
     "data_dir": text(),
     "metric_stages": list_of(one_of(*STAGES)),
     "precision": {
-        "word": one_of("fp32", "bf16", "fp16"),
+        "word": one_of("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8"),
+        "keep": mapping_of(one_of("fp32", "fp64")),
+        "report": boolean(),
         "scaler": {
             "init_scale": number(above=0.0),
             "growth_factor": number(above=1.0),
@@ -174,7 +176,12 @@ SCHEMA: dict[str, Any] = {
         },
     },
     "checkpoint": {"every_n_steps": maybe(integer(1)), "save_best": boolean(), "save_last": boolean()},
-    "runtime": {"threads": maybe(integer(1)), "deterministic": boolean()},
+    "runtime": {
+        "threads": maybe(integer(1)),
+        "deterministic": boolean(),
+        "compile": boolean(),
+        "compile_backend": text(),
+    },
     "security": {"allow": list_of(text())},
     "launch": {
         "devices": either(one_of("auto"), integer(1), list_of(integer(0))),
@@ -213,6 +220,12 @@ VALUES: dict[str, Rule] = {
     "trainer.profiler": maybe(node(one_of("simple", "advanced", "pytorch", "xla"))),
     "trainer.num_sanity_val_steps": integer(-1),
     "strategy.name": text(),
+    "strategy.bucket_cap_mb": maybe(number(above=0.0)),
+    "strategy.powersgd.rank": integer(1),
+    "strategy.powersgd.start_step": integer(0),
+    "strategy.powersgd.min_compression_rate": number(above=0.0),
+    "strategy.local_sgd.every_n_steps": maybe(integer(1)),
+    "strategy.local_sgd.start_step": integer(0),
     "objective.*.weight": number(),
     "hooks.*.every_n_steps": integer(1),
 }

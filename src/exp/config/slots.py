@@ -44,6 +44,7 @@ TRAINER_REFUSED = {
     "plugins": "the groups precision and strategy",
     "precision": "the group precision, such as precision=bf16",
     "strategy": "the group strategy, such as strategy=ddp",
+    "sync_batchnorm": "strategy.sync_batchnorm, with strategy=ddp",
     "use_distributed_sampler": "data.batch_size, which is shared over the ranks by exp",
 }
 SLOTS = (

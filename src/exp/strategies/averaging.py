@@ -6,8 +6,9 @@ Its reducer counts one backward a forward; phases with several backwards, and pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from exp.errors import RunError
 
+T = TypeVar("T", bound=Tensor)
 # As much as DistributedDataParallel sends at once.
 BUCKET_BYTES = 25 * 2**20
 
@@ -33,9 +35,25 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     # All on their way before the first is awaited.
-    buckets = [_send(bucket, group) for bucket in _buckets(parameters)]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    buckets = [_send(bucket, group) for bucket in _buckets(trained)]
     for bucket in buckets:
         _receive(bucket)
+
+
+def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Replaces each tensor by its mean over the ranks of a process group, in place. Every rank of it must call it.
+
+    tensors: of the same shapes, in the same order, on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    for bucket in _buckets(tensors):
+        pieces = [_local(tensor) for tensor in bucket]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
+        dist.all_reduce(flat, group=group)
+        for piece, mean in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(mean.view_as(piece))
 
 
 def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
@@ -57,19 +75,17 @@ class _Sent:
     work: dist.Work
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device, BUCKET_BYTES at most or one alone, cut alike on every rank."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        kind = (parameter.dtype, parameter.device)
-        size = _local(parameter).numel() * parameter.element_size()
+def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Tensors of one dtype and device, BUCKET_BYTES at most or one alone, cut alike on every rank."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        size = _local(tensor).numel() * tensor.element_size()
         bucket, filled = open_buckets.get(kind, ([], 0))
         if bucket and filled + size > BUCKET_BYTES:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(parameter)
+        bucket.append(tensor)
         open_buckets[kind] = (bucket, filled + size)
     for bucket, _ in open_buckets.values():
         yield bucket

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from exp.strategies.strategy import Strategy
+from exp.errors import Fault
+from exp.strategies.strategy import Planned, Strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -13,14 +16,51 @@ if TYPE_CHECKING:
     from exp.strategies.rank import Rank
 
 
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """How `communication_hook: powersgd` compresses; torch's PowerSGDState, under names of exp.
+
+    rank: of the two matrices that stand for one; more is closer and costs more.
+    start_step: optimizer steps with whole gradients before the first compressed one.
+    min_compression_rate: a matrix that would not shrink by this factor is sent whole.
+    error_feedback: what was lost in one step is added to the next one's gradients.
+    warm_start: a step begins with the matrices of the last.
+    """
+
+    rank: int = 1
+    start_step: int = 1000
+    min_compression_rate: float = 2.0
+    error_feedback: bool = True
+    warm_start: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD:
+    """Steps without communication.
+
+    every_n_steps: optimizer steps between two averagings of the weights; None is no local SGD.
+    start_step: optimizer steps of ordinary ddp before the first local one.
+    within_node: the gradients are still averaged among the ranks of each node, at every step.
+    average_optimizer_state: momenta are averaged with the weights, so that a run resumes exactly.
+    """
+
+    every_n_steps: int | None = None
+    start_step: int = 0
+    within_node: bool = False
+    average_optimizer_state: bool = True
+
+
 class DDP(Strategy):
-    """The options are those of torch.nn.parallel.DistributedDataParallel, under its names.
+    """The options are those of torch.nn.parallel.DistributedDataParallel, under its names, and some around it.
 
     find_unused_parameters: search the graph for parameters without a gradient at every step.
     gradient_as_bucket_view: gradients are views of the buckets that are sent, and take their memory once.
     static_graph: every step uses the same parameters in the same order.
     broadcast_buffers: rank 0's buffers go to all ranks before each forward.
     bucket_cap_mb: size of a bucket in MiB; None is torch's default.
+    sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
+    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd.
+    powersgd: the options of that hook. local_sgd: steps without communication.
     """
 
     def __init__(
@@ -32,6 +72,10 @@ class DDP(Strategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
+        sync_batchnorm: bool = False,
+        communication_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
+        powersgd: PowerSGD | None = None,
+        local_sgd: LocalSGD | None = None,
     ) -> None:
         super().__init__(name=name)
         self.options = {
@@ -41,9 +85,100 @@ class DDP(Strategy):
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
         }
+        self.sync_batchnorm = sync_batchnorm
+        self.communication_hook = communication_hook
+        self.powersgd = powersgd or PowerSGD()
+        self.local_sgd = local_sgd or LocalSGD()
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        """Options that contradict each other, the network or the machine."""
+        return [*self._contradictions(planned), *self._batch_norm_faults(planned)]
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Lightning's DDPStrategy with these options."""
         from exp.strategies.lightning_ddp import ExpDDPStrategy
 
-        return ExpDDPStrategy(process_group_backend=placement.backend, **self.options)
+        options = dict(self.options)
+        if self.local_sgd.every_n_steps is not None:
+            # They are averaged with the weights, and sent at no other time.
+            options["broadcast_buffers"] = False
+        return ExpDDPStrategy(
+            backend=placement.backend,
+            ranks_per_node=placement.ranks_per_node,
+            sync_batchnorm=self.sync_batchnorm,
+            communication_hook=self.communication_hook,
+            powersgd=self.powersgd,
+            local_sgd=self.local_sgd,
+            **options,
+        )
+
+    def _contradictions(self, planned: Planned) -> Iterator[Fault]:
+        is_local = self.local_sgd.every_n_steps is not None
+        if self.options["static_graph"] and self.options["find_unused_parameters"]:
+            yield Fault(
+                key="strategy.static_graph",
+                got="true with find_unused_parameters",
+                expected="one of the two: a static graph finds unused parameters once",
+                cure="Write strategy.find_unused_parameters=false",
+            )
+        if is_local and self.communication_hook is not None:
+            yield Fault(
+                key="strategy.communication_hook",
+                got=f"{self.communication_hook} with local_sgd",
+                expected="null: local steps send no gradients",
+            )
+        if is_local and planned.precision in ("fp16", "fp16_true"):
+            yield Fault(
+                key="strategy.local_sgd",
+                got=f"local steps with precision={planned.precision}",
+                expected="bf16 or fp32: each rank would have a loss scale of its own",
+                cure="Write precision=bf16",
+            )
+        if is_local and self.sync_batchnorm:
+            yield Fault(
+                key="strategy.sync_batchnorm",
+                got="true with local_sgd",
+                expected="false: it makes ranks talk at every layer of every step",
+            )
+        yield from self._powersgd_faults(planned)
+
+    def _powersgd_faults(self, planned: Planned) -> Iterator[Fault]:
+        if self.communication_hook != "powersgd":
+            return
+        import torch
+
+        if planned.placement.accelerator == "cpu" and torch.cuda.is_available():
+            yield Fault(
+                key="strategy.communication_hook",
+                got="powersgd on cpu ranks of a machine with a GPU",
+                expected="bf16, fp16 or null: torch's hook waits for the GPU",
+            )
+
+    def _batch_norm_faults(self, planned: Planned) -> Iterator[Fault]:
+        from torch import nn
+
+        from exp.strategies.batch_norm import CONVERTIBLE, batch_norms
+
+        layers = list(batch_norms(planned.network))
+        if not self.sync_batchnorm:
+            for name, layer in layers:
+                if isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu":
+                    yield Fault(
+                        key="strategy.sync_batchnorm",
+                        got=f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU",
+                        expected="true: its statistics then go through gloo",
+                    )
+            return
+        if not layers:
+            yield Fault(
+                key="strategy.sync_batchnorm",
+                got="true, and the network has no batch normalisation",
+                expected="false",
+            )
+        for name, layer in layers:
+            if type(layer) not in CONVERTIBLE:
+                yield Fault(
+                    key="strategy.sync_batchnorm",
+                    got=f"true, and {name} is a {type(layer).__name__}, whose forward is its own",
+                    expected="torch.nn.BatchNorm1d, 2d or 3d",
+                )

@@ -20,16 +20,18 @@ from exp.data.data import Data
 from exp.data.randomness import initialisation
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.checkpointing import Checkpointing
+from exp.engine.compiling import compile_network
 from exp.engine.console import progress
 from exp.engine.data import RunData
 from exp.engine.length import take_limits
 from exp.engine.module import TrainingModule
+from exp.engine.pipelined import PipelinedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
-from exp.precision.plugin import build_precision
+from exp.precision.choice import build_precision
 from exp.strategies.placement import DEFAULT_DEMAND, Placement, adopted, placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
@@ -58,7 +60,7 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
     plain = plain_config(config)
     arguments, limits = take_limits(construct_trainer_arguments(plain))
     data = build_data(plain)
-    module = TrainingModule(
+    module = _module_kind(plain)(
         network=build_network(plain, data.spec),
         objective=build_objective(plain),
         optimization=build_optimization(plain),
@@ -86,6 +88,9 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         # Recording first, because the others look at the values that it publishes.
         callbacks=[recording, *build_entries(plain, "callbacks").values(), checkpointing, stopping],
     )
+    trainer.precision_plugin.represent(module)
+    if plain["runtime"]["compile"]:
+        compile_network(module.network, backend=plain["runtime"]["compile_backend"], needs=module.objective.needs)
     return Parts(
         trainer=trainer,
         module=module,
@@ -94,6 +99,11 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         checkpointing=checkpointing,
         stopping=stopping,
     )
+
+
+def _module_kind(plain: Mapping[str, Any]) -> type[TrainingModule]:
+    strategy = build_strategy(plain)
+    return PipelinedModule if isinstance(strategy, Strategy) and strategy.is_pipelined else TrainingModule
 
 
 def build_trainer(
@@ -107,8 +117,8 @@ def build_trainer(
 ) -> Trainer:
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
     placed = trainer_arguments(build_strategy(plain), placement=placement, rank=rank)
-    word, scaler = plain["precision"]["word"], plain["precision"]["scaler"]
-    precision = build_precision(word, **scaler, device_type=placement.accelerator)
+    word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
+    precision = build_precision(word, keep=keep, **scaler, device_type=placement.accelerator)
     loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)

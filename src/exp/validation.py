@@ -122,20 +122,9 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
     more = _faults_raised(lambda: found.append(place(plain)))
     if more or _touched(faults, ("precision",)):
         return None, more
-    return found[0], _precision_faults(config.precision.word, found[0])
+    from exp.precision.faults import device_faults
 
-
-def _precision_faults(word: str, placed: Placement) -> list[Fault]:
-    if word == "fp16" and placed.accelerator == "mps":
-        return [
-            Fault(
-                key="precision.word",
-                got="fp16 on mps",
-                expected="fp32 or bf16: the loss scale of fp16 has no kernels there",
-                cure="Write precision=bf16",
-            )
-        ]
-    return []
+    return found[0], device_faults(config.precision.word, found[0].accelerator)
 
 
 def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None) -> _Shapes:
@@ -166,6 +155,7 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
         more = _around_the_network(plain, built[1], faults)
         if placement is not None:
             more += _strategy_faults(plain, built, placement, faults)
+            more += _compile_faults(plain, built[1], placement, faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
@@ -173,16 +163,24 @@ def _around_the_network(plain: Mapping[str, Any], network: nn.Module, faults: Se
     """What optimizer and schedule refuse, and patterns that match no parameter and no module of the network."""
     from exp.build import build_optimization
     from exp.hooks.hook import matching
+    from exp.precision.faults import network_faults, optimizer_faults
 
-    more = []
+    more: list[Fault] = []
+    made: list[Any] = []
     if not _touched(faults, OPTIMIZATION_KEYS) and not any(_holds_unknown(plain[key]) for key in OPTIMIZATION_KEYS):
         trainer = plain["trainer"]
         # How many steps an epoch has is not known here; a schedule must fit what is.
         more += _faults_raised(
-            lambda: build_optimization(plain).make(
-                network, total_steps=_limit(trainer, "max_steps"), total_epochs=_limit(trainer, "max_epochs")
+            lambda: made.extend(
+                build_optimization(plain).make(
+                    network, total_steps=_limit(trainer, "max_steps"), total_epochs=_limit(trainer, "max_epochs")
+                )
             )
         )
+    if not _touched(faults, ("precision",)):
+        precision = plain["precision"]
+        more += network_faults(precision["word"], network, precision["keep"])
+        more += optimizer_faults(precision["word"], made[0]) if made else []
     for name, hook in plain["hooks"].items() if not _touched(faults, ("hooks",)) else ():
         patterns = hook.get("modules")
         if isinstance(patterns, list) and not _holds_unknown(patterns):
@@ -208,8 +206,19 @@ def _strategy_faults(
         precision=plain["precision"]["word"],
         config=plain,
         needs=built[0].needs,
+        weighed=built[0].weighed,
     )
     return list(strategy.faults(planned))
+
+
+def _compile_faults(
+    plain: Mapping[str, Any], network: nn.Module, placement: Placement, faults: Sequence[Fault]
+) -> Sequence[Fault]:
+    if _touched(faults, ("runtime",)) or not plain["runtime"]["compile"]:
+        return []
+    from exp.engine.compiling import compile_faults
+
+    return compile_faults(network, backend=plain["runtime"]["compile_backend"], accelerator=placement.accelerator)
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:

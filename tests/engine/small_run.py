@@ -37,7 +37,7 @@ from exp.objectives.objective import Objective
 from exp.objectives.terms import CrossEntropy
 from exp.optim.optimization import Optimization
 from exp.optim.schedules import Cosine
-from exp.precision.plugin import build_precision
+from exp.precision.choice import build_precision
 from exp.strategies.ddp import DDP
 from exp.strategies.group import join, meet
 from exp.strategies.placement import Machine, placement
@@ -128,6 +128,7 @@ class Small:
         terms: dict[str, nn.Module] | None = None,
         loss: dict[str, Any] | None = None,
         metrics: dict[str, Any] | None = None,
+        module: Any = TrainingModule,
         rank: int = 0,
         world_size: int = 1,
         store: str | None = None,
@@ -146,7 +147,7 @@ class Small:
             terms = {"ce": CrossEntropy(**loss)}
         torch.manual_seed(0)
         factory, interval = SCHEDULES[schedule] if schedule else (None, "step")
-        self.module = TrainingModule(
+        self.module = module(
             # Without dropout and statistics, which differ with the number of ranks.
             network=model or (nn.Linear(6, 2) if plain_network else network()),
             objective=Objective(terms or {"ce": nn.CrossEntropyLoss()}),
@@ -159,6 +160,7 @@ class Small:
                 monitor="loss/val",
             ),
             limits=limits,
+            rank=rank,
         )
         self.data = RunData(data=data)
         self.recording = Recording(hooks=hooks)

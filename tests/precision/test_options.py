@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from exp.precision.plugin import WORDS, build_precision
+from exp.precision.choice import build_precision
+from exp.precision.words import WORDS
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
 def leaves(node: Any, prefix: str = "") -> set[str]:
-    if not isinstance(node, dict):
+    if not isinstance(node, dict) or not node:
         return {prefix}
     return {leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}.{key}" if prefix else key)}
 
@@ -30,13 +31,13 @@ def test_there_is_an_option_for_each_word() -> None:
 @pytest.mark.parametrize("word", WORDS)
 def test_an_option_sets_every_scalar_so_that_it_replaces_another(word: str) -> None:
     option = read(f"precision/{word}.yaml")
-    assert leaves(option) == leaves(read("train.yaml")["precision"])
+    assert leaves(option) | {"keep"} == leaves(read("train.yaml")["precision"])
     assert option["word"] == word
     build_precision(word, device_type="cpu", **option["scaler"])
 
 
 def test_nothing_chosen_is_fp32() -> None:
-    assert read("train.yaml")["precision"] == read("precision/fp32.yaml")
+    assert read("train.yaml")["precision"] == {**read("precision/fp32.yaml"), "keep": {}}
 
 
 @pytest.mark.parametrize("name", ["fast", "overfit", "limit", "profiler", "short"])

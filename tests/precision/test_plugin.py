@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from exp.errors import ConfigError
 from exp.objectives.objective import Objective
 from exp.objectives.terms import CrossEntropy
-from exp.precision.plugin import ScaledPrecision, build_precision
+from exp.precision.choice import build_precision
+from exp.precision.scaled import ScaledPrecision
 
 STEPS = 20
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -272,14 +273,14 @@ def test_an_lstm_under_fp16_on_cpu_says_that_it_runs_in_float32(caplog: pytest.L
             enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
-    assert "network.lstm: an LSTM has no float16 on CPU; it runs in float32" in caplog.text
+    assert "lstm: an LSTM has no float16 on CPU; it runs in float32" in caplog.text
     assert set(module.network.state_dict()) == before
 
 
 def test_each_word_gives_its_plugin() -> None:
-    assert build_precision("fp32", device_type="cpu").autocast is None
+    assert build_precision("fp32", device_type="cpu").numbers.autocast is None
     bf16 = build_precision("bf16", device_type="cuda")
-    assert bf16.autocast is torch.bfloat16
+    assert bf16.numbers.autocast is torch.bfloat16
     assert not bf16.is_scaled
     settings = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
     fp16 = build_precision("fp16", device_type="cpu", enabled=True, **settings)
@@ -291,7 +292,10 @@ def test_each_word_gives_its_plugin() -> None:
 def test_an_unknown_word_and_a_scaler_without_need_are_faults() -> None:
     with pytest.raises(ConfigError) as unknown:
         build_precision("bf61", device_type="cpu")
-    assert str(unknown.value.faults[0]) == "precision.word: bf61; expected one of fp32, bf16, fp16. Did you mean bf16?"
+    assert (
+        str(unknown.value.faults[0])
+        == "precision.word: bf61; expected one of fp32, tf32, bf16, fp16, bf16_true, fp16_true, fp64, fp8. Did you mean bf16?"
+    )
     with pytest.raises(ConfigError) as needless:
         build_precision("bf16", device_type="cpu", enabled=True)
     assert needless.value.faults[0].key == "precision.scaler.enabled"

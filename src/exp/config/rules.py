@@ -121,7 +121,7 @@ def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
 
 
 def scaler_fits_word(values: Values) -> Iterator[Fault]:
-    """Only fp16 has a loss scale, and fp16 without one loses small gradients in silence."""
+    """Only fp16 has a loss scale (GradScaler takes no float16 gradients), and without one it loses small gradients."""
     word, enabled = values["precision.word"], values["precision.scaler.enabled"]
     if word == "fp16" and enabled is False:
         yield Fault(
@@ -130,11 +130,11 @@ def scaler_fits_word(values: Values) -> Iterator[Fault]:
             expected="true: gradients below 6e-8 become 0 in fp16",
             cure="Choose precision=fp16, which sets both",
         )
-    elif word in ("fp32", "bf16") and enabled is True:
+    elif isinstance(word, str) and word != "fp16" and enabled is True:
         yield Fault(
             key="precision.scaler.enabled",
             got=f"true with {word}",
-            expected="false: only the narrow range of fp16 needs a loss scale",
+            expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
             cure=f"Choose precision={word}, which sets both",
         )
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
+from torchmetrics import Metric
 
-from exp.errors import ConfigError, Fault
-from exp.precision.scaler import CountingScaler
-from exp.spelling import did_you_mean
+from exp.precision.conversion import attach_edges, cast_own_tensors, cast_tensors
+from exp.precision.edges import cast
+from exp.precision.fp8 import convert_linear
+from exp.precision.keep import kept_layers, refuse_shared
+from exp.precision.tf32 import TensorFloat32, why_without_effect
+from exp.precision.words import WORDS, Word
 
 log = logging.getLogger(__name__)
-
-Word = Literal["fp32", "bf16", "fp16"]
-WORDS: tuple[Word, ...] = ("fp32", "bf16", "fp16")
 
 
 class RunPrecision(Precision):
@@ -34,15 +34,23 @@ class RunPrecision(Precision):
         precision.step(optimizer)                      # skipped where a gradient is not finite
         precision.update()                             # once a batch window, after all optimizers
 
+    word: of the config's precision.word.
     device_type: torch's, such as cpu or cuda.
-    autocast: the dtype of forward and loss under torch.autocast; None for none.
+    keep: layers with a dtype of their own, as precision.keep has them. The names are those in the module's `network`,
+        or in the module where it has none.
     """
 
     is_scaled: bool = False
 
-    def __init__(self, *, device_type: str, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, *, word: Word, device_type: str, keep: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self.device_type, self.autocast = device_type, autocast
+        self.word, self.device_type, self.keep = word, device_type, dict(keep or {})
+        self.numbers = WORDS[word]
+        self._tf32 = TensorFloat32(allowed=word == "tf32")
+        self._handles: list[Any] = []
+        self._has_spoken = False
+
+    # --- the loss scale ---
 
     @property
     def loss_scale(self) -> Tensor | float:
@@ -75,143 +83,98 @@ class RunPrecision(Precision):
     def agree_over(self, group: Any) -> None:
         """Ranks of this process group hold parts of one model: from now on they skip a step together."""
 
+    def written(self, values: Mapping[str, float], *, step: int) -> None:
+        """Told of what is written for a step, scale and skipped steps among it: it may say something of them."""
+
+    # --- the network ---
+
+    def represent(self, module: nn.Module) -> nn.Module:
+        """The module's tensors in the word's dtypes, in place. Before a checkpoint is loaded into it: float64 would be
+        rounded on its way through float32. Again is no change.
+
+        Raises: ConfigError for a fault in `keep`.
+        """
+        network = _network(module)
+        kept = kept_layers(network, self._keep(network))
+        refuse_shared(network, kept, otherwise=self.numbers.parameters or torch.float32)
+        if self.word == "fp64":
+            # What is beside the network, too: the weights of a loss, the states of metrics.
+            for part in module.modules():
+                if isinstance(part, Metric):
+                    part.set_dtype(torch.float64)
+                else:
+                    cast_own_tensors(part, torch.float64)
+        cast_tensors(network, self.numbers, kept)
+        if self.word == "fp8":
+            names = convert_linear(network, kept=kept)
+            log.info("float8: %s", ", ".join(names) or "no linear layer")
+        return module
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self.teardown()
+        self._tf32.set()
+        self.represent(module)
+        network = _network(module)
+        kept = kept_layers(network, self._keep(network))
+        self._handles = attach_edges(network, self.numbers, kept, device_type=self.device_type)
+        self._speak(network)
+        return module
+
+    def teardown(self) -> None:
+        """Takes the hooks off the network, and puts the process's switches back. The dtypes stay."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._tf32.put_back()
+
+    def convert_input(self, data: Any) -> Any:
+        """The whole batch in float64 under fp64, targets too; else the network casts what comes in."""
+        return cast(data, torch.float64) if self.word == "fp64" else data
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast, where the word has it. Without its cache of cast weights, as in Lightning."""
-        if self.autocast is None:
+        if self.word == "fp64":
+            return _Float64ByDefault()
+        if self.numbers.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.autocast, cache_enabled=False)
+        return torch.autocast(self.device_type, dtype=self.numbers.autocast, cache_enabled=False)
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """For a backward inside a training step, which runs under autocast."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.device_type, enabled=False)
+        return nullcontext() if self.numbers.autocast is None else torch.autocast(self.device_type, enabled=False)
+
+    def _keep(self, network: nn.Module) -> dict[str, str]:
+        """The config's map, and layers that have no kernel in the word's dtype."""
+        if self.word != "fp16" or self.device_type != "cpu":
+            return self.keep
+        # mkldnn has none ("could not create a primitive", torch 2.13).
+        without = {name: "fp32" for name, part in network.named_modules() if type(part) is nn.LSTM}
+        return {**without, **self.keep}
+
+    def _speak(self, network: nn.Module) -> None:
+        """What the word does otherwise than one might think: a line each, once a run."""
+        if self._has_spoken:
+            return
+        self._has_spoken = True
+        for name in self._keep(network).keys() - self.keep.keys():
+            log.warning("%s: an LSTM has no float16 on CPU; it runs in float32", name)
+        if self.word == "tf32":
+            if reason := why_without_effect(self.device_type):
+                log.warning("precision=tf32 changes nothing here and trains in float32: %s", reason)
+            elif "fp32" in self.keep.values():
+                log.warning("precision.keep keeps nothing in fp32 under tf32, which holds for the whole process")
 
 
-class ScaledPrecision(RunPrecision):
-    """float16 by autocast with a loss scale, as PyTorch's AMP notes write it by hand, on CUDA and on CPU.
+class _Float64ByDefault:
+    """What is created without a dtype is float64 meanwhile: a loss's zeros, a metric's sums."""
 
-    Forward and loss run under autocast, backward does not. After backward the gradients are unscaled once, whatever
-    the optimizer (Lightning leaves a fused one's scaled and refuses to clip them), so that on_before_optimizer_step
-    and clipping see true gradients; then comes the step, skipped where a gradient is not finite, and the scale's
-    update.
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
 
-    Relies on Precision._after_closure, which calls on_before_optimizer_step and then clips, seen in Lightning 2.6.6.
-    """
-
-    def __init__(self, *, device_type: str, scaler: CountingScaler) -> None:
-        super().__init__(device_type=device_type, autocast=torch.float16)
-        self.scaler = scaler
-        self.is_scaled = scaler.is_enabled()
-
-    @property
-    def loss_scale(self) -> Tensor | float:
-        return self.scaler.loss_scale
-
-    @property
-    def skipped_steps(self) -> Tensor | float:
-        return self.scaler.skipped_steps
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return self.scaler.scale(loss)
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
-
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        return self.scaler.step(optimizer, **kwargs)
-
-    def update(self) -> None:
-        self.scaler.update()
-
-    def skipped(self, optimizer: Optimizer) -> bool:
-        return self.scaler.skipped(optimizer)
-
-    def agree_over(self, group: Any) -> None:
-        self.scaler.agree_over(group)
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        if self.device_type == "cpu":
-            for name, part in module.named_modules():
-                # Its class and not its forward is replaced, so that a copy of the module runs its own weights.
-                if type(part) is nn.LSTM:
-                    part.__class__ = _FullPrecisionLSTM
-                    log.warning("%s: an LSTM has no float16 on CPU; it runs in float32", name)
-        return super().convert_module(module)
-
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        return super().pre_backward(self.scale(tensor), module)
-
-    def optimizer_step(
-        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        if isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                [Fault(key="precision.word", got="fp16 with LBFGS", expected="bf16 or fp32: LBFGS cannot skip a step")]
-            )
-        result = closure()
-        if result is None and model.automatic_optimization:
-            # The training step gave no loss: there are no gradients to unscale.
-            self._after_closure(model, optimizer)
-            return result
-        self.unscale(optimizer)
-        self._after_closure(model, optimizer)
-        output = self.step(optimizer, **kwargs)
-        if model.automatic_optimization:
-            # One optimizer; who steps several by hand says when the last of them has.
-            self.update()
-        return output
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scaler.load_state_dict(state_dict)
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self._before)
 
 
-def build_precision(
-    word: str,
-    *,
-    device_type: str,
-    init_scale: float = 65536.0,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    enabled: bool = False,
-) -> RunPrecision:
-    """The plugin for a word of `precision.word`.
-
-    device_type: torch's, such as cpu or cuda.
-    init_scale, growth_factor, backoff_factor, growth_interval, enabled: of the loss scale (precision.scaler), which
-        only fp16 has.
-    Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
-    """
-    if word not in WORDS:
-        expected, cure = f"one of {', '.join(WORDS)}", did_you_mean(word, WORDS)
-        raise ConfigError([Fault(key="precision.word", got=word, expected=expected, cure=cure)])
-    if word == "fp16":
-        scaler = CountingScaler(
-            device=device_type,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
-        return ScaledPrecision(device_type=device_type, scaler=scaler)
-    if enabled:
-        fault = Fault(
-            key="precision.scaler.enabled",
-            got=f"true with {word}",
-            expected="false: only the narrow range of fp16 needs a loss scale",
-            cure="Choose precision=fp16, or set precision.scaler.enabled=false",
-        )
-        raise ConfigError([fault])
-    return RunPrecision(device_type=device_type, autocast=torch.bfloat16 if word == "bf16" else None)
-
-
-class _FullPrecisionLSTM(nn.LSTM):
-    """An LSTM that leaves autocast: mkldnn has none in float16 ("could not create a primitive", torch 2.13)."""
-
-    def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
-        states = None if hx is None else (hx[0].float(), hx[1].float())
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(input.float(), states)
+def _network(module: nn.Module) -> nn.Module:
+    """What a training module calls its network; any other module is one itself."""
+    return module.network if isinstance(getattr(module, "network", None), nn.Module) else module

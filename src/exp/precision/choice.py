@@ -1,0 +1,55 @@
+"""From the config's word to its plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from exp.errors import ConfigError, Fault
+from exp.precision.plugin import RunPrecision
+from exp.precision.scaled import ScaledPrecision
+from exp.precision.scaler import CountingScaler
+from exp.precision.words import WORDS
+from exp.spelling import did_you_mean
+
+
+def build_precision(
+    word: str,
+    *,
+    device_type: str,
+    keep: Mapping[str, str] | None = None,
+    init_scale: float = 65536.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = False,
+) -> RunPrecision:
+    """The plugin for a word of `precision.word`.
+
+    device_type: torch's, such as cpu or cuda.
+    keep: pattern of module names or name of a type to fp32 or fp64, as precision.keep.
+    init_scale, growth_factor, backoff_factor, growth_interval, enabled: of the loss scale (precision.scaler), which
+        only fp16 has.
+    Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
+    """
+    if word not in WORDS:
+        expected = f"one of {', '.join(WORDS)}"
+        raise ConfigError([Fault(key="precision.word", got=word, expected=expected, cure=did_you_mean(word, WORDS))])
+    if word == "fp16":
+        scaler = CountingScaler(
+            device=device_type,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        return ScaledPrecision(device_type=device_type, scaler=scaler, keep=keep)
+    if enabled:
+        fault = Fault(
+            key="precision.scaler.enabled",
+            got=f"true with {word}",
+            expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
+            cure="Choose precision=fp16, or set precision.scaler.enabled=false",
+        )
+        raise ConfigError([fault])
+    return RunPrecision(word=word, device_type=device_type, keep=keep)

@@ -1,0 +1,96 @@
+"""Which layers keep a dtype of their own: precision.keep, patterns of module names or names of types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+KEY = "precision.keep"
+
+
+def kept_layers(network: nn.Module, keep: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """The dtype of every module that `keep` speaks of, those inside a matched one included, by name.
+
+    keep: a pattern of module names (`blocks.*.norm1`) or the name of a type (`LayerNorm`, `torch.nn.Softmax`, which
+        names subclasses, too) to fp32 or fp64. Of two that match one module, the later one counts.
+    Raises: ConfigError for an unknown dtype, a pattern that matches nothing, and a parameter that is shared by modules
+        of different dtypes.
+    """
+    modules = dict(network.named_modules())
+    faults = [
+        Fault(key=f"{KEY}.{pattern}", got=str(word), expected=f"one of {', '.join(DTYPES)}")
+        for pattern, word in keep.items()
+        if word not in DTYPES
+    ]
+    faults += [
+        _unmatched(pattern, modules)
+        for pattern in keep
+        if not any(_matches(name, module, pattern) for name, module in modules.items())
+    ]
+    if faults:
+        raise ConfigError(faults)
+    kept: dict[str, torch.dtype] = {}
+    # Parents come first.
+    for name, module in network.named_modules(remove_duplicate=False):
+        own = [word for pattern, word in keep.items() if _matches(name, module, pattern)]
+        around = kept.get(name.rpartition(".")[0]) if name else None
+        dtype = DTYPES[own[-1]] if own else around
+        if dtype is not None:
+            kept[name] = dtype
+    return kept
+
+
+def outermost(kept: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.dtype, torch.dtype | None]]:
+    """The modules at whose edge the dtype changes: name, dtype inside, dtype around (None: the word's own)."""
+    for name, inside in kept.items():
+        around = kept.get(name.rpartition(".")[0]) if name else None
+        if inside != around:
+            yield name, inside, around
+
+
+def refuse_shared(network: nn.Module, kept: Mapping[str, torch.dtype], *, otherwise: torch.dtype) -> None:
+    """Raises: ConfigError where one parameter lies in two modules of different dtypes, as tied embeddings do."""
+    seen: dict[int, tuple[str, torch.dtype]] = {}
+    for name, module in network.named_modules(remove_duplicate=False):
+        dtype = kept.get(name, otherwise)
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            first, before = seen.setdefault(id(parameter), (f"{name}.{own}", dtype))
+            if before != dtype:
+                fault = Fault(
+                    key=KEY,
+                    got=f"{first} and {name}.{own} are one parameter, and only one of the two modules is kept",
+                    expected="both or neither of them",
+                )
+                raise ConfigError([fault])
+
+
+def _matches(name: str, module: nn.Module, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
+
+
+def _is_named(kind: type, pattern: str) -> bool:
+    if kind in (nn.Module, object):
+        return False
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    # torch's classes live one module deeper than the name by which everybody knows them.
+    known = f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else full
+    return pattern in (kind.__name__, full, known)
+
+
+def _unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> Fault:
+    names = [name for name in modules if name]
+    types = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
+    return Fault(
+        key=KEY,
+        got=repr(pattern),
+        expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
+        f"types {among(types, word=pattern)}",
+        cure=did_you_mean(pattern, [*names, *types]),
+    )

@@ -87,9 +87,13 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Void what earlier files hold from `step` on: a resumed run, `step` its first, draws these curves anew."""
+        """Void what earlier files hold from `step` on: a resumed run, `step` its first, draws these curves anew.
+
+        Said twice, because the reader behind TensorBoard's pages takes a folder's first start for its beginning, and
+        voids nothing (seen in tensorboard 2.21).
+        """
         start = SessionLog(status=SessionLog.START)
-        self._write([Event(wall_time=time.time(), step=step, session_log=start)])
+        self._write([Event(wall_time=time.time(), step=step, session_log=start)] * 2)
 
     @rank_zero_only
     def save(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from exp.errors import RunError
+from exp.hooks.values import Panel, on_host
 
 
 @dataclass(slots=True)
@@ -19,13 +21,17 @@ class Recorded:
 
     index: counted from 1. size: samples of the global batches in it.
     losses: the objective and, where there are several, its terms: tensors 0-d, this rank's share.
-    values: by tag: 0-d tensors on the device, or floats.
+    values: by tag: 0-d tensors on the device, floats, or panels.
+    terms: the names of the terms that were computed; None where all were.
+    panels: by tag, on the host: where the panels among the values are once the step is taken.
     """
 
     index: int
     size: int
     losses: Sequence[Tensor]
     values: dict[str, Any]
+    terms: Sequence[str] | None = None
+    panels: dict[str, Panel] = field(default_factory=dict)
 
 
 class StepBuffer:
@@ -54,16 +60,27 @@ class StepBuffer:
             if type(value) is Tensor
         ]
         numbers = _on_host([losses, *(value for _, _, value in waiting)])
-        width = len(steps[0].losses)
         end = len(losses)
         for (values, tag, _), number in zip(waiting, numbers[end:], strict=True):
             values[tag] = number
+        _take_panels(steps)
         # A NumPy number would be refused by the report, at the very end.
         for step in steps:
             for tag, value in step.values.items():
                 if type(value) is not float:
                     step.values[tag] = _float(tag, value)
-        return [(step, numbers[i * width : (i + 1) * width]) for i, step in enumerate(steps)]
+        # Not all steps have all terms: a phase need not run in each.
+        ends = list(accumulate(len(step.losses) for step in steps))
+        return [(step, numbers[end - len(step.losses) : end]) for step, end in zip(steps, ends, strict=True)]
+
+
+def _take_panels(steps: Sequence[Recorded]) -> None:
+    """Moves the panels from the values of each step to its panels, on the host."""
+    found = [(step, tag, value) for step in steps for tag, value in step.values.items() if isinstance(value, Panel)]
+    if found:
+        for (step, tag, _), panel in zip(found, on_host([panel for _, _, panel in found]), strict=True):
+            del step.values[tag]
+            step.panels[tag] = panel
 
 
 def _one_number(tag: str, value: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ a checkpoint and the end                                     is not a number end
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from exp.engine.buffer import Recorded, StepBuffer
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
 from exp.errors import RunError
+from exp.hooks.around import around
 from exp.hooks.hook import Hook, Step
+from exp.hooks.values import Panel
+from exp.optim.phase import rate_names, stepping
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel
 from exp.tensorboard.logger import TensorBoardLogger
@@ -63,7 +67,7 @@ class Recording(Callback):
         self._size = 0
         self._data: Any = None
         self._losses: list[Tensor] = []
-        self._rates: list[float] = []
+        self._rates: dict[str | None, list[float]] = {}
 
     # --- the run ---
 
@@ -102,31 +106,43 @@ class Recording(Callback):
         self._data = batch.data
         index = self._index + 1
         due = [hook for hook in self._around if hook.due(index)]
-        pl_module.last.around = self._context(due, trainer, pl_module) if due else None
+        if pl_module.phases:
+            pl_module.last.around_each = partial(self._around_one, due, trainer, pl_module) if due else None
+        else:
+            pl_module.last.around = self._context(due, trainer, pl_module) if due else None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Any) -> None:
-        if self._values is not None:
+        phase = pl_module.last.phase
+        if phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
-        values = self._values = {}
+        values = self._values = {} if self._values is None else self._values
+        if not pl_module.last.is_recorded:
+            return
         index = self._index + 1
+        ending = "" if phase is None else f"/{phase}"
         for hook in self._backward:
             if hook.due(index):
-                found = hook.after_backward(self._step_now(trainer, pl_module))
+                step = self._step_now(trainer, pl_module)
+                step.phase = phase
+                found = hook.after_backward(step)
                 if found:
-                    values.update(found)
+                    values.update({tag + ending: value for tag, value in found.items()} if ending else found)
         rates = [group["lr"] for group in optimizer.param_groups]
         # A rate that stands still is one point a write, not one a step.
-        if rates != self._rates or self._is_flush(trainer, index):
-            self._rates = rates
-            for number, group in enumerate(optimizer.param_groups):
-                values[f"optimizer/lr/{group.get('name', number)}"] = group["lr"]
+        if rates != self._rates.get(phase) or self._is_flush(trainer, index):
+            self._rates[phase] = rates
+            for name, rate in zip(rate_names(optimizer, phase=phase), rates, strict=True):
+                values[f"optimizer/lr/{name}"] = rate
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         last = pl_module.last
-        losses = [last.loss, *last.parts.values()] if len(last.parts) > 1 else [last.loss]
         values = self._values
+        if pl_module.phases and values is None:
+            return  # the phases run at the last micro-batch, and give the means over all of them
+        several = len(last.parts) > 1 or (pl_module.phases and len(pl_module.objective.terms) > 1)
+        losses = [last.loss, *last.parts.values()] if several else [last.loss]
         if values is None or self._losses:
             losses = self._accumulated(losses, batch.global_size)
             if values is None:
@@ -139,7 +155,7 @@ class Recording(Callback):
                 found = hook.after_step(self._step_now(trainer, pl_module))
                 if found:
                     values.update(found)
-        self._buffer.add(Recorded(index, self._size, losses, values))
+        self._buffer.add(Recorded(index, self._size, losses, values, tuple(last.parts) if pl_module.phases else None))
         self._index = index
         self._values, self._step, self._size, self._data = None, None, 0, None
         if self._losses:
@@ -157,7 +173,7 @@ class Recording(Callback):
             self._step = Step(
                 index=self._index + 1,
                 network=pl_module.network,
-                optimizers=trainer.optimizers,
+                optimizers=stepping(trainer.optimizers),
                 batch_size=self._size,
                 device=trainer.strategy.root_device,
             )
@@ -166,15 +182,22 @@ class Recording(Callback):
         self._step.batch_size = self._size
         self._step.loss = pl_module.last.loss
         self._step.data = self._data
+        self._step.phase = None
         return self._step
+
+    def _around_one(
+        self, due: list[Hook], trainer: Trainer, pl_module: TrainingModule, data: Any
+    ) -> AbstractContextManager[Any] | None:
+        """For one forward of a phase: each has a context of its own."""
+        self._data = data
+        return self._context(due, trainer, pl_module)
 
     def _context(
         self, due: list[Hook], trainer: Trainer, pl_module: TrainingModule
     ) -> AbstractContextManager[Any] | None:
         step = self._step_now(trainer, pl_module)
         step.loss = None
-        contexts = [context for hook in due if (context := hook.around_forward(step)) is not None]
-        return _together(contexts) if contexts else None
+        return around(due, step)
 
     def _add_scale(self, trainer: Trainer, values: dict[str, Any]) -> None:
         precision = trainer.precision_plugin
@@ -208,17 +231,24 @@ class Recording(Callback):
             self._epoch_size += step.size
             values = step.values
             values["loss/train"] = loss
-            values.update({f"loss/train/{term}": part for term, part in zip(terms, losses[1:], strict=False)})
-            self._log(trainer, values, step.index)
+            named = zip(terms if step.terms is None else step.terms, losses[1:], strict=False)
+            values.update({f"loss/train/{term}": part for term, part in named})
+            self._log(trainer, values, step.index, step.panels)
             self.latest.update(values)
+            if scaled:
+                precision.written(values, step=step.index)
 
     def _terms(self, pl_module: LightningModule) -> tuple[str, ...]:
         return pl_module.values_of("train").terms
 
-    def _log(self, trainer: Trainer, values: Mapping[str, float], index: int) -> None:
+    def _log(
+        self, trainer: Trainer, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None
+    ) -> None:
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, index)
+                if panels and isinstance(logger, TensorBoardLogger):
+                    logger.log_panels(panels, index)
 
     # --- epochs ---
 
@@ -282,14 +312,6 @@ class Recording(Callback):
             state = checkpoint[STATE]
             self.metrics.update(state["metrics"])
             self._epoch_sum, self._epoch_size = state["epoch_sum"], state["epoch_size"]
-
-
-@contextmanager
-def _together(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ class Step:
     data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
     norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
         Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
+    phase: in after_backward, of a run with phases: the one whose gradients are there, in its own parameters alone.
     """
 
     index: int
@@ -45,6 +46,7 @@ class Step:
     loss: Tensor | None = None
     data: Any = None
     norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
+    phase: str | None = None
 
 
 class Hook:
@@ -52,7 +54,8 @@ class Hook:
 
     The engine calls `attach` once before the first step and `detach` once after the last, and between them, for
     steps that are `due`, those of `around_forward`, `after_backward` and `after_step` that a subclass overrides.
-    A returned value is a 0-d tensor, left on its device, or a float; its key is the TensorBoard tag.
+    A returned value is a 0-d tensor, left on its device, a float, or a panel of `exp.hooks.values`: a histogram,
+    images, a text, a precision-recall curve. Its key is the TensorBoard tag.
 
     every_n_steps: the hook is due at the first step and at every multiple of it.
     modules: patterns of module names, such as `encoder.*`; `*` is every module.
@@ -72,7 +75,10 @@ class Hook:
         """A context entered before the forward of each micro-batch, and left before its backward."""
 
     def after_backward(self, step: Step) -> Values | None:
-        """Once an optimizer step, when its gradients are complete: true (unscaled), and before clipping."""
+        """Once an optimizer step, when its gradients are complete: true (unscaled), and before clipping.
+
+        With phases once for each that runs in the step, at its last repeat, and `/<phase>` is added to each tag.
+        """
 
     def after_step(self, step: Step) -> Values | None:
         """Once an optimizer step, when the parameters are updated."""

@@ -130,7 +130,18 @@ class PhaseSchedule:
         self.schedule.load_state_dict(state_dict)
 
 
-def rate_names(phase: str, optimizer: Optimizer) -> list[str]:
-    """How the learning rates of a phase are called, one a parameter group: the phase alone where it has but one."""
-    names = [group["name"] for group in optimizer.param_groups]
+def stepping(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Those that step, where a Trainer may know the phases' as one."""
+    return [
+        one
+        for optimizer in optimizers
+        for one in (optimizer.optimizers.values() if isinstance(optimizer, PhaseOptimizers) else (optimizer,))
+    ]
+
+
+def rate_names(optimizer: Optimizer, *, phase: str | None = None) -> list[str]:
+    """How the learning rates of an optimizer's groups are called; a phase's only group is called as the phase."""
+    names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
+    if phase is None:
+        return names
     return [phase] if names == [REST] else [f"{phase}/{name}" for name in names]

@@ -1,0 +1,266 @@
+"""Several backward passes and several optimizers in one step: the training module of a run with phases.
+
+for each micro-batch of a window (trainer.accumulate_grad_batches)        Lightning's loop, as ever
+    training_step                         keeps the micro-batch; backward and zero_grad have nothing to do
+at the window's last one: optimizer_step
+    for each phase that is due, repeats times
+        for each micro-batch: reseed, the phase's forward and terms, scaled backward into its own parameters
+        gradients averaged over ranks, unscaled; hooks; clipping; the phase's optimizer
+    the loss scale's update
+schedules, on_train_batch_end             Lightning's loop, as ever
+
+So a window is one step of the Trainer, whatever the number of optimizers: the x axis, max_steps, checkpoints, positions
+and schedules count windows. Only public hooks of LightningModule are overridden. With manual optimization, Lightning
+would refuse accumulate_grad_batches, and count each optimizer's step as one of the run's (seen in 2.6.6).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from exp.data.randomness import reseed
+from exp.engine.clipping import clip
+from exp.engine.module import TrainingModule
+from exp.engine.naming import forward_by_name, target_of
+from exp.engine.several_passes import detached, make_passes, needing
+from exp.models.named_forward import with_forward
+from exp.optim.groups import trained_parameters
+from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
+from exp.precision.plugin import RunPrecision
+from exp.strategies.averaging import average_gradients
+from exp.types import Batch
+
+
+class PhasedModule(TrainingModule):
+    """A TrainingModule whose step is a list of phases, each with its own terms, parameters and optimizer.
+
+    The loss of a step is the sum of the losses of the phases that ran in it, each at its last repeat.
+
+    phases: in the order in which they run. The other parameters are TrainingModule's; its optimization is not used.
+    """
+
+    averages_gradients = True
+
+    def __init__(self, *, phases: Sequence[Phase], **parts: Any) -> None:
+        super().__init__(**parts)
+        self.phases = tuple(phases)
+        # In a plain mapping: their terms are those of the objective, which is registered already.
+        self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
+        self._window: list[tuple[Batch, int]] = []
+        self._trained: dict[str, list[nn.Parameter]] = {}
+        self._all_trained: list[nn.Parameter] = []
+        self._ran: set[str] = set()
+        self._metrics_wait = False
+        # Views of the network, not submodules: the state dict has it once.
+        views = {phase.forward: self.network for phase in self.phases}
+        views |= {name: with_forward(self.network, name) for name in views if name is not None}
+        self._forwards = {name: (view, forward_by_name(view)) for name, view in views.items()}
+
+    # --- what Lightning's loop calls ---
+
+    def on_train_start(self) -> None:
+        self._window = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Keeps a micro-batch for the phases, which run at the window's end. Returns a 0 that nothing reads."""
+        self._window.append((batch, batch_idx))
+        self.last.loss, self.last.parts = None, {}
+        return torch.zeros((), device=self.device)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the phases have theirs."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Nothing: each phase begins with it."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Runs the phases over the window's micro-batches."""
+        if optimizer_closure is not None:
+            optimizer_closure()
+        window, self._window = self._window, []
+        self._run_phases(window, self.trainer.optimizers[0])
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers of all phases as one, and a schedule for each phase that has one."""
+        optimizers, schedules = {}, {}
+        for phase in self.phases:
+            optimizers[phase.name], schedules[phase.name] = phase.make(self.network, **self.lengths())
+            self._trained[phase.name] = trained_parameters(self.network, phase.parameters)
+        self._all_trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        together = PhaseOptimizers(optimizers)
+        configs = []
+        for phase in self.phases:
+            schedule = schedules[phase.name]
+            if schedule is not None:
+                config = self.schedule_config(schedule, phase.optimization)
+                config["scheduler"] = PhaseSchedule(phase=phase.name, schedule=schedule, optimizer=together)
+                configs.append(config)
+        return [together], configs
+
+    def lr_scheduler_step(self, scheduler: PhaseSchedule, metric: Any | None) -> None:
+        """Not where the phase's optimizer has just skipped its step."""
+        name, schedule = scheduler.phase, scheduler.schedule
+        if isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(metric)
+            return
+        interval = next(phase.optimization.interval for phase in self.phases if phase.name == name)
+        ran = interval == "step" and name in self._ran
+        if not (ran and self.trainer.precision_plugin.skipped(scheduler.optimizer.optimizers[name])):
+            schedule.step()
+
+    # --- a window ---
+
+    def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
+        step = self.trainer.global_step + 1
+        precision: RunPrecision = self.trainer.precision_plugin
+        losses: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
+        self._ran = set()
+        self._metrics_wait = bool(self._train_values.metrics)
+        for index, phase in enumerate(self.phases):
+            if not phase.due(step):
+                continue
+            self._ran.add(phase.name)
+            optimizer = together.optimizers[phase.name]
+            for repeat in range(phase.repeats):
+                if repeat:
+                    # A scaler takes each optimizer once between two updates: a repeat is an iteration of its own.
+                    precision.update()
+                self.last.phase = phase.name
+                self.last.is_recorded = repeat == phase.repeats - 1
+                together.zero_grad()
+                losses[phase.name], found = self._backward_phase(
+                    phase, window, turn=(index, repeat) if index + repeat else ()
+                )
+                self._step_phase(phase, optimizer)
+                self._metrics_wait = self._metrics_wait and phase.forward is not None
+            parts |= found
+        precision.update()
+        self.last.phase, self.last.is_recorded = None, True
+        self.last.loss = torch.stack(list(losses.values())).sum()
+        self.last.parts = {name: parts[name] for name in self.objective.terms if name in parts}
+
+    def _backward_phase(
+        self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: tuple[int, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradients of a phase's loss over a window, in its own parameters; the loss, 0-d, and its terms."""
+        precision = self.trainer.precision_plugin
+        size = sum(batch.global_size for batch, _ in window)
+        loss_sum: Tensor | None = None
+        part_sums: dict[str, Tensor] = {}
+        with self._training_only(self._trained[phase.name]):
+            for batch, batch_idx in window:
+                loss, parts = self._losses(phase, batch, batch_idx, turn)
+                # The micro-batch's share of the window: as many equal ones divide by their number, as Lightning does.
+                shares = size / batch.global_size
+                if batch.weight != 1.0:
+                    loss = loss * batch.weight
+                    parts = {name: part * batch.weight for name, part in parts.items()}
+                if shares != 1.0:
+                    loss = loss / shares
+                    parts = {name: part / shares for name, part in parts.items()}
+                precision.scale(loss).backward()
+                loss = loss.detach()
+                loss_sum = loss if loss_sum is None else loss_sum + loss
+                part_sums = {name: part_sums[name] + part if part_sums else part for name, part in parts.items()}
+            average_gradients(self._trained[phase.name])
+        assert loss_sum is not None
+        return loss_sum, part_sums
+
+    def _losses(
+        self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The phase's forward of one micro-batch and its terms, under the step's precision."""
+        reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
+        with ExitStack() as stack:
+            if self.last.around_each is not None and (around := self.last.around_each(batch.data)) is not None:
+                stack.enter_context(around)
+            stack.enter_context(self.trainer.precision_plugin.train_step_context())
+            values, loss, parts = self._forward_phase(phase, batch)
+        # The metrics of training look at the first phase of a step that gives the network's own output.
+        if self._metrics_wait and phase.forward is None and batch.size:
+            self._train_values.update_metrics(detached(values["output"]), target_of(values))
+        return loss, parts
+
+    def _forward_phase(
+        self, phase: Phase, batch: Batch, values: Mapping[str, Any] | None = None
+    ) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+        """The values by name, the phase's loss and its terms. values: where the forward was run already."""
+        objective = self._objectives[phase.name]
+        network, run = self._forwards[phase.forward]
+        runner = self.run_network if phase.forward is None else network
+        if not objective.needs:
+            values = run(runner, batch.data) if values is None else values
+            return values, *objective(values, batch)
+        precision = self.trainer.precision_plugin
+        with needing(objective.needs, network):
+            passes = make_passes(
+                objective.needs,
+                network=network,
+                run=run,
+                data=batch.data,
+                runner=runner,
+                loss_scale=precision.loss_scale if precision.is_scaled and self.training else None,
+            )
+            values = passes.run()
+            return values, *objective(values, batch, passes)
+
+    def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+        """In evaluation: the forward and the terms of every phase, and the loss that is their sum."""
+        known: dict[str | None, Mapping[str, Any]] = {}
+        parts: dict[str, Tensor] = {}
+        losses = []
+        for phase in self.phases:
+            found = self._forward_phase(phase, batch, known.get(phase.forward))
+            known.setdefault(phase.forward, found[0])
+            losses.append(found[1].detach())
+            parts |= found[2]
+        # What metrics look at is the network's own output.
+        values = known[None] if None in known else self._run(self.run_network, batch.data)
+        ordered = {name: parts[name] for name in self.objective.terms}
+        return {**values, "output": detached(values["output"])}, torch.stack(losses).sum(), ordered
+
+    def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
+        """From scaled gradients to a step: true gradients for hooks and clipping."""
+        trainer = self.trainer
+        precision = trainer.precision_plugin
+        precision.unscale(optimizer)
+        for callback in trainer.callbacks:
+            if callback.on_before_optimizer_step is not None:  # engine/overhead.py takes out what does nothing
+                callback.on_before_optimizer_step(trainer, self, optimizer)
+        if self.on_before_optimizer_step is not None:
+            self.on_before_optimizer_step(optimizer)
+        clip(
+            self._trained[phase.name],
+            value=phase.gradient_clip_val,
+            algorithm=phase.gradient_clip_algorithm,
+            strategy=trainer.strategy,
+        )
+        precision.step(optimizer)
+
+    @contextmanager
+    def _training_only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Lets only these parameters learn, so that no other gets a gradient, or the work for one."""
+        chosen = {id(parameter) for parameter in parameters}
+        others = [parameter for parameter in self._all_trained if id(parameter) not in chosen]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
+
+# As TrainingModule's: this is where inspect looks first.
+PhasedModule.training_step.__signature__ = inspect.signature(PhasedModule.training_step)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from exp.config.slots import slot_of
+from exp.config.targets import resolve
 from exp.construct import construct
 from exp.data.data import Data
 from exp.data.randomness import initialisation
@@ -32,9 +33,9 @@ from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.precision.choice import build_precision
-from exp.strategies.placement import DEFAULT_DEMAND, Placement, adopted, placement
+from exp.strategies.placement import Placement, adopted, placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Strategy, trainer_arguments
+from exp.strategies.strategy import Strategy, demand_of_lightning, trainer_arguments
 from exp.types import DataSpec
 
 SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
@@ -136,7 +137,11 @@ def build_trainer(
 
 def build_strategy(plain: Mapping[str, Any]) -> Strategy | LightningStrategy:
     """Cheap: nothing is placed and no process started yet."""
-    return construct(plain["strategy"], key="strategy", allow=_allow(plain))
+    node = plain["strategy"]
+    if not issubclass(resolve(node["_target_"], allow=_allow(plain)), Strategy):
+        # The name is the report's word; a class of Lightning's own takes none, or anything.
+        node = {key: value for key, value in node.items() if key != "name"}
+    return construct(node, key="strategy", allow=_allow(plain))
 
 
 def place(plain: Mapping[str, Any], *, rank: Rank | None = None) -> Placement:
@@ -149,8 +154,8 @@ def place(plain: Mapping[str, Any], *, rank: Rank | None = None) -> Placement:
         "devices": launch["devices"],
         "nodes": launch["nodes"],
         "accelerator": launch["accelerator"],
-        # A strategy of Lightning's own takes a rank a device.
-        "demand": strategy.demand if isinstance(strategy, Strategy) else DEFAULT_DEMAND,
+        "backend": launch["backend"],
+        "demand": strategy.demand if isinstance(strategy, Strategy) else demand_of_lightning(strategy),
     }
     name = plain["strategy"]["name"]
     return placement(name, **where) if rank is None else adopted(rank, name, **where)

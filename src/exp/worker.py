@@ -25,8 +25,9 @@ def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
     from exp.config.freeze import read_frozen
     from exp.strategies.group import join
 
-    config = read_frozen(directory)
-    join(rank, place(plain_config(config), rank=rank), timeout_seconds=config.launch.timeout_seconds)
+    config = plain_config(read_frozen(directory))
+    chosen = ("timeout_seconds", "network_interface", "high_priority_stream")
+    join(rank, place(config, rank=rank), **{name: config["launch"][name] for name in chosen})
     run.run(directory, rank=rank, resume=resume)
 
 

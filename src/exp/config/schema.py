@@ -141,6 +141,14 @@ def duration() -> Rule:
     )
 
 
+def span() -> Rule:
+    """As it is said: 90s, 1h30m."""
+    return Rule(
+        expected="a time such as 90s, 30m or 1h30m",
+        accepts=lambda value: isinstance(value, str) and bool(value) and SPAN.fullmatch(value) is not None,
+    )
+
+
 def node(otherwise: Rule) -> Rule:
     """A node with a `_target_`, or what stands for one."""
     return Rule(
@@ -189,6 +197,9 @@ SCHEMA: dict[str, Any] = {
         "accelerator": one_of("auto", "cpu", "cuda", "mps"),
         "max_restarts": integer(0),
         "timeout_seconds": number(above=0.0),
+        "backend": one_of("auto", "gloo", "nccl"),
+        "network_interface": maybe(text()),
+        "high_priority_stream": boolean(),
     },
 }
 
@@ -206,7 +217,7 @@ VALUES: dict[str, Rule] = {
     "scheduler.monitor": maybe(text()),
     "trainer.max_epochs": limit(),
     "trainer.max_steps": limit(),
-    "trainer.max_time": maybe(duration()),
+    "trainer.max_time": maybe(either(number(above=0.0), span(), duration())),
     "trainer.accumulate_grad_batches": integer(1),
     "trainer.log_every_n_steps": integer(1),
     "trainer.check_val_every_n_epoch": maybe(integer(1)),

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def in_process(placement: Placement, *, max_restarts: int = 0) -> bool:
-    """Whether the run needs no process of its own: one rank, and nobody who would start it again."""
-    return placement.world_size == 1 and max_restarts == 0
+    """Whether the run needs no process of its own: one rank, no process group, and nobody who would start it again."""
+    return placement.world_size == 1 and placement.backend is None and max_restarts == 0
 
 
 def launch(
@@ -57,7 +57,7 @@ def launch(
     max_restarts: how often all ranks are started again, from checkpoints/last.ckpt, after one of them died.
     threads: of each rank's operators; None shares the cores.
     Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
-        Interrupted after SIGINT or SIGTERM, to this process or to a rank; RunError for several nodes.
+        Interrupted after SIGINT, SIGTERM or SIGHUP, to this process or to a rank; RunError for several nodes.
     """
     directory = Path(directory).absolute()
     if placement.nodes > 1:

@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 from typing import Any
 
+from exp.errors import RunError
 from exp.strategies.placement import Placement
 from exp.strategies.rank import Rank
 
 
-def join(rank: Rank, placement: Placement, *, timeout_seconds: float) -> None:
-    """Makes the process group of a run of several ranks; a run of one rank has none.
+def join(
+    rank: Rank,
+    placement: Placement,
+    *,
+    timeout_seconds: float,
+    network_interface: str | None = None,
+    high_priority_stream: bool = False,
+) -> None:
+    """Makes the process group of a run of several ranks; a run of one rank has none, but where its strategy needs it.
 
     timeout_seconds: how long a rank waits in a collective, and here for the others to come.
+    network_interface: by which ranks of several nodes talk; None leaves it to gloo and NCCL.
+    high_priority_stream: whether NCCL's kernels go before those of the network.
+    Raises: RunError where this machine has no such interface.
     """
-    if placement.world_size == 1:
+    if placement.backend is None:
         return
     import torch
     import torch.distributed
@@ -30,13 +42,18 @@ def join(rank: Rank, placement: Placement, *, timeout_seconds: float) -> None:
     if placement.accelerator == "cuda":
         device = torch.device(placement.device(rank.local_rank))
         torch.cuda.set_device(device)
-        arguments["device_id"] = device
+        if placement.backend == "nccl":
+            arguments["device_id"] = device
+            arguments["pg_options"] = torch.distributed.ProcessGroupNCCL.Options(
+                is_high_priority_stream=high_priority_stream
+            )
     if rank.store is not None:
         store = torch.distributed.FileStore(rank.store, rank.world_size)
         store.set_timeout(timeout)
         arguments["store"] = store
     else:
         _offer_rendezvous(rank)
+        _talk_by(network_interface)
     torch.distributed.init_process_group(
         placement.backend, rank=rank.global_rank, world_size=rank.world_size, timeout=timeout, **arguments
     )
@@ -54,6 +71,18 @@ def meet() -> None:
         torch.distributed.barrier(device_ids=[torch.cuda.current_device()])
     else:
         torch.distributed.barrier()
+
+
+def _talk_by(interface: str | None) -> None:
+    if interface is None:
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise RunError(
+            f"launch.network_interface is {interface}, which {socket.gethostname()} has not; "
+            f"expected one of {', '.join(names)}"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 def _offer_rendezvous(rank: Rank) -> None:

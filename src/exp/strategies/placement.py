@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from exp.errors import ConfigError
-from exp.strategies.placement_faults import faults_of_division, faults_of_placement, faults_of_words, mismatch
+from exp.strategies.placement_faults import (
+    faults_of_division,
+    faults_of_placement,
+    faults_of_words,
+    mismatch,
+    too_many_ranks,
+)
 from exp.strategies.rank import Rank
 
 # Two, so that ddp means something on a laptop, and no more, because they share its cores.
@@ -26,10 +32,11 @@ Devices = int | Literal["auto"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this machine can offer: CUDA devices that are visible, and whether torch can use Apple's GPU."""
+    """What this machine can offer: CUDA devices that are visible, whether torch can use Apple's GPU, and NCCL."""
 
     gpus: int
     mps: bool = False
+    nccl: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +46,13 @@ class Demand:
     model_ranks: ranks that work on one share of a batch together; None is all ranks of the run.
     devices: of each rank; None is all that the run has, in one process.
     cpu_devices: how many `launch.devices: auto` takes on a machine without a GPU; None is two, or one for `auto`.
+    group: whether one rank alone needs a process group, too.
     """
 
     model_ranks: int | None = 1
     devices: int | None = 1
     cpu_devices: int | None = None
+    group: bool = False
 
 
 DEFAULT_DEMAND = Demand()
@@ -54,7 +63,7 @@ class Placement:
     """Where the ranks go.
 
     strategy: the config's word, with `auto` decided: "single" or "ddp".
-    backend: of the process group, "gloo" or "nccl"; None where there is one rank.
+    backend: of the process group, "gloo" or "nccl"; None where there is none, for one rank seldom needs it.
     device_indices: of the GPUs on each node, in the order of the local ranks; empty on CPU and MPS.
     model_ranks: neighbouring ranks that work on one share of a batch together.
     devices_per_rank: devices of each rank, more than one where its layers are split over them.
@@ -99,8 +108,10 @@ class Placement:
 def this_machine() -> Machine:
     """Asks torch, without starting CUDA in this process."""
     import torch
+    import torch.distributed
 
-    return Machine(gpus=torch.cuda.device_count(), mps=torch.backends.mps.is_available())
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return Machine(gpus=torch.cuda.device_count(), mps=torch.backends.mps.is_available(), nccl=nccl)
 
 
 def placement(
@@ -109,6 +120,7 @@ def placement(
     devices: Devices = "auto",
     nodes: int = 1,
     accelerator: str = "auto",
+    backend: str = "auto",
     demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
@@ -118,9 +130,10 @@ def placement(
     `single` takes one device. Every other strategy takes all GPUs, or on a machine without as many ranks as it demands.
 
     strategy: the config's strategy.name.
+    backend: of the process group; auto is NCCL between GPUs and gloo between CPU ranks.
     demand: what that strategy asks for.
     machine: what the machine has; None asks torch.
-    Raises: ConfigError with every fault of these four keys.
+    Raises: ConfigError with every fault of these keys.
     """
     faults = faults_of_words(devices=devices, nodes=nodes, accelerator=accelerator)
     if faults:
@@ -142,14 +155,14 @@ def placement(
     placed = Placement(
         strategy=resolved,
         accelerator=chosen,
-        backend=None if ranks * nodes == 1 else ("nccl" if chosen == "cuda" else "gloo"),
+        backend=_backend(backend, chosen, machine) if ranks * nodes > 1 or demand.group else None,
         nodes=nodes,
         ranks_per_node=ranks,
         device_indices=indices,
         model_ranks=model_ranks,
         devices_per_rank=each,
     )
-    faults = faults_of_placement(placed, devices=devices, accelerator=accelerator, machine=machine)
+    faults = faults_of_placement(placed, devices=devices, machine=machine)
     if faults:
         raise ConfigError(faults)
     return placed
@@ -162,6 +175,7 @@ def adopted(
     devices: Devices = "auto",
     nodes: int = 1,
     accelerator: str = "auto",
+    backend: str = "auto",
     demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
@@ -172,22 +186,23 @@ def adopted(
     Raises: ConfigError where the config asks for other numbers than were started.
     """
     started = rank.local_world_size
-    if demand.devices is None:  # one process has them all
-        return placement(strategy, devices=devices, accelerator=accelerator, demand=demand, machine=machine)
+    chosen = {"accelerator": accelerator, "backend": backend, "demand": demand, "machine": machine}
+    if demand.devices is None:
+        if rank.world_size > 1:
+            raise ConfigError([too_many_ranks(strategy, rank)])
+        return placement(strategy, devices=devices, nodes=nodes, **chosen)
     asked = started * demand.devices if devices == "auto" else (devices if isinstance(devices, int) else len(devices))
     wanted = asked // demand.devices
     wanted_nodes = rank.nodes if nodes == 1 else nodes
-    if (wanted, wanted_nodes) != (started, rank.nodes):
+    same = (wanted, wanted_nodes) == (started, rank.nodes)
+    if rank.is_confined:  # each a node of its own, so that the products are what is compared
+        fits = rank.world_size % wanted == 0 if nodes == 1 else rank.world_size == wanted * nodes
+        same = devices == "auto" or fits
+    if not same:
         raise ConfigError([mismatch(rank, devices=devices, nodes=nodes, wanted=wanted, wanted_nodes=wanted_nodes)])
     # Lists keep their indices; `auto` becomes the number that was started.
-    return placement(
-        strategy,
-        devices=asked if devices == "auto" else devices,
-        nodes=rank.nodes,
-        accelerator=accelerator,
-        demand=demand,
-        machine=machine,
-    )
+    placed = started * demand.devices if devices == "auto" or rank.is_confined else devices
+    return placement(strategy, devices=placed, nodes=rank.nodes, **chosen)
 
 
 def _accelerator(strategy: str, devices: Devices, accelerator: str, machine: Machine) -> Accelerator:
@@ -198,6 +213,12 @@ def _accelerator(strategy: str, devices: Devices, accelerator: str, machine: Mac
     if machine.mps and strategy in ("auto", "single") and devices in ("auto", 1):
         return "mps"
     return "cpu"
+
+
+def _backend(backend: str, accelerator: Accelerator, machine: Machine) -> str:
+    if backend != "auto":
+        return backend
+    return "nccl" if accelerator == "cuda" and machine.nccl else "gloo"
 
 
 def _automatic_count(strategy: str, accelerator: Accelerator, machine: Machine, demand: Demand) -> int:

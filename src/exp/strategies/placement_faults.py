@@ -52,8 +52,8 @@ def faults_of_words(*, devices: Any, nodes: Any, accelerator: Any) -> list[Fault
     return faults
 
 
-def faults_of_placement(placed: Placement, *, devices: Devices, accelerator: str, machine: Machine) -> list[Fault]:
-    faults = []
+def faults_of_placement(placed: Placement, *, devices: Devices, machine: Machine) -> list[Fault]:
+    faults = _faults_of_backend(placed, machine)
     count = placed.ranks_per_node
     listed = devices != "auto" and not isinstance(devices, int)
     if placed.accelerator == "cuda" and not machine.gpus:
@@ -105,6 +105,32 @@ def faults_of_placement(placed: Placement, *, devices: Devices, accelerator: str
             )
         )
     return faults
+
+
+def _faults_of_backend(placed: Placement, machine: Machine) -> list[Fault]:
+    if placed.backend != "nccl":
+        return []
+    if placed.accelerator != "cuda":
+        return [
+            Fault(
+                key="launch.backend",
+                got=f"nccl on {placed.accelerator}",
+                expected="gloo: NCCL talks between GPUs alone",
+                cure="Write launch.backend=auto",
+            )
+        ]
+    if not machine.nccl:
+        return [Fault(key="launch.backend", got="nccl", expected="gloo: this torch was built without NCCL")]
+    return []
+
+
+def too_many_ranks(strategy: str, rank: Rank) -> Fault:
+    return Fault(
+        key="strategy.name",
+        got=f"{strategy}, one process with all its devices, as rank {rank.global_rank} of {rank.world_size}",
+        expected="one rank",
+        cure="Start it without torchrun and srun, or write strategy=ddp",
+    )
 
 
 def mismatch(rank: Rank, *, devices: Devices, nodes: int, wanted: int, wanted_nodes: int) -> Fault:

@@ -21,6 +21,8 @@ class Rank:
 
     global_rank, local_rank: 0 to world_size - 1 over all nodes, 0 to local_world_size - 1 on this one.
     store: the file of the process group's FileStore; None where the launcher offers a rendezvous by env:// instead.
+    is_confined: whether it is one of several on its node and sees its own devices alone, as SLURM's --gpus-per-task
+        has it. Such a rank counts as the only one of a node of its own.
     """
 
     global_rank: int
@@ -29,6 +31,7 @@ class Rank:
     local_world_size: int
     node_rank: int = 0
     store: str | None = None
+    is_confined: bool = False
 
     @property
     def nodes(self) -> int:
@@ -87,11 +90,24 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 def _slurm(environment: Mapping[str, str]) -> Rank:
     world_size = _number(environment, "SLURM_NTASKS")
     nodes = _number(environment, "SLURM_NNODES") if "SLURM_NNODES" in environment else 1
+    on_this_node = max(1, world_size // max(1, nodes))
+    global_rank = _number(environment, "SLURM_PROCID")
+    # Bound to GPUs of its own, each task sees fewer than there are tasks, and calls the first of them cuda:0.
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and len(visible.split(",")) < on_this_node:
+        return Rank(
+            global_rank=global_rank,
+            local_rank=0,
+            world_size=world_size,
+            local_world_size=1,
+            node_rank=global_rank,
+            is_confined=True,
+        )
     return Rank(
-        global_rank=_number(environment, "SLURM_PROCID"),
+        global_rank=global_rank,
         local_rank=_number(environment, "SLURM_LOCALID"),
         world_size=world_size,
-        local_world_size=max(1, world_size // max(1, nodes)),
+        local_world_size=on_this_node,
         node_rank=_number(environment, "SLURM_NODEID") if "SLURM_NODEID" in environment else 0,
     )
 

@@ -96,6 +96,13 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
     }
 
 
+def demand_of_lightning(strategy: LightningStrategy) -> Demand:
+    """Of a strategy class of Lightning's own: a rank a device, and a process group where it is made for several."""
+    from lightning.pytorch.strategies import ParallelStrategy
+
+    return Demand(group=isinstance(strategy, ParallelStrategy))
+
+
 def _devices(placement: Placement) -> list[int] | int:
     """One a rank, as Lightning counts them."""
     if placement.accelerator == "cuda":

@@ -76,4 +76,5 @@ class Perplexity(BitsPerCharacter):
 def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     require_classes_last(metric, output, target)
     # AUROC sorts and cross entropy sums: both lose digits in half precision.
-    return output.flatten(end_dim=-2).float(), target.flatten()
+    output = output.flatten(end_dim=-2)
+    return (output.float() if output.dtype != torch.float64 else output), target.flatten()

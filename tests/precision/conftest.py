@@ -1,0 +1,36 @@
+"""A run of exp's own parts in this process, from a command line, before it has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import exp
+from exp.build import Parts, build, place, plain_config
+from exp.config.freeze import freeze, read_frozen
+from exp.strategies.rank import ALONE
+
+# Nothing beside the training, and few steps of few samples: half precision is slow on a CPU.
+SHORT = (
+    "hooks=[]", "metrics=[]", "logger=[]", "launch.accelerator=cpu", "strategy=single", "test=false",
+    "trainer.enable_progress_bar=false", "trainer.num_sanity_val_steps=0", "trainer.limit_val_batches=1",
+    "data.batch_size=8", "trainer.max_epochs=-1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
+    """parts("model=mlp", "precision=bf16"): what such a command would train, checked and built."""
+    monkeypatch.chdir(tmp_path)
+    runs: list[Path] = []
+
+    def made(*overrides: str) -> Parts:
+        runs.append(tmp_path / f"run{len(runs)}")
+        config = exp.compose([f"hydra.run.dir={runs[-1]}", *SHORT, "trainer.max_steps=3", *overrides])
+        exp.validate(config)
+        frozen = read_frozen(freeze(config))
+        return build(frozen, runs[-1], rank=ALONE, placement=place(plain_config(frozen), rank=ALONE))
+
+    return made

@@ -12,6 +12,7 @@ before the first micro-batch (`PipelineStage` in dynamic mode, seen in torch 2.1
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -138,24 +139,25 @@ class Stages:
 
     def _send(self, stage: Stage, piece: Inputs, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
         to = dist.get_global_rank(self.group, self.owner[stage.index + 1])
-        key = (stage.index, _shapes(piece))
+        key, head = (stage.index, _shapes(piece)), []
         if key not in self._sent:
             self._sent[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            dist.send_object_list([self._sent[key]], dst=to, group=self.group, device=self.device)
-        # The tensor is held until it is sent.
-        return [(dist.isend(tensor, dst=to, group=self.group), tensor) for tensor in tensors]
+            head = [tensor.to(self.device) for tensor in _told(tensors)]
+        # Nothing is waited for: two ranks that send to each other would wait for ever. Held until it is sent.
+        return [(dist.isend(tensor, dst=to, group=self.group), tensor) for tensor in (*head, *tensors)]
 
     def _receive(self, stage: Stage, piece: Inputs) -> list[Tensor]:
         source = dist.get_global_rank(self.group, self.owner[stage.index - 1])
         key = (stage.index - 1, _shapes(piece))
         if key not in self._sent:
-            found: list[Any] = [None]
-            dist.recv_object_list(found, src=source, group=self.group, device=self.device)
-            self._sent[key] = found[0]
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._sent[key]]
-        for tensor in tensors:
-            dist.recv(tensor, src=source, group=self.group)
-        return tensors
+            size = self._received(torch.Size([1]), torch.int64, source)
+            self._sent[key] = _heard(self._received(torch.Size([int(size)]), torch.uint8, source))
+        return [self._received(shape, dtype, source) for shape, dtype in self._sent[key]]
+
+    def _received(self, shape: torch.Size, dtype: torch.dtype, source: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.recv(tensor, src=source, group=self.group)
+        return tensor
 
 
 class _Trained:
@@ -231,6 +233,18 @@ def _passed(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_passed(item) for item in value)
     return value
+
+
+def _told(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The shapes and dtypes of tensors as bytes, behind their number."""
+    text = json.dumps([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors])
+    told = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return torch.tensor([told.numel()]), told
+
+
+def _heard(told: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+    found = json.loads(bytes(told.tolist()).decode())
+    return [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in found]
 
 
 def _shapes(inputs: Inputs) -> Any:

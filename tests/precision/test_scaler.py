@@ -1,0 +1,249 @@
+"""The loss scale: the hand-written loops of PyTorch's AMP notes, bit for bit, and what is said when it falls."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+
+from exp.build import Parts
+from exp.precision.choice import build_precision
+from exp.precision.scaler import CountingScaler
+from exp.precision.watch import ScaleWatch
+
+STEPS, ACCUMULATE, CLIP, FORCED = 50, 3, 0.5, 7
+RUN = (
+    "precision=fp16", "precision.scaler.init_scale=1024", "precision.scaler.growth_interval=20", "model=lenet",
+    f"trainer.max_steps={STEPS}", f"trainer.accumulate_grad_batches={ACCUMULATE}", f"trainer.gradient_clip_val={CLIP}",
+    "trainer.log_every_n_steps=1", "checkpoint.save_last=false", "checkpoint.save_best=false",
+    "scheduler=step", "scheduler.interval=step", "scheduler.step_size=10",
+)  # fmt: skip
+
+
+class Logged(Logger):
+    """Every value by step."""
+
+    name, version = "logged", "0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, dict[int, float]] = {}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        for tag, value in metrics.items():
+            self.values.setdefault(tag, {})[step] = value
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Infinite(Callback):
+    """Makes one gradient of the forced step infinite, behind the last backward of its window."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == FORCED * ACCUMULATE - 1:
+            force(module.network)
+
+
+def force(network: nn.Module) -> None:
+    next(network.parameters()).grad[0] = torch.inf
+
+
+def by_hand(parts: Parts, **options: Any) -> tuple[nn.Module, list[float], list[float]]:
+    """AMP notes, "Gradient accumulation" and "Gradient clipping". Returns: network, scales and rates by step."""
+    network = copy.deepcopy(parts.module.network)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20)
+    scales, rates = [], []
+    batches = iter(parts.data.data.loader("train", rank=0, world_size=1))
+    for index in range(STEPS * ACCUMULATE):
+        inputs, target = next(batches).data
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = network(inputs)
+        loss = nn.functional.cross_entropy(output.float(), target) / ACCUMULATE
+        scaler.scale(loss).backward()
+        if (index + 1) % ACCUMULATE == 0:
+            if index + 1 == FORCED * ACCUMULATE:
+                force(network)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+            rates.append(optimizer.param_groups[0]["lr"])
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if scaler.get_scale() >= before:
+                schedule.step()
+            scales.append(scaler.get_scale())
+    return network, scales, rates
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fifty_steps_are_those_of_the_amp_notes_bit_for_bit(fused: bool, parts: Callable[..., Parts]) -> None:
+    built, logged = parts(*RUN, f"optimizer.fused={str(fused).lower()}"), Logged()
+    expected, scales, rates = by_hand(built, fused=fused)
+    built.trainer.loggers = [logged]
+    built.trainer.callbacks.append(Infinite())
+    built.trainer.fit(built.module, datamodule=built.data)
+    network = built.module.network.state_dict()
+    assert all(torch.equal(network[name], tensor) for name, tensor in expected.state_dict().items())
+    steps = range(1, STEPS + 1)
+    assert [logged.values["precision/loss_scale"][step] for step in steps] == scales
+    assert scales[FORCED - 1] == scales[FORCED - 2] / 2
+    assert [logged.values["precision/skipped_steps"][step] for step in steps] == [
+        float(step >= FORCED) for step in steps
+    ]
+    assert [logged.values["optimizer/lr/default"][step] for step in steps] == rates
+
+
+def two_networks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2)]
+
+
+def two_losses(networks: list[nn.Module], inputs: Tensor) -> list[Tensor]:
+    """As in the notes: both losses depend on both networks."""
+    with torch.autocast("cpu", dtype=torch.float16):
+        first, second = networks[0](inputs), networks[1](inputs)
+    return [(2 * first + 3 * second).float().pow(2).mean(), (3 * first - 5 * second).float().pow(2).mean()]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_two_networks_losses_and_optimizers_are_those_of_the_amp_notes(fused: bool) -> None:
+    """AMP notes, "Working with Multiple Models, Losses, and Optimizers", with an inf in one of the two."""
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2, fused=fused)
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
+    networks, scaler = two_networks(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20)
+    optimizers, scales = [adam(network.parameters()) for network in networks], []
+    for step, inputs in enumerate(batches, start=1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = two_losses(networks, inputs)
+        scaler.scale(losses[0]).backward(retain_graph=True)
+        scaler.scale(losses[1]).backward()
+        if step == FORCED:
+            force(networks[1])
+        for network, optimizer in zip(networks, optimizers, strict=True):
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+
+    own = two_networks()
+    plugin = build_precision("fp16", device_type="cpu", init_scale=1024.0, growth_interval=20, enabled=True)
+    optimizers = [adam(network.parameters()) for network in own]
+    for step, inputs in enumerate(batches, start=1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with plugin.forward_context():
+            # As a training step is: backward leaves autocast by itself.
+            losses = two_losses(own, inputs)
+            with plugin.without_autocast():
+                plugin.scale(losses[0]).backward(retain_graph=True)
+                plugin.scale(losses[1]).backward()
+        if step == FORCED:
+            force(own[1])
+        for network, optimizer in zip(own, optimizers, strict=True):
+            plugin.unscale(optimizer)
+            nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+            plugin.step(optimizer)
+        plugin.update()
+        assert [plugin.skipped(optimizer) for optimizer in optimizers] == [False, step == FORCED]
+        assert float(plugin.loss_scale) == scales[step - 1]
+    assert scales[FORCED - 1] == scales[FORCED - 2] / 2
+    assert float(plugin.skipped_steps) == 1.0
+    for network, expected in zip(own, networks, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_step_unscales_where_nobody_did_and_an_optimizer_without_gradients_passes() -> None:
+    weight, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for fused in (False, True):
+        scaler = CountingScaler(device="cpu", init_scale=8.0)
+        optimizers = [torch.optim.SGD([p], lr=1.0, fused=fused) for p in (weight, idle)]
+        weight.data.fill_(1.0)
+        scaler.scale(weight.sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.zeros(2))
+        assert torch.equal(idle, torch.ones(2))
+        assert [scaler.skipped(optimizer) for optimizer in optimizers] == [False, False]
+        weight.grad = None
+
+
+def test_a_rank_without_a_loss_starts_its_scale_by_itself() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 16.0)  # sent by the rank that has the loss, under its scale
+    scaler = CountingScaler(device="cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.unscale_(optimizer)
+    assert torch.equal(weight.grad, torch.ones(2))
+
+
+def skip_together(rank: Any, *, has_gradient: bool) -> tuple[bool, float, bool]:
+    """Rank 1's gradient is infinite; where has_gradient is false, rank 0 has none at all."""
+    import torch.distributed as dist
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    plugin = build_precision("fp16", device_type="cpu", init_scale=4.0, enabled=True)
+    plugin.agree_over(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        weight.grad = torch.full((2,), torch.inf)
+    elif has_gradient:
+        weight.grad = torch.ones(2)
+    plugin.unscale(optimizer)
+    plugin.step(optimizer)
+    plugin.update()
+    return plugin.skipped(optimizer), float(plugin.loss_scale), bool(torch.equal(weight, torch.ones(2)))
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_ranks_that_hold_parts_of_one_model_skip_together(ranks: Any, has_gradient: bool) -> None:
+    assert ranks.call(skip_together, ranks=2, has_gradient=has_gradient) == [(True, 2.0, True)] * 2
+
+
+def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch, skipped = ScaleWatch(), 0
+    for step in (1, 2, 4, 8, 16, 50, 100):  # a good start: 16 skips, then a few
+        skipped = min(step, 16)
+        watch.see(step=step, loss_scale=2.0, skipped_steps=skipped)
+    assert not caplog.records
+    for step in (150, 200, 250):
+        skipped += 50
+        watch.see(step=step, loss_scale=2.0, skipped_steps=skipped)
+    (record,) = caplog.records
+    assert record.message.startswith("step 150: the last 50 steps were all skipped, the loss scale is 2: a gradient is")
+    caplog.clear()
+    watch = ScaleWatch()
+    watch.see(step=1000, loss_scale=4.0, skipped_steps=500.0)  # resumed: the skips were before it
+    watch.see(step=1050, loss_scale=0.5, skipped_steps=503.0)
+    watch.see(step=1100, loss_scale=0.25, skipped_steps=504.0)
+    assert [record.message.split(":")[1] for record in caplog.records] == [" the loss scale has fallen to 0.5"]
+
+
+def test_a_run_whose_gradients_are_never_finite_says_so(
+    parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Always(Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            force(module.network)
+
+    built = parts("precision=fp16", "model=lenet", "trainer.max_steps=40")
+    built.trainer.callbacks.append(Always())
+    built.trainer.fit(built.module, datamodule=built.data)
+    assert [record.message for record in caplog.records if "loss scale" in record.message] == [
+        "step 32: the loss scale has fallen to 1.52588e-05: a gradient is infinite or not a number whatever the scale. "
+        "Look with precision.report=true for the layer and keep it in fp32 (precision.keep), or train in bf16"
+    ]

@@ -64,6 +64,7 @@ class ProgramModel(nn.Module):
         self._freeze = tuple(freeze)
         for name, layer in layers.items():
             self._add(name, layer)
+        self._is_folded = forward is None
         self._text = self._fold() if forward is None else forward
         self._programs = {name: _program_name(self, name, text) for name, text in (programs or {}).items()}
         self._bind()
@@ -93,6 +94,25 @@ class ProgramModel(nn.Module):
         """
         program = self.program if name is None else self.programs[name]
         return fx.GraphModule(self, self._trace(program), type(self).__name__)
+
+    @property
+    def chain(self) -> list[str]:
+        """The paths of the layers that are called one after the other; empty where a program wires them."""
+        paths = []
+        for name in self._layer_names if self._is_folded else ():
+            held = getattr(self, name)
+            paths += [f"{name}.{index}" for index in range(len(held))] if isinstance(held, nn.ModuleList) else [name]
+        return paths
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The values that the program may use by name."""
+        return dict(self._constants)
+
+    def rebind(self, constants: Mapping[str, Any]) -> None:
+        """Lets the program run with other values of some of its constants from now on."""
+        self._constants |= {name: _constant(name, value) for name, value in constants.items()}
+        self._bind()
 
     def apply_options(self) -> None:
         """Initialise and freeze, once, as soon as every parameter has its shape."""

@@ -1,0 +1,112 @@
+"""A mesh of ranks: a model shared by some of them, and several such models that share the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from exp.errors import ConfigError, Fault
+from exp.strategies.pipeline import SCHEDULES, Pipeline
+from exp.strategies.placement import Demand
+from exp.strategies.sharding_faults import sharding_faults
+from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.tensor_parallel import TensorOptions
+from exp.strategies.tensor_plan import AUTO
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy as LightningStrategy
+
+    from exp.strategies.placement import Placement
+    from exp.strategies.rank import Rank
+
+
+class Hybrid(Strategy):
+    """Data times tensor, or data times pipeline: groups of ranks that hold one model each share the batch.
+
+    tensor, pipeline: neighbouring ranks that hold one model together; one of the two is more than 1.
+    data: what the groups of them do: `average` gradients, as ddp does, or `shard` their parts again, as fsdp does
+        (with tensor).
+    plan, divide, sequence, vocabulary, verify: with tensor, see exp.strategies.tensor_parallel.
+    schedule, stages_per_rank, microbatches, layers: with pipeline, see exp.strategies.pipeline.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "hybrid",
+        tensor: int = 1,
+        pipeline: int = 1,
+        data: Literal["average", "shard"] = "average",
+        plan: str | Mapping[str, str | Sequence[str]] = AUTO,
+        divide: str | Sequence[str] = AUTO,
+        sequence: bool = False,
+        vocabulary: bool = False,
+        verify: bool = True,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        microbatches: int | Literal["auto"] = "auto",
+        layers: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        faults = _faults_of_sizes(tensor, pipeline, data)
+        if faults:
+            raise ConfigError(faults)
+        self.data = data
+        self.together = tensor * pipeline
+        self.is_pipelined = pipeline > 1
+        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary, verify=verify)
+        self.pipeline: Pipeline | None = None
+        if pipeline > 1:
+            known = SCHEDULES.get(schedule)
+            each = stages_per_rank or (known.stages_per_rank if known else None) or 2
+            self.pipeline = Pipeline(
+                name=name,
+                schedule=schedule,
+                stages=pipeline * each,
+                stages_per_rank=stages_per_rank,
+                microbatches=microbatches,
+                layers=layers,
+            )
+
+    @property
+    def demand(self) -> Demand:
+        """Ranks of one model are neighbours; a machine without a GPU tries two models."""
+        return Demand(model_ranks=self.together, cpu_devices=2 * self.together)
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        """What cannot be cut so, and what no run in parts can do."""
+        if self.pipeline is not None:
+            return self.pipeline.faults(planned)
+        faults = sharding_faults(planned, name=self.name)
+        return faults + self.tensor.faults(planned.network, ranks=self.together)
+
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
+        """The strategy of one rank of the mesh."""
+        if self.pipeline is not None:
+            return self.pipeline.lightning(placement, rank)
+        from exp.strategies.tensor_ranks import ShardedTensorStrategy, TensorParallelStrategy
+
+        kind = ShardedTensorStrategy if self.data == "shard" else TensorParallelStrategy
+        return kind(placement=placement, tensor=self.tensor, name=self.name)
+
+
+def _faults_of_sizes(tensor: int, pipeline: int, data: str) -> list[Fault]:
+    faults = [
+        Fault(key=key, got=str(size), expected="1 or more")
+        for key, size in (("tensor", tensor), ("pipeline", pipeline))
+        if size < 1
+    ]
+    if tensor > 1 and pipeline > 1:
+        cure = "Write strategy.tensor=1, or strategy.pipeline=1"
+        got = f"{pipeline} with tensor={tensor}"
+        faults.append(Fault(key="pipeline", got=got, expected="one of the two above 1", cure=cure))
+    elif tensor == pipeline == 1:
+        expected = "how many ranks hold one model together, 2 or more: strategy.tensor=2 or strategy.pipeline=2"
+        faults.append(Fault(key="tensor", got="1, and pipeline is 1", expected=expected, cure="Or write strategy=ddp"))
+    if data not in ("average", "shard"):
+        faults.append(Fault(key="data", got=repr(data), expected="average or shard"))
+    elif data == "shard" and pipeline > 1:
+        faults.append(
+            Fault(key="data", got="shard with pipeline", expected="average, or tensor in the place of pipeline")
+        )
+    return faults

@@ -1,0 +1,285 @@
+"""Which layer is cut how: the plan of a tensor-parallel run, from name patterns or from the names of our models.
+
+column              Linear: each rank gives a part of the outputs, as a following row layer takes them
+row                 Linear: each rank takes a part of the inputs; the output is whole
+column_whole        a column layer whose output is put together again, such as a head over a vocabulary
+vocabulary          Embedding: each rank has a part of the words; the output is whole
+column_of_sequence  column, with a part of the sequence as input
+row_to_sequence     row, with a part of the sequence as output
+sequence            LayerNorm, RMSNorm: on a part of the sequence
+split_sequence      any layer: its input becomes a part of the sequence
+gather_sequence     any layer: its output becomes the whole sequence
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
+from exp.strategies.tensor_pairs import pairs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+AUTO = "auto"
+# Of a plan `auto`: the names in conf/model/gpt.yaml and transformer.yaml, and what others call the same.
+COLUMNS = ("query", "key", "value", "expand", "gate")
+ROWS = ("project", "contract")
+HEADS = "*heads"
+
+LINEAR, EMBEDDING, NORM, ANY = "Linear", "Embedding", "LayerNorm or RMSNorm", "layer"
+TAKES = {
+    "column": LINEAR,
+    "row": LINEAR,
+    "column_whole": LINEAR,
+    "vocabulary": EMBEDDING,
+    "column_of_sequence": LINEAR,
+    "row_to_sequence": LINEAR,
+    "sequence": NORM,
+    "split_sequence": ANY,
+    "gather_sequence": ANY,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """layers: name to the words for it. constants: name of a container to its constants that count parts."""
+
+    layers: Mapping[str, Sequence[str]]
+    constants: Mapping[str, Sequence[str]]
+
+
+def make_plan(
+    network: nn.Module,
+    plan: str | Mapping[str, str | Sequence[str]],
+    *,
+    divide: str | Sequence[str],
+    sequence: bool,
+    vocabulary: bool,
+) -> Plan:
+    """The plan for a network.
+
+    plan, divide, sequence, vocabulary: of the config's strategy, see exp.strategies.tensor_parallel.
+    Raises: ConfigError with everything that fits nothing.
+    """
+    if isinstance(plan, str):
+        layers = _automatic(network, plan, sequence=sequence, vocabulary=vocabulary)
+    else:
+        layers = _by_patterns(network, plan, sequence=sequence, vocabulary=vocabulary)
+    if divide == AUTO:
+        constants = _heads(network, layers) if isinstance(plan, str) else {}
+    else:
+        constants = _constants(network, [divide] if isinstance(divide, str) else divide)
+    return Plan(layers=layers, constants=constants)
+
+
+def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault]:
+    """What that many ranks do not divide."""
+    from exp.models.containers import ProgramModel
+
+    sizes: dict[str, int] = {}
+    for name, words in plan.layers.items():
+        layer = network.get_submodule(name)
+        if {"column", "column_of_sequence"} & set(words):
+            sizes[f"the outputs of {name}"] = layer.out_features
+        if {"row", "row_to_sequence"} & set(words):
+            sizes[f"the inputs of {name}"] = layer.in_features
+    for name, constants in plan.constants.items():
+        container = network.get_submodule(name)
+        assert isinstance(container, ProgramModel)
+        sizes |= {f"{name}.{constant}".lstrip("."): container.constants[constant] for constant in constants}
+    uneven = {what: size for what, size in sizes.items() if size % ranks}
+    if not uneven:
+        return []
+    common = math.gcd(*sizes.values())
+    good = [str(count) for count in range(1, common + 1) if common % count == 0]
+    told = [f"{what} ({size})" for what, size in uneven.items()]
+    return [
+        Fault(
+            key="launch.devices",
+            got=f"{ranks} ranks for each layer, which do not divide {among(told, count=4)}",
+            expected=f"a number that divides all that is cut: {among(good)}",
+        )
+    ]
+
+
+def tied_cuts(network: nn.Module, plan: Plan) -> list[Fault]:
+    """Weights that are cut in one place and used in another."""
+    names: dict[int, list[str]] = {}
+    for path, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
+    return [
+        Fault(
+            key="strategy.plan",
+            got=f"{' and '.join(tied)} are one weight",
+            expected="a weight of one layer where it is cut",
+        )
+        for tied in names.values()
+        if len(tied) > 1 and any(path.rpartition(".")[0] in plan.layers for path in tied)
+    ]
+
+
+def _automatic(network: nn.Module, plan: str, *, sequence: bool, vocabulary: bool) -> dict[str, list[str]]:
+    from torch import nn
+
+    if plan != AUTO:
+        raise ConfigError([_fault("strategy.plan", repr(plan), "auto, or a mapping of name patterns to words")])
+    linears = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
+    layers = {
+        name: ["column" if _last(name) in COLUMNS else "row"] for name in linears if _last(name) in (*COLUMNS, *ROWS)
+    }
+    layers = layers or pairs(network)
+    if {word for words in layers.values() for word in words} != {"column", "row"}:
+        expected = (
+            f"Linear layers called {', '.join(COLUMNS)} and {' or '.join(ROWS)}, or two in turn in a chain of layers; "
+            f"there are {among(linears)}"
+        )
+        cure = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with the names of two that follow"
+        raise ConfigError([Fault(key="strategy.plan", got="auto", expected=expected, cure=cure)])
+    if sequence:
+        layers = _along_the_sequence(network, layers)
+    if vocabulary:
+        layers |= _over_the_vocabulary(network, layers)
+    return layers
+
+
+def _along_the_sequence(network: nn.Module, layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Between the blocks of a list, and in their norms, each rank has a part of the sequence."""
+    from torch import nn
+
+    words = {"column": "column_of_sequence", "row": "row_to_sequence"}
+    found: dict[str, list[str]] = {}
+    for path, blocks in network.named_modules():
+        names = [f"{path}.{index}" for index, _ in blocks.named_children()] if isinstance(blocks, nn.ModuleList) else []
+        if not names or not all(any(name.startswith(f"{block}.") for name in layers) for block in names):
+            continue
+        for block in names:
+            for name, layer in network.get_submodule(block).named_modules(prefix=block):
+                if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+                    found[name] = ["sequence"]
+                elif name in layers:
+                    found[name] = [words[layers[name][0]]]
+        found.setdefault(names[0], []).append("split_sequence")
+        found.setdefault(names[-1], []).append("gather_sequence")
+    missing = [name for name in layers if name not in found]
+    if missing:
+        got = f"true, and {among(missing)} outside of a list of blocks"
+        raise ConfigError(
+            [Fault(key="strategy.sequence", got=got, expected="blocks of a repeat, with all that is cut")]
+        )
+    return found
+
+
+def _over_the_vocabulary(network: nn.Module, layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    from torch import nn
+
+    found = {name: ["vocabulary"] for name, layer in network.named_modules() if isinstance(layer, nn.Embedding)}
+    heads = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and _last(name) == "head"]
+    if not found and not heads:
+        expected = "an Embedding, or a Linear called head"
+        raise ConfigError(
+            [Fault(key="strategy.vocabulary", got="true, and the network has neither", expected=expected)]
+        )
+    return found | {name: ["column_whole"] for name in heads if name not in layers}
+
+
+def _by_patterns(
+    network: nn.Module, plan: Mapping[str, str | Sequence[str]], *, sequence: bool, vocabulary: bool
+) -> dict[str, list[str]]:
+    faults = [
+        _fault(f"strategy.{key}", "true with a plan of patterns", f"the words of it in the plan: {', '.join(words)}")
+        for key, asked, words in (
+            ("sequence", sequence, [word for word in TAKES if "sequence" in word]),
+            ("vocabulary", vocabulary, ["vocabulary", "column_whole"]),
+        )
+        if asked
+    ]
+    modules = {name: module for name, module in network.named_modules() if name}
+    layers: dict[str, list[str]] = {}
+    if not plan:
+        faults.append(_fault("strategy.plan", "no pattern", "auto, or a mapping of name patterns to words"))
+    for pattern, given in plan.items():
+        key = f"strategy.plan.{pattern}"
+        words = [given] if isinstance(given, str) else list(given)
+        unknown = [word for word in words if word not in TAKES]
+        faults += [
+            Fault(key=key, got=repr(word), expected=f"one of {', '.join(TAKES)}", cure=did_you_mean(word, TAKES))
+            for word in unknown
+        ]
+        matched = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matched:
+            expected = f"a pattern of names of layers: {among(modules, word=pattern)}"
+            cure = did_you_mean(pattern, modules)
+            faults.append(Fault(key=key, got="a pattern that matches nothing", expected=expected, cure=cure))
+        for name in matched:
+            layers.setdefault(name, []).extend(word for word in words if word not in unknown)
+            faults += _kind_faults(key, name, modules[name], [word for word in words if word not in unknown])
+    if faults:
+        raise ConfigError(faults)
+    return layers
+
+
+def _kind_faults(key: str, name: str, layer: nn.Module, words: Sequence[str]) -> Iterator[Fault]:
+    from torch import nn
+
+    kinds = {LINEAR: (nn.Linear,), EMBEDDING: (nn.Embedding,), NORM: (nn.LayerNorm, nn.RMSNorm), ANY: (nn.Module,)}
+    for word in words:
+        # Not a subclass: what its own forward does is not known.
+        if TAKES[word] != ANY and type(layer) not in kinds[TAKES[word]]:
+            got = f"{word} for {name}, a {type(layer).__name__}"
+            yield Fault(key=key, got=got, expected=f"a {TAKES[word]} of torch.nn")
+        elif word == "vocabulary" and (layer.padding_idx is not None or layer.max_norm is not None or layer.sparse):
+            got = f"{word} for {name}, which has padding_idx, max_norm or sparse"
+            yield Fault(key=key, got=got, expected="an Embedding without them")
+
+
+def _heads(network: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Constants that count heads, of the containers that hold layers in columns themselves."""
+    from exp.models.containers import ProgramModel
+
+    found = {}
+    for path, module in network.named_modules():
+        held = [name for name in layers if name.rpartition(".")[0] == path]
+        if isinstance(module, ProgramModel) and any(layers[name][0].startswith("column") for name in held):
+            found[path] = [constant for constant in module.constants if fnmatchcase(constant, HEADS)]
+    return found
+
+
+def _constants(network: nn.Module, patterns: Sequence[str]) -> dict[str, list[str]]:
+    from exp.models.containers import ProgramModel
+
+    known = {
+        f"{path}.{constant}".lstrip("."): (path, constant)
+        for path, module in network.named_modules()
+        if isinstance(module, ProgramModel)
+        for constant, value in module.constants.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+    faults = []
+    found: dict[str, list[str]] = {}
+    for pattern in patterns:
+        matched = [known[name] for name in known if fnmatchcase(name, pattern)]
+        if not matched:
+            expected = f"a pattern of whole-number constants of containers: {among(known, word=pattern)}"
+            faults.append(
+                Fault(key="strategy.divide", got=repr(pattern), expected=expected, cure=did_you_mean(pattern, known))
+            )
+        for path, constant in matched:
+            if constant not in found.setdefault(path, []):
+                found[path].append(constant)
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _fault(key: str, got: str, expected: str) -> Fault:
+    return Fault(key=key, got=got, expected=expected)

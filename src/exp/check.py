@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.config.command import answer_question, is_question, parse_arguments
 from exp.errors import ConfigError, ExpError, RunError
 
 if TYPE_CHECKING:
@@ -26,32 +25,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: 0 and a line that begins with ok, or 2 after the list of faults.
     """
     try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv, program=PROGRAM)
-        if is_question(arguments):
-            answer_question(arguments)
-        elif arguments.multirun:
-            print(f"ok: {_checked_sweep(arguments)} jobs")
-        else:
-            print(_checked_run(arguments))
+        _command(sys.argv[1:] if argv is None else argv)
     except ExpError as error:
         print(error, file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     return 0
 
 
+def _command(argv: Sequence[str]) -> None:
+    # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
+    from exp.config.command import answer_question, is_question, parse_arguments
+
+    arguments = parse_arguments(argv, program=PROGRAM)
+    if is_question(arguments):
+        answer_question(arguments)
+    elif arguments.multirun:
+        print(f"ok: {_checked_sweep(arguments)} jobs")
+    else:
+        print(_checked_run(arguments))
+
+
 def _checked_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import compose
-    from exp.validation import examine
+    from exp.validation import compare_with_data, examine
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     examined = examine(config)
-    if examined.faults:
-        raise ConfigError(examined.faults)
-    for note in examined.notes:
+    faults, notes = (examined.faults, ()) if examined.faults else compare_with_data(config)
+    if faults:
+        raise ConfigError(faults)
+    for note in (*examined.notes, *notes):
         print(note, file=sys.stderr)
     return summary(config, examined)
 

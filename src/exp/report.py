@@ -32,6 +32,7 @@ class Report:
     steps: optimizer steps of the whole run, those before a resume included.
     step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
     peak_memory_mib: of device memory on a GPU, else of this rank's resident set.
+    tags: the config's, by which runs are found again.
     error: None, or {type, message}.
     """
 
@@ -49,6 +50,7 @@ class Report:
     strategy: str = "auto"
     monitor: str = "loss/val"
     command: str = ""
+    tags: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     error: Mapping[str, str] | None = None
 
@@ -69,13 +71,15 @@ class Ongoing:
     def __init__(self, directory: Path, config: Any, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         _forget_peak_memory()
+        self._overrides = list(overrides)
         self._facts = {
             "directory": str(directory),
             "precision": config.precision.word,
             "strategy": config.strategy.name,
             "monitor": config.monitor,
             "world_size": world_size,
-            "command": shlex.join(["python", "-m", "exp.train", *overrides]),
+            "command": _command(overrides),
+            "tags": tuple(config.tags),
             "versions": versions(),
         }
 
@@ -102,6 +106,20 @@ class Ongoing:
             **self._facts,
             **({} if parts is None else _progress(parts)),
         )
+
+    def resume_command(self, checkpoint: str) -> str:
+        """What goes on with this run from a checkpoint: its own command, with `resume`."""
+        others = [text for text in self._overrides if text.lstrip("+").partition("=")[0] != "resume"]
+        path = os.path.relpath(checkpoint)
+        path = checkpoint if path.startswith("..") else path
+        # Hydra reads other signs as its own grammar; inside quotes a quote is escaped.
+        plain = re.fullmatch(r"[\w./+@%:-]+", path, re.ASCII)
+        escaped = path.replace("'", "\\'")
+        return _command([*others, f"resume={path}" if plain else f"resume='{escaped}'"])
+
+
+def _command(overrides: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "exp.train", *overrides])
 
 
 def _progress(parts: Any) -> dict[str, Any]:
@@ -163,6 +181,7 @@ def read_report(directory: Path | str) -> Report:
         raise RunError(f"{path} is not there: the run has not ended, or was killed before it could write its report")
     plain = json.loads(path.read_text(encoding="utf-8"))
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
+    plain["tags"] = tuple(plain["tags"])
     return Report(**plain)
 
 
@@ -220,9 +239,10 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return [
         ("best", best),
         ("steps", f"{report.steps} in {report.epochs} epochs{speed}{memory}"),
+        ("tags", ", ".join(report.tags)),
         ("placed", f"precision {report.precision}, strategy {report.strategy}{ranks}"),
         ("results", shown),
-        ("dashboard", f"tensorboard --logdir {_dashboard_root(shown)}"),
+        ("dashboard", f"python -m exp.dashboard {_dashboard_root(shown)}"),
     ]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from exp.build import Parts, build, place, plain_config
+from exp.build import Parts, build, network_on_meta, place, plain_config
 from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.console import run_log
@@ -15,9 +16,10 @@ from exp.engine.launch import in_process, launch
 from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
+from exp.loggers.run_logger import Description, RunLogger
+from exp.loggers.texts import texts
 from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
 from exp.strategies.rank import ALONE, Rank
-from exp.tensorboard.logger import TensorBoardLogger
 from exp.validation import examine
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ def fit(config: DictConfig) -> Report:
     try:
         launch(directory, placement=placement, max_restarts=restarts, threads=config.runtime.threads)
     except ExpError as error:
+        _say_how_to_go_on(ongoing, error)
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
         write_report(ongoing.ended(_status(error), error=error, before=find_report(directory)))
         raise
@@ -117,14 +120,24 @@ def _best_weights(parts: Parts, config: DictConfig) -> str | None:
 
 
 def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
-    """What TensorBoard shows beside the curves: hyperparameters and the whole config as text."""
+    """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
     values = chosen_values(config, read_overrides(directory))
+    if config.tags:
+        values["tags"] = ", ".join(config.tags)
     stages = [stage for stage in ("train", "val", "test") if stage in config.metric_stages]
     columns = dict.fromkeys([config.monitor, *(f"{name}/{stage}" for name in config.metrics for stage in stages)])
+    plain = plain_config(config)
+    description = Description(
+        hyperparameters=values,
+        metrics=list(columns),
+        config=plain,
+        texts=texts(directory),
+        tags=config.tags,
+        network=partial(network_on_meta, plain, parts.data.data.spec),
+    )
     for logger in parts.trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(values, metrics=list(columns))
-            logger.log_text("config", f"```yaml\n{OmegaConf.to_yaml(config)}\n```")
+        if isinstance(logger, RunLogger):
+            logger.describe(description)
         else:
             logger.log_hyperparams(values)
 
@@ -132,11 +145,12 @@ def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
 def _end(parts: Parts, report: Report) -> None:
     write_report(report)
     for logger in parts.trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, RunLogger):
             logger.end(report.status)
 
 
 def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> None:
+    _say_how_to_go_on(ongoing, error)
     report = ongoing.ended(_status(error), parts=parts, error=error)
     # To train.log alone: whoever called says it on the screen.
     log.info("the run %s", report.status, exc_info=error)
@@ -148,6 +162,11 @@ def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> N
     except RunError as second:
         # The first error is the one to tell; where the disk is full, this one follows from it.
         log.error("%s", second)
+
+
+def _say_how_to_go_on(ongoing: Ongoing, error: BaseException) -> None:
+    if isinstance(error, Interrupted) and error.checkpoint is not None:
+        error.command = ongoing.resume_command(error.checkpoint)
 
 
 def _status(error: BaseException) -> Status:

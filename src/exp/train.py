@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from exp.config.command import answer_question, is_question, parse_arguments
 from exp.errors import ConfigError, ExpError, Fault
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
     """
     try:
-        return _command(parse_arguments(sys.argv[1:] if argv is None else argv))
+        return _command(sys.argv[1:] if argv is None else argv)
     except ExpError as error:
         print(error, file=sys.stderr)
         return error.exit_status
@@ -40,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _command(arguments: argparse.Namespace) -> int:
+def _command(argv: Sequence[str]) -> int:
+    # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
+    from exp.config.command import answer_question, is_question, parse_arguments
+
+    arguments = parse_arguments(argv)
     if is_question(arguments):
         answer_question(arguments)
         return 0

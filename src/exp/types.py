@@ -6,6 +6,7 @@ classes, P parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 Stage = Literal["train", "val", "test"]
 STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
+# A time as it is said, 1h30m: days, hours, minutes and seconds, each where it is.
+SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 @dataclass(frozen=True, kw_only=True)

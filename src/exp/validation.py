@@ -22,18 +22,20 @@ from exp.config.check import first_stage, located, once, second_stage
 from exp.config.kinds import UNKNOWN
 from exp.config.programs import program_fault
 from exp.config.reading import leaves, read
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, ExpError, Fault, RunError
 from exp.models.program_error import ProgramError
 from exp.types import DataSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from exp.optim.phase import Phase
     from exp.strategies.placement import Placement
 
 # What the network, its objective and its metrics are built from.
-SHAPE_KEYS = ("model", "data", "objective", "metrics", "seed", "security")
+SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
 DATA_KEYS = ("data", "seed", "security")
+DECLARED_KEYS = ("data.input_shape", "data.input_dtype", "data.num_classes", "data.num_outputs")
 PLACEMENT_KEYS = ("strategy", "launch")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 ANY_LENGTH = 1_000_000_000
@@ -87,6 +89,26 @@ def examine(config: DictConfig) -> Examination:
     return Examination(faults=tuple(faults), notes=shapes.notes, placement=placement, parameters=shapes.parameters)
 
 
+def compare_with_data(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
+    """What the config declares of its data, held against the data, where that is on this machine. A run does it, too.
+
+    Returns: the faults; and why nothing could be compared, where that is so.
+    """
+    from exp.build import build_data
+
+    plain, _ = read(config)
+    try:
+        build_data(plain)
+    except ExpError as error:
+        faults = error.faults if isinstance(error, ConfigError) else ()
+        declared = [fault for fault in faults if fault.key in DECLARED_KEYS]
+        if declared:
+            return located(config, declared), ()
+        reason = faults[0] if faults else error
+        return [], (f"the data was not compared with what the config declares of it: {reason}",)
+    return [], ()
+
+
 def _resume(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
     """Of a config that is right by itself: does it go with the checkpoint that it names?"""
     if faults or config.resume is None:
@@ -129,7 +151,7 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
 
 def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None) -> _Shapes:
     """The network without memory: its shapes, and what is built around it."""
-    from exp.build import build_entries, build_network, build_objective
+    from exp.build import build_entries, build_network, build_objective, build_phases
     from exp.plan.shapes import examine_shapes
 
     plain, _ = read(config)
@@ -140,6 +162,8 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
     more += _faults_raised(lambda: build_entries(plain, "metrics"))
     if more:
         return _Shapes(faults=more)
+    # Phases may take the optimizer and the schedule at the top.
+    phases = [] if _touched(faults, OPTIMIZATION_KEYS) else build_phases(plain)
     spec = _spec(plain["data"])
 
     def network() -> nn.Module:
@@ -149,20 +173,31 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
             raise ConfigError([program_fault(config, error.key or "model.forward", error)]) from error
         return built[-1]
 
-    seen = examine_shapes(network_factory=network, spec=spec, objective=built[0])
+    seen = examine_shapes(network_factory=network, spec=spec, objective=built[0], phases=phases)
     more = list(seen.faults)
     if not more and len(built) == 2:
-        more = _around_the_network(plain, built[1], faults)
+        more = _around_the_network(plain, built[1], phases, faults)
         if placement is not None:
+            more += _phases_placed(plain, placement) if phases else []
             more += _strategy_faults(plain, built, placement, faults)
             more += _compile_faults(plain, built[1], placement, faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
-def _around_the_network(plain: Mapping[str, Any], network: nn.Module, faults: Sequence[Fault]) -> list[Fault]:
+def _phases_placed(plain: Mapping[str, Any], placement: Placement) -> list[Fault]:
+    from exp.build import build_strategy
+    from exp.plan.phases import strategy_faults
+
+    return list(strategy_faults(build_strategy(plain), placement))
+
+
+def _around_the_network(
+    plain: Mapping[str, Any], network: nn.Module, phases: Sequence[Phase], faults: Sequence[Fault]
+) -> list[Fault]:
     """What optimizer and schedule refuse, and patterns that match no parameter and no module of the network."""
     from exp.build import build_optimization
     from exp.hooks.hook import matching
+    from exp.plan.phases import phase_faults
     from exp.precision.faults import network_faults, optimizer_faults
 
     more: list[Fault] = []
@@ -170,17 +205,15 @@ def _around_the_network(plain: Mapping[str, Any], network: nn.Module, faults: Se
     if not _touched(faults, OPTIMIZATION_KEYS) and not any(_holds_unknown(plain[key]) for key in OPTIMIZATION_KEYS):
         trainer = plain["trainer"]
         # How many steps an epoch has is not known here; a schedule must fit what is.
-        more += _faults_raised(
-            lambda: made.extend(
-                build_optimization(plain).make(
-                    network, total_steps=_limit(trainer, "max_steps"), total_epochs=_limit(trainer, "max_epochs")
-                )
-            )
-        )
+        lengths = {"total_steps": _limit(trainer, "max_steps"), "total_epochs": _limit(trainer, "max_epochs")}
+        if phases:
+            more += phase_faults(phases, network, lengths=lengths, made=made)
+        else:
+            more += _faults_raised(lambda: made.append(build_optimization(plain).make(network, **lengths)[0]))
     if not _touched(faults, ("precision",)):
         precision = plain["precision"]
         more += network_faults(precision["word"], network, precision["keep"])
-        more += optimizer_faults(precision["word"], made[0]) if made else []
+        more += [fault for optimizer in made for fault in optimizer_faults(precision["word"], optimizer)]
     for name, hook in plain["hooks"].items() if not _touched(faults, ("hooks",)) else ():
         patterns = hook.get("modules")
         if isinstance(patterns, list) and not _holds_unknown(patterns):

@@ -197,7 +197,14 @@ def test_max_time_reads_what_it_writes(days: int, hours: int, minutes: int, seco
     assert seconds_of({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}) == expected
 
 
-@pytest.mark.parametrize("wrong", ["10", "1:2:3", "a:b:c:d", {"weeks_": 1}, 7, {"seconds": -1}])
+def test_max_time_as_it_is_said() -> None:
+    said = {90: 90.0, 0.5: 0.5, "90s": 90.0, "30m": 1800.0, "1h30m": 5400.0, "2d1h": 176_400.0, "1h5s": 3605.0}
+    assert {time: seconds_of(time) for time in said} == said
+
+
+@pytest.mark.parametrize(
+    "wrong", ["10", "", "1h30", "30m1h", "1:2:3", "a:b:c:d", {"weeks_": 1}, -7, True, {"seconds": -1}]
+)
 def test_a_max_time_that_cannot_be_read_is_a_fault(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         seconds_of(wrong)

@@ -153,6 +153,16 @@ def test_the_end_says_how_it_went(tmp_path, status, expected):
     assert hyperparameters(tmp_path)[2].status == expected
 
 
+def test_a_run_that_was_started_again_and_completed_is_no_failure(tmp_path):
+    for status, expected in (("failed", api_pb2.STATUS_FAILURE), ("completed", api_pb2.STATUS_SUCCESS)):
+        logger = TensorBoardLogger(directory=tmp_path)
+        logger.log_hyperparams({"seed": 0})
+        logger.log_metrics({"loss/train": 1.0}, 1 if status == "failed" else 2)
+        logger.end(status)
+        assert hyperparameters(tmp_path)[2].status == expected
+    assert [event.step for event in read(tmp_path).Scalars("loss/train")] == [1, 2]
+
+
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger = TensorBoardLogger(directory=tmp_path)

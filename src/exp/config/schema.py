@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exp.config.kinds import UNKNOWN, is_node
-from exp.types import STAGES
+from exp.types import SPAN, STAGES
 
 LARGEST_SEED = 2**63 - 1
 
@@ -213,6 +213,11 @@ VALUES: dict[str, Rule] = {
     "optimizer.lr": number(0.0),
     "optimizer.groups": mapping_of(Rule(expected="a mapping", accepts=lambda value: isinstance(value, dict))),
     "optimizer.exempt_from_decay": list_of(text()),
+    "phases.*.optimizer.lr": number(0.0),
+    "phases.*.optimizer.groups": mapping_of(Rule(expected="a mapping", accepts=lambda value: isinstance(value, dict))),
+    "phases.*.optimizer.exempt_from_decay": list_of(text()),
+    "phases.*.scheduler.interval": one_of("step", "epoch"),
+    "phases.*.scheduler.monitor": maybe(text()),
     "scheduler.interval": one_of("step", "epoch"),
     "scheduler.monitor": maybe(text()),
     "trainer.max_epochs": limit(),

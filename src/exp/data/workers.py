@@ -17,6 +17,7 @@ from exp.data.loader import Loader
 from exp.data.randomness import generators_kept
 from exp.data.sampler import GlobalBatches, ShareSampler
 from exp.data.samples import SampleSource, as_batch
+from exp.ending import heed
 from exp.types import Batch, Stage
 
 
@@ -116,5 +117,4 @@ _END = object()
 
 def ignore_signals(worker: int) -> None:
     """A signal to the group is for the run's own process, which ends its workers once its state is saved."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heed(signal.SIG_IGN)

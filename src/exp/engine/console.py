@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from exp.ending import leave_closed_terminal
 from exp.engine.recording import Recording
 from exp.strategies.rank import Rank
 
@@ -197,12 +199,32 @@ def is_shown(tag: str) -> bool:
     return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
 
 
+class Shown:
+    """A display that may be taken away: the run goes on without it, and train.log says so."""
+
+    def __init__(self, display: Bar | Lines) -> None:
+        self._display: Bar | Lines | None = display
+
+    def __call__(self, action: str, *view: View) -> None:
+        if self._display is None:
+            return
+        try:
+            getattr(self._display, action)(*view)
+        except OSError as error:
+            # A terminal that was closed: writes to it fail until the signal comes that ends the run, or for good.
+            if error.errno != errno.EIO:
+                raise
+            self._display = None
+            leave_closed_terminal()
+            log.info("the terminal is gone: the rest of the run is shown here alone")
+
+
 class Progress(Callback):
     """Shows a run on a display, at a person's rate."""
 
     def __init__(self, display: Bar | Lines) -> None:
         super().__init__()
-        self.display = display
+        self.display, self._show = display, Shown(display)
         self._latest: dict[str, float] = {}
         self._shown = 0.0
         self._rate: float | None = None
@@ -215,21 +237,21 @@ class Progress(Callback):
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:
             self._measure(trainer, now)
-            self.display.update(self._view(trainer))
+            self._show("update", self._view(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # An epoch that ends with it has a line of its own.
         if trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
-            self.display.milestone(self._view(trainer))
+            self._show("milestone", self._view(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:
             self._measure(trainer, now)
-        self.display.milestone(self._view(trainer))
+        self._show("milestone", self._view(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.display.close()
+        self._show("close")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer)
@@ -240,13 +262,13 @@ class Progress(Callback):
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:
             self._shown = now
-            self.display.update(View(trainer, rate=None, latest=self._latest, tested=batch_idx + 1))
+            self._show("update", View(trainer, rate=None, latest=self._latest, tested=batch_idx + 1))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.display.close()
+        self._show("close")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.display.close()
+        self._show("close")
 
     def _begin(self, trainer: Trainer) -> None:
         recordings = [callback for callback in trainer.callbacks if isinstance(callback, Recording)]

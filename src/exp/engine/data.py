@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exp.data.data import Data
 from exp.data.loader import Loader
+from exp.engine.length import refuse_late_validation
 from exp.engine.position import next_batch
 from exp.errors import RunError
 from exp.types import Batch, Stage
@@ -42,12 +43,14 @@ class RunData(LightningDataModule):
             return None
 
     def train_dataloader(self) -> Batches:
-        """Raises: RunError where there is nothing to train on."""
-        if self.batches("train") == 0:
+        """Raises: RunError where there is nothing to train on; ConfigError where a validation would never be due."""
+        batches = self.batches("train")
+        if batches == 0:
             raise RunError(
                 "the training part has no batch; expected one or more. data.drop_last leaves out a short last batch: "
                 "set it to false, or data.batch_size to fewer samples"
             )
+        refuse_late_validation(self.trainer, batches)
         return self._given("train")
 
     def val_dataloader(self) -> Batches:

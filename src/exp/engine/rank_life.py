@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from exp.ending import heed
 from exp.engine.failure import Failure, failure_of, write_failure
 from exp.engine.spawn import EXCHANGE, PARENT, SUPERVISED
 from exp.errors import Interrupted
@@ -27,8 +28,9 @@ PR_SET_PDEATHSIG = 1
 def live(body: Callable[[Rank], None]) -> NoReturn:
     """Runs `body` as this process's rank, and ends the process.
 
-    Exit status: 0 done, 1 failed, 2 a fault in the config, 130 and 143 interrupted with the state saved. The process is
-    left by os._exit: threads of collectives may keep an interpreter from ending, or abort it (seen with DTensor).
+    Exit status: 0 done, 1 failed, 2 a fault in the config, 129, 130 and 143 interrupted with the state saved. The
+    process is left by os._exit: threads of collectives may keep an interpreter from ending, or abort it (seen with
+    DTensor).
     """
     status = 1
     try:
@@ -82,8 +84,7 @@ def _install_first_handlers() -> None:
     def leave(signum: int, frame: Any) -> None:
         raise Interrupted(signum=signum, checkpoint=None)
 
-    signal.signal(signal.SIGINT, leave)
-    signal.signal(signal.SIGTERM, leave)
+    heed(leave)
 
 
 def _write_stack_on_request(rank: Rank) -> None:

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from exp.ending import heeded, leave_closed_terminal
 from exp.engine.spawn import SUPERVISED
 from exp.errors import Interrupted
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalFlag:
@@ -32,7 +31,7 @@ class SignalFlag:
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self.received = None
-        for signum in SIGNALS:
+        for signum in heeded():
             # None is a handler that was not installed from Python: it could not be put back.
             if signal.getsignal(signum) is not None:
                 self._before[signum] = signal.signal(signum, self._remember)
@@ -46,10 +45,11 @@ class SignalFlag:
                 signal.signal(signum, handler)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         if self.received is None:
             self.received = signum
-            for other in SIGNALS:
-                if other in self._before and not _is_interactive() and not _is_supervised():
+            for other in self._before:
+                if not _is_interactive() and not _is_supervised():
                     # The system's own action needs no Python, which may hang in a collective.
                     signal.signal(other, signal.SIG_DFL)
             return
@@ -74,9 +74,10 @@ def interrupting() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in heeded()}
 
     def leave(signum: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         raise Interrupted(signum=signum, checkpoint=None)
 
     try:

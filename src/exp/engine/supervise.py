@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from exp.ending import heed, leave_closed_terminal
 from exp.engine.failure import Failure, death, first_cause, read_failure
 from exp.engine.spawn import RankProcess
 
@@ -27,7 +28,7 @@ LOG_TAIL_LINES = 20
 
 @contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM for `supervise`, and puts the handlers back; none outside the main thread."""
+    """Collects the signals that end a run for `supervise`, and puts the handlers back; none outside the main thread."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -35,11 +36,11 @@ def collected_signals() -> Iterator[list[int]]:
     before: dict[int, Any] = {}
 
     def collect(signum: int, frame: Any) -> None:
+        leave_closed_terminal()
         received.append(signum)
 
     try:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            before[signum] = signal.signal(signum, collect)
+        before = heed(collect)
         yield received
     finally:
         for signum, handler in before.items():

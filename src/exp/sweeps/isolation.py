@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from exp.ending import ENDING
+
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
@@ -29,7 +31,7 @@ def isolated() -> Iterator[None]:
     level, handlers = root.level, list(root.handlers)
     python_random = random.getstate()
     on_main_thread = threading.current_thread() is threading.main_thread()
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = {number: signal.getsignal(number) for number in ENDING}
     put_back = [*_numpy(), *_torch()]
     with warnings.catch_warnings():
         try:

@@ -52,7 +52,7 @@ def sweep(
     try:
         run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
-        print(f"{error}; the sweep ends here", file=sys.stderr)
+        print(f"{error}\nthe sweep ends here", file=sys.stderr)
         return _told(jobs, directory, error.exit_status)
     except (KeyboardInterrupt, SystemExit) as error:
         status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130

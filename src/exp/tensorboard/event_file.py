@@ -19,13 +19,14 @@ from exp.tensorboard.records import records
 class EventFile:
     """The event file of one writer. It is made by the first write, and closing it keeps it: a later write goes on.
 
-    directory: where it is; made if it does not exist.
+    directory: where it is; made if it does not exist. suffix: the last part of its name, by which it is found again.
 
     Raises RunError: the directory or the file cannot be written; once, what comes later is dropped.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, suffix: str = "") -> None:
         self.directory = directory
+        self.suffix = suffix
         self.failed = False
         self._path: Path | None = None
         self._file: IO[bytes] | None = None
@@ -57,7 +58,7 @@ class EventFile:
             self._file = self._path.open("ab", buffering=0)
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._path = _next_path(self.directory)
+        self._path = _next_path(self.directory, self.suffix)
         self._file = self._path.open("xb", buffering=0)
         first = Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=SourceMetadata(writer="exp"))
         self._append([first])
@@ -68,12 +69,12 @@ class EventFile:
             content = content[self._file.write(content) :]
 
 
-def _next_path(directory: Path) -> Path:
+def _next_path(directory: Path, suffix: str) -> Path:
     """A name that sorts behind those in `directory`: TensorBoard reads a folder's files in the order of their names."""
     earlier = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*")]
     stamp = max([int(time.time()), *(int(text) + 1 for text in earlier if text.isdecimal())])
     for attempt in itertools.count():
-        path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{attempt}"
+        path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{attempt}{suffix}"
         if not path.exists():
             return path
     raise AssertionError("unreachable: count() does not end")

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from exp.hooks.values import Panel
+from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
+from exp.tensorboard.graph import draw
 from exp.tensorboard.hyperparameters import end_summary, start_summaries
+from exp.tensorboard.layout import layout_summary
 from exp.tensorboard.panels import summary_value, text_value
 
+log = logging.getLogger(__name__)
+
 _EVENTS_A_WRITE = 200
+_UNFINISHED = ".unfinished"
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(RunLogger):
     """Writes scalars, panels, texts and hyperparameters into `tensorboard/` of the run directory, on rank 0 alone.
 
     One event holds all values of a step. Events wait as plain values, and are encoded and written together: when 200
@@ -28,15 +34,20 @@ class TensorBoardLogger(Logger):
     made by the first write, and `finalize` may be followed by further values, as the test stage follows the fit.
 
     directory: the run directory; build.py gives it.
+    flush_seconds: at most this long until a value can be seen, while values come.
+    graph: whether the network is drawn in the Graphs tab.
 
     Raises RunError, from whichever call writes: the folder cannot be written, or the disk is full. What comes after
     that is dropped.
     """
 
-    def __init__(self, *, directory: str | Path, flush_seconds: float = 5.0) -> None:
+    def __init__(self, *, directory: str | Path, flush_seconds: float = 5.0, graph: bool = False) -> None:
         super().__init__()
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
+        self.graph = graph
+        # Another process has begun this run, and has described it.
+        self._is_continued = any(self.directory.glob("events.out.tfevents.*"))
         self._file = EventFile(self.directory)
         self._waiting: list[tuple[float, int, Mapping[str, float | Panel]]] = []
         self._last_write = time.time()
@@ -76,8 +87,26 @@ class TensorBoardLogger(Logger):
         self._add(step, panels)
 
     @rank_zero_only
+    def describe(self, description: Description) -> None:
+        """The row of the HParams tab; once a run the texts, the Custom Scalars tab, and the graph, if it is wanted."""
+        self.log_hyperparams(description.hyperparameters, description.metrics)
+        if self._is_continued:
+            return
+        texts = [text_value(name, text) for name, text in description.texts.items()]
+        events = [Event(wall_time=time.time(), summary=one) for one in (layout_summary(), Summary(value=texts))]
+        if self.graph:
+            try:
+                events.append(Event(wall_time=time.time(), graph_def=draw(*description.network()).SerializeToString()))
+            except Exception as error:  # a picture must not end a run, and a forward may raise anything
+                log.warning("the graph is left out: %s: %s", type(error).__name__, error)
+        self._write(events)
+
+    @rank_zero_only
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
         """The run's row in the HParams tab. params: by dotted key; metrics: the tags that are its other columns."""
+        # The run was started again: TensorBoard would believe the first end that it reads.
+        for path in self.directory.glob(f"*{_UNFINISHED}"):
+            path.unlink(missing_ok=True)
         self._write(Event(wall_time=time.time(), summary=one) for one in start_summaries(params, metrics))
 
     @rank_zero_only
@@ -92,6 +121,8 @@ class TensorBoardLogger(Logger):
         Said twice, because the reader behind TensorBoard's pages takes a folder's first start for its beginning, and
         voids nothing (seen in tensorboard 2.21).
         """
+        if not self._is_continued:
+            return
         start = SessionLog(status=SessionLog.START)
         self._write([Event(wall_time=time.time(), step=step, session_log=start)] * 2)
 
@@ -109,9 +140,17 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def end(self, status: str) -> None:
-        """Say in the HParams tab how the run ended. status: completed, failed or interrupted."""
-        self._write([Event(wall_time=time.time(), summary=end_summary(status))])
+        """Say in the HParams tab how the run ended. status: completed, failed or interrupted.
+
+        An end that a restart may yet undo stands in a file of its own, which the next start removes.
+        """
+        event = Event(wall_time=time.time(), summary=end_summary(status))
+        self._write([event] if status == "completed" else [])
         self._file.close()
+        if status != "completed" and not self._file.failed:
+            end = EventFile(self.directory, suffix=_UNFINISHED)
+            end.write([event])
+            end.close()
 
     def _write(self, events: Any) -> None:
         waiting, self._waiting = self._waiting, []

@@ -6,7 +6,7 @@
 #   ./multirun.sh 'hooks=[gradients]' trainer.max_epochs=5
 #
 # Every job is checked before the first one starts. Results: outputs/lr_search/sweeps/<date>/<time>/table.md, one directory
-# a job beside it, and all curves with `tensorboard --logdir` of that directory.
+# a job beside it, and all curves with `python -m exp.dashboard` of that directory.
 set -euo pipefail
 
 # The environment of this checkout where it stands, else whatever python is active.

@@ -53,4 +53,4 @@ def test_the_screen_shows_the_best_and_where_the_rest_is(tmp_path, capsys, monke
     print_table(tmp_path / "sweep", [row(0, 0.5, swept={"seed": "1"}), row(1, 0.25, swept={"seed": "2"})])
     shown = capsys.readouterr().out
     assert "best       job 1, loss/val 0.25  seed=2" in shown
-    assert "tensorboard --logdir sweep" in shown
+    assert "python -m exp.dashboard sweep" in shown

@@ -81,7 +81,7 @@ def print_table(directory: Path, rows: Sequence[Row]) -> None:
             soft_wrap=True,
         )
     console.print(f"results    {shown}", markup=False, soft_wrap=True)
-    console.print(f"dashboard  tensorboard --logdir {shown}", markup=False, soft_wrap=True)
+    console.print(f"dashboard  python -m exp.dashboard {shown}", markup=False, soft_wrap=True)
 
 
 def _cells(rows: Sequence[Row], *, brief: bool = False) -> tuple[list[str], list[list[str]]]:

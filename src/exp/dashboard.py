@@ -1,0 +1,147 @@
+"""python -m exp.dashboard [directory]: TensorBoard for outputs/, a sweep or a run, on this machine alone.
+
+    python -m exp.dashboard                                   all runs below outputs/
+    python -m exp.dashboard outputs/train/sweeps/2026-01-31/12-00-00 --page hparams
+
+It prints the address, opens it in a browser where there is a screen, and ends with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from exp.ending import heed
+from exp.errors import ExpError
+
+LOOPBACK = "127.0.0.1"
+# What a user calls a page, and what TensorBoard calls it in an address.
+PAGES = {
+    "scalars": "timeseries",
+    "custom_scalars": "custom_scalars",
+    "hparams": "hparams",
+    "images": "images",
+    "histograms": "histograms",
+    "text": "text",
+    "graphs": "graphs",
+}
+
+
+class DashboardError(ExpError):
+    """There is nothing to show, or it cannot be shown there."""
+
+    exit_status = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is interrupted.
+
+    Returns: 0 after Ctrl-C, 143 after SIGTERM, 2 where there is nothing to show or the address cannot be had.
+    """
+    arguments = _arguments(argv)
+    ended = threading.Event()
+    signals: list[int] = []
+
+    def end(signum: int, frame: object) -> None:
+        signals.append(signum)
+        ended.set()
+
+    try:
+        found = runs_below(arguments.directory)
+        heed(end)
+        address = serve(arguments.directory, host=arguments.host, port=arguments.port)
+    except ExpError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    page = arguments.page or page_for(arguments.directory, runs=len(found))
+    address = f"{address}#{PAGES[page]}"
+    if arguments.host != LOOPBACK:
+        print(
+            f"{arguments.host}: whoever reaches this address can read everything, for TensorBoard asks for no password",
+            file=sys.stderr,
+        )
+    print(f"{len(found)} run{'s' if len(found) != 1 else ''}  {address}  (Ctrl-C ends it)", flush=True)
+    if arguments.browser and has_screen():
+        webbrowser.open(address)
+    ended.wait()
+    return 0 if signals[0] == signal.SIGINT else 128 + signals[0]
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """The folders at and below `directory` that hold TensorBoard events.
+
+    Raises: DashboardError where there is none.
+    """
+    if not directory.is_dir():
+        there = "is a file" if directory.exists() else "does not exist"
+        raise DashboardError(
+            f"{directory} {there}; expected a directory of runs, such as outputs, which python -m exp.train makes"
+        )
+    found = sorted({path.parent for path in directory.rglob("events.out.tfevents.*")})
+    if not found:
+        raise DashboardError(
+            f"{directory} holds no TensorBoard events; expected a run directory, or one above. Runs that were started "
+            "with logger=[] wrote none"
+        )
+    return found
+
+
+def page_for(directory: Path, *, runs: int) -> str:
+    """Hyperparameters for a sweep, one run's custom scalars, and the curves of all for what is above."""
+    if runs == 1:
+        return "custom_scalars"
+    # <name>/sweeps/<date>/<time>; its table is there when it is done, and tells one that was put elsewhere.
+    is_sweep = directory.absolute().parent.parent.name == "sweeps" or (directory / "table.csv").is_file()
+    return "hparams" if is_sweep else "scalars"
+
+
+def serve(directory: Path, *, host: str, port: int | None) -> str:
+    """Starts TensorBoard in threads of this process, and its reader, which ends with it. Returns: the address.
+
+    Raises: DashboardError where the address or the port cannot be had.
+    """
+    from tensorboard.program import TensorBoard, TensorBoardServerException
+    from tensorboard.util import tb_logging
+
+    # What it has to say, it says through us: the address, and an error.
+    tb_logging.get_logger().setLevel(logging.ERROR)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = TensorBoard()
+    wanted = [] if port is None else ["--port", str(port)]
+    server.configure(argv=["tensorboard", "--logdir", str(directory), "--host", host, *wanted])
+    try:
+        # It advises there, at every start, on how it reads files.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return server.launch()
+    except TensorBoardServerException as error:
+        raise DashboardError(f"{error.msg} Choose another --port, or --host, or leave them out") from error
+
+
+def has_screen() -> bool:
+    """Whether a browser that opened could be seen. Without one, a text browser would take the terminal."""
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m exp.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("outputs"), help="outputs, a sweep or a run")
+    parser.add_argument("--page", choices=tuple(PAGES), help="by default hparams for a sweep, custom_scalars for a run")
+    parser.add_argument("--port", type=int, help="by default the first free one from 6006 on; 0 for any free one")
+    parser.add_argument("--host", default=LOOPBACK, help="another address is open to whoever reaches it: no password")
+    parser.add_argument("--no-browser", dest="browser", action="store_false", help="only print the address")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

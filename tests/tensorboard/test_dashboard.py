@@ -1,0 +1,141 @@
+"""A real TensorBoard in a process of its own, and the sockets that it opens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from exp import dashboard
+from exp.dashboard import DashboardError, page_for, runs_below
+from exp.tensorboard.logger import TensorBoardLogger
+
+
+def log_a_run(directory) -> None:
+    directory.mkdir(parents=True)
+    logger = TensorBoardLogger(directory=directory)
+    logger.log_metrics({"loss/train": 1.0}, 1)
+    logger.finalize("success")
+
+
+@contextlib.contextmanager
+def started(folder, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The process and its first line."""
+    command = [sys.executable, "-m", "exp.dashboard", *arguments]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def fetched(address: str) -> object:
+    end = time.monotonic() + 15
+    while time.monotonic() < end:
+        with urllib.request.urlopen(address, timeout=5) as reply:
+            if found := json.load(reply):
+                return found
+        time.sleep(0.1)
+    return None
+
+
+def own_addresses() -> list[str]:
+    return [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    ]
+
+
+def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path):
+    log_a_run(tmp_path / "outputs" / "train" / "a")
+    log_a_run(tmp_path / "outputs" / "train" / "b")
+    with started(tmp_path, "--port", "0", "--no-browser") as (process, line):
+        port = int(re.fullmatch(r"2 runs  http://127\.0\.0\.1:(\d+)/#timeseries  \(Ctrl-C ends it\)\n", line)[1])
+        assert sorted(fetched(f"http://127.0.0.1:{port}/data/runs")) == [
+            "train/a/tensorboard",
+            "train/b/tensorboard",
+        ]
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        listening = {
+            connection.laddr.ip
+            for member in family
+            for connection in member.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening == {"127.0.0.1"}
+        for address in own_addresses():
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), timeout=5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=15) == 0
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+        assert process.stderr.read() == ""
+
+
+def test_a_port_that_is_taken_is_one_clear_line_and_a_wider_address_a_warning(tmp_path):
+    log_a_run(tmp_path / "run")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "exp.dashboard", "run", "--port", port]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert port in done.stderr
+    assert "Choose another --port" in done.stderr
+    assert "Traceback" not in done.stderr
+    with started(tmp_path, "run", "--port", "0", "--host", "127.0.0.2", "--no-browser") as (process, line):
+        assert re.match(r"1 run  http://127\.0\.0\.2:\d+/#custom_scalars ", line)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=15) == 143
+        assert "127.0.0.2: whoever reaches this address can read everything" in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "missing does not exist; expected a directory of runs, such as outputs"),
+        ("file", "file is a file; expected a directory of runs"),
+        ("empty", "empty holds no TensorBoard events; expected a run directory, or one above"),
+    ],
+)
+def test_where_there_is_nothing_to_show_it_says_so(tmp_path, monkeypatch, capsys, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    assert dashboard.main([name]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_the_page_is_the_one_that_fits(tmp_path):
+    run, sweep = tmp_path / "train" / "2026-01-31" / "1", tmp_path / "train" / "sweeps" / "2026-01-31" / "12-00-00"
+    for directory in (run, sweep / "0", sweep / "1"):
+        log_a_run(directory)
+    assert len(runs_below(tmp_path)) == 3
+    pages = {path: page_for(path, runs=len(runs_below(path))) for path in (run, sweep, tmp_path)}
+    assert pages == {run: "custom_scalars", sweep: "hparams", tmp_path: "scalars"}
+    with pytest.raises(DashboardError):
+        runs_below(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a desktop is taken for granted")
+def test_no_browser_is_opened_where_no_one_could_see_it(monkeypatch):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert not dashboard.has_screen()
+    monkeypatch.setitem(os.environ, "DISPLAY", ":0")
+    assert dashboard.has_screen()

@@ -94,12 +94,10 @@ class PipelinedModule(TrainingModule):
     def _remember(self, notes: list[Any]) -> None:
         """The losses for Recording, which takes means over all ranks: the rank that has them holds those of all."""
         last, ranks = self.last, len(set(self._stages.owner))
-        if not notes:
-            zero = torch.zeros((), device=self.device)
-            last.loss, last.parts = zero, dict.fromkeys(self.objective.terms, zero)
-            return
-        last.loss = sum(loss for loss, _, _ in notes) * ranks
-        last.parts = {name: sum(parts[name] for _, parts, _ in notes) * ranks for name in notes[0][1]}
+        # One dtype on all ranks, of which only one knows the loss's own.
+        zero = torch.zeros((), device=self.device, dtype=torch.float64)
+        last.loss = sum((loss for loss, _, _ in notes), zero) * ranks
+        last.parts = {name: sum((parts[name] for _, parts, _ in notes), zero) * ranks for name in self.objective.terms}
         for _, _, seen in notes:
             if seen is not None:
                 self._train_values.update_metrics(seen[0].detach(), seen[1])

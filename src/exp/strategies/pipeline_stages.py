@@ -214,15 +214,21 @@ class _StageModule(nn.Module):
         if not self._is_inferring:
             return self.stage.run(received, inputs)
         self._is_inferring = False
-        # To see the shapes: a running statistic must not count these samples twice.
-        buffers = [self.stage.network.get_buffer(name) for name in self.stage.buffers]
-        before = [buffer.clone() for buffer in buffers]
+        # To see the shapes: a running statistic must not count these samples twice, so that copies are counted in.
+        network, names = self.stage.network, self.stage.buffers
+        before = {name: network.get_buffer(name) for name in names}
+        set_buffers(network, {name: buffer.clone() for name, buffer in before.items()})
         try:
             return self.stage.run(received, inputs)
         finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
+            set_buffers(network, before)
+
+
+def set_buffers(network: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Puts other tensors in the place of buffers, by their full names."""
+    for name, buffer in buffers.items():
+        owner, _, own = name.rpartition(".")
+        setattr(network.get_submodule(owner), own, buffer)
 
 
 def _passed(value: Any) -> Any:

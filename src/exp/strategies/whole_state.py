@@ -84,7 +84,10 @@ class WholeState(DDPStrategy, ABC):
         if self.whole is not None:
             # What lies in other ranks is theirs to load; what nobody has is torch's to tell.
             unknown = {name: value for name, value in values.items() if name not in self.whole}
-            values = unknown | self.parts_of(values, module.state_dict())
+            held = module.state_dict()
+            values = type(held)({**unknown, **self.parts_of(values, held)})
+            # By it torch knows that a batch norm without its count is a part, and no old checkpoint's.
+            values._metadata = held._metadata
         module.load_state_dict(values, strict=strict)
 
     # --- optimizers ---

@@ -18,6 +18,7 @@ LISTED = {
     "exp.strategies": "exp.strategies",
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
+    "exp.loggers": "exp.loggers",
     # One module: the others of the engine are made by exp itself.
     "exp.engine.averaging": "exp.engine.averaging",
     "torch.nn": "torch.nn",

@@ -17,7 +17,10 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not dense:
         return []
     dtype = torch.float64 if dense[0].dtype == torch.float64 else torch.float32
-    return list(torch._foreach_norm(dense, 2, dtype))
+    found = torch._foreach_norm(dense, 2, dtype)
+    if len({tensor.device for tensor in dense}) > 1:  # layers split over devices
+        return [norm.to(found[0].device) for norm in found]
+    return list(found)
 
 
 def norms_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

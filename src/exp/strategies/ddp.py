@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from exp.errors import Fault
+from exp.strategies.layer_split import inner_split, split_faults
+from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand
 from exp.strategies.strategy import Planned, Strategy
 
 if TYPE_CHECKING:
@@ -61,6 +63,9 @@ class DDP(Strategy):
     sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
     communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd.
     powersgd: the options of that hook. local_sgd: steps without communication.
+    inner: `layer_split` lays the network of each rank over several devices; None has it on one.
+    devices_per_rank, layers: of that split, see exp.strategies.layer_split; None is one device for each of `layers`,
+        or two.
     """
 
     def __init__(
@@ -76,8 +81,12 @@ class DDP(Strategy):
         communication_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
         powersgd: PowerSGD | None = None,
         local_sgd: LocalSGD | None = None,
+        inner: Literal["layer_split"] | None = None,
+        devices_per_rank: int | None = None,
+        layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
         super().__init__(name=name)
+        self.inner = inner_split(inner, devices_per_rank=devices_per_rank, layers=layers)
         self.options = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -90,9 +99,19 @@ class DDP(Strategy):
         self.powersgd = powersgd or PowerSGD()
         self.local_sgd = local_sgd or LocalSGD()
 
+    @property
+    def demand(self) -> Demand:
+        """One device a rank, or those of its layers; a machine without a GPU tries two ranks."""
+        if self.inner is None:
+            return DEFAULT_DEMAND
+        return Demand(devices=self.inner.devices, cpu_devices=CPU_RANKS * self.inner.devices)
+
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Options that contradict each other, the network or the machine."""
-        return [*self._contradictions(planned), *self._batch_norm_faults(planned)]
+        faults = [*self._contradictions(planned), *self._batch_norm_faults(planned)]
+        if self.inner is not None:
+            faults += split_faults(planned, count=self.inner.devices, layers=self.inner.layers)
+        return faults
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Lightning's DDPStrategy with these options."""
@@ -102,7 +121,17 @@ class DDP(Strategy):
         if self.local_sgd.every_n_steps is not None:
             # They are averaged with the weights, and sent at no other time.
             options["broadcast_buffers"] = False
-        return ExpDDPStrategy(
+        split: dict[str, Any] = {}
+        kind = ExpDDPStrategy
+        if self.inner is not None:
+            from exp.strategies.lightning_layer_split import LayerSplitStrategy, SplitDDPStrategy
+
+            split = {"devices": placement.devices(rank.local_rank), "layers": self.inner.layers}
+            if placement.world_size == 1:
+                return LayerSplitStrategy(**split)
+            kind = SplitDDPStrategy
+        return kind(
+            **split,
             backend=placement.backend,
             ranks_per_node=placement.ranks_per_node,
             sync_batchnorm=self.sync_batchnorm,
@@ -140,6 +169,10 @@ class DDP(Strategy):
                 got="true with local_sgd",
                 expected="false: it makes ranks talk at every layer of every step",
             )
+        if self.inner is not None and (is_local or self.communication_hook is not None):
+            key = "local_sgd" if is_local else "communication_hook"
+            got, expected = f"{key} with inner=layer_split", "neither: torch has them for networks on one device"
+            yield Fault(key=f"strategy.{key}", got=got, expected=expected)
         yield from self._powersgd_faults(planned)
 
     def _powersgd_faults(self, planned: Planned) -> Iterator[Fault]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault
@@ -42,13 +43,44 @@ class LayerSplit(Strategy):
             got = f"{placement.nodes} nodes"
             cure = "Write strategy=ddp strategy.inner=layer_split"
             return [Fault(key="launch.nodes", got=got, expected="1: layer_split is one process", cure=cure)]
-        return split_faults(planned, count=placement.devices_per_rank, layers=self.layers)
+        count = placement.devices_per_rank
+        return _device_faults(count, self.layers) or split_faults(planned, count=count, layers=self.layers)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One process with several devices."""
         from exp.strategies.lightning_layer_split import LayerSplitStrategy
 
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerSplit:
+    """How the network of each rank is laid over devices. devices: of each rank. layers: as LayerSplit's."""
+
+    devices: int
+    layers: Sequence[Sequence[str]] | None
+
+
+def inner_split(inner: Any, *, devices_per_rank: Any, layers: Sequence[Sequence[str]] | None) -> InnerSplit | None:
+    """The options of a strategy of several ranks whose `inner` may be layer_split. Raises: ConfigError."""
+    refuse_shapeless(layers)
+    faults = []
+    if inner not in (None, "layer_split"):
+        faults.append(Fault(key="inner", got=repr(inner), expected="null, or layer_split"))
+    if inner is None:
+        for key, value in (("devices_per_rank", devices_per_rank), ("layers", layers)):
+            if value is not None:
+                cure = "Add strategy.inner=layer_split"
+                faults.append(Fault(key=key, got=f"{value} without inner", expected="null", cure=cure))
+    count = devices_per_rank if devices_per_rank is not None else (2 if layers is None else len(layers))
+    if not isinstance(count, int) or isinstance(count, bool) or count < 2:
+        faults.append(Fault(key="devices_per_rank", got=repr(count), expected="null, or an integer, 2 or more"))
+    elif layers is not None and len(layers) != count:
+        expected = f"{len(layers)}, one for each part of strategy.layers"
+        faults.append(Fault(key="devices_per_rank", got=str(count), expected=expected))
+    if faults:
+        raise ConfigError(faults)
+    return None if inner is None else InnerSplit(devices=count, layers=layers)
 
 
 def refuse_shapeless(layers: Any) -> None:
@@ -62,19 +94,41 @@ def refuse_shapeless(layers: Any) -> None:
 
 
 def split_faults(planned: Planned, *, count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
-    """Why the network cannot be cut so, and `launch.devices` where the number of devices is what does not fit."""
+    """Why the network cannot be cut into so many parts, and what of a run only a whole network can do."""
     from exp.models.parts import split
 
+    faults = _run_faults(planned)
+    try:
+        split(planned.network, count=count, layers=layers, inputs=stand_ins(planned.config))
+    except ConfigError as error:
+        faults += error.faults
+    return faults
+
+
+def _run_faults(planned: Planned) -> list[Fault]:
+    name, config, faults = planned.config["strategy"]["name"], planned.config, []
+    again = planned.needs - {"retained_graph"}
+    if again:
+        got = f"terms that need {', '.join(sorted(again))}, with layers split over devices ({name})"
+        expected = "terms of one forward pass: others call the network's layers themselves"
+        faults.append(Fault(key="objective", got=got, expected=expected))
+    if config["phases"]:
+        expected = "none: a phase calls parts of the network itself"
+        faults.append(Fault(key="phases", got=f"phases, with layers split over devices ({name})", expected=expected))
+    if config["runtime"]["compile"]:
+        got = f"true, with layers split over devices ({name})"
+        faults.append(Fault(key="runtime.compile", got=got, expected="false: the parts run one by one"))
+    return faults
+
+
+def _device_faults(count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
     if layers is not None and len(layers) != count:
         got = f"{count} device{'s' if count > 1 else ''}"
         expected = f"{len(layers)}, one for each part of strategy.layers"
         return [Fault(key="launch.devices", got=got, expected=expected, cure=f"Write launch.devices={len(layers)}")]
     if count == 1:
-        return [Fault(key="launch.devices", got="1 device", expected="2 or more to split over", cure="strategy=single")]
-    try:
-        split(planned.network, count=count, layers=layers, inputs=stand_ins(planned.config))
-    except ConfigError as error:
-        return list(error.faults)
+        expected = "2 or more to split over"
+        return [Fault(key="launch.devices", got="1 device", expected=expected, cure="Write strategy=single")]
     return []
 
 

@@ -14,6 +14,7 @@ from exp.models.graphs import moved
 from exp.models.inference import example_inputs
 from exp.models.parts import Split, split
 from exp.models.split import Patterns
+from exp.strategies.lightning_ddp import ExpDDPStrategy
 
 
 class SplitNetwork:
@@ -91,6 +92,25 @@ def place(network: nn.Module, parts: Split, devices: Sequence[torch.device]) -> 
                 parameter.grad.data = parameter.grad.data.to(device)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, buffer.to(where[prefix + name]))
+
+
+class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
+    """Ranks that average their gradients, each with a network on several devices.
+
+    DistributedDataParallel takes such a module without device_ids.
+    """
+
+    def __init__(self, *, devices: Sequence[str], layers: Patterns | None, **options: Any) -> None:
+        self.devices = tuple(map(torch.device, devices))
+        self.layers = layers
+        ExpDDPStrategy.__init__(self, **options)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.devices[-1]
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return None
 
 
 class LayerSplitStrategy(OverDevices, SingleDeviceStrategy):

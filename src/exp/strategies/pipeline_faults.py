@@ -42,10 +42,10 @@ def _run_faults(planned: Planned) -> list[Fault]:
         got = f"{', '.join(planned.weighed)} divides by weights of its targets (class weights, ignored targets)"
         cure = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
         faults.append(_refused("objective", got, "means over samples, which micro-batches add up to", cure=cure))
-    if config.get("phases"):
+    if config["phases"]:
         faults.append(_refused("phases", "phases", "none: a schedule makes one backward a step"))
-    if config["runtime"].get("compile") not in (None, False):
-        faults.append(_refused("runtime.compile", str(config["runtime"]["compile"]), "false: stages are not compiled"))
+    if config["runtime"]["compile"]:
+        faults.append(_refused("runtime.compile", "true", "false: stages are not compiled"))
     if str(config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
         expected = "an optimizer that updates each parameter by itself: no rank has all of them"
         faults.append(_refused("optimizer._target_", "LBFGS", expected))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from exp.engine.compiling import as_needed
 from exp.engine.naming import input_names
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
@@ -46,7 +47,7 @@ def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
     Fused attention has no derivative of its backward, nor have the recurrent layers of oneDNN and cuDNN: such steps
     take the plain kernels, which compute the same.
     """
-    with ExitStack() as stack:
+    with as_needed(needs, network), ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if needs & TWICE:

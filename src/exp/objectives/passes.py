@@ -139,7 +139,6 @@ class Passes:
         """
         _refuse_mixing(self.network)
         learning = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-        parameters = learning if create_graph else {name: p.detach() for name, p in learning.items()}
 
         def loss(parameters: dict[str, Tensor], sample: Any) -> Tensor:
             def runner(*inputs: Any, **named: Any) -> Any:
@@ -152,7 +151,8 @@ class Passes:
             return value if factor is None else value * factor
 
         factor = self._factor(None)
-        found = vmap(grad(loss), in_dims=(None, 0), randomness="different")(parameters, self.data)
+        with torch.set_grad_enabled(create_graph):
+            found = vmap(grad(loss), in_dims=(None, 0), randomness="different")(learning, self.data)
         return {name: full(one) if factor is None else full(one) / factor for name, one in found.items()}
 
     def _as_the_step(self) -> AbstractContextManager[Any]:

@@ -1,0 +1,98 @@
+"""torch.compile of the network, in place: the same module and state dict, with a compiled call.
+
+Relied on, and tested (torch 2.13): `nn.Module.compile` compiles nothing, in silence, where `forward` is one of torch's
+own; the private `_compiled_call_impl` is what it sets; and the private `torch._dynamo.config.skip_nnmodule_hook_guards`,
+without which a compiled network would call the hooks of modules that were there at its first call, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from exp.errors import Fault
+from exp.objectives.term import TWICE
+from exp.spelling import among, did_you_mean
+
+log = logging.getLogger(__name__)
+
+# A compiled backward runs once, and has none of its own.
+EAGER = TWICE | {"retained_graph"}
+# What inductor looks for on a machine without a GPU, behind the environment's CXX.
+COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
+
+
+def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) -> None:
+    """Its calls are compiled from now on; each shape and mode at its first call, which takes seconds.
+
+    backend: torch.compile's, such as inductor. needs: of the objective, some of which a compiled network cannot meet.
+    """
+    import torch._dynamo  # takes 0.9 s, and only a run that compiles needs it
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
+    # Where inductor lays a CPU's convolutions out anew, a LeNet's lost their gradients for a batch of 41 (torch 2.13).
+    options = {"layout_optimization": False} if backend == "inductor" and on_cpu else None
+    network.compile(backend=backend, options=options)
+    if needs & EAGER:
+        log.warning(
+            "terms of the objective need %s, which a compiled network cannot give: their steps run it uncompiled",
+            ", ".join(sorted(needs & EAGER)),
+        )
+
+
+def is_compiled(network: nn.Module) -> bool:
+    """Whether compile_network was here."""
+    return network._compiled_call_impl is not None
+
+
+def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
+    """Around the forward of a step: uncompiled where its terms need what a compiled network cannot give."""
+    if needs & EAGER and is_compiled(network):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def compile_faults(network: nn.Module, *, backend: str, accelerator: str) -> Sequence[Fault]:
+    """What would not be compiled, or not run, of runtime.compile=true. accelerator: cpu, cuda or mps."""
+    faults = []
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        faults.append(
+            Fault(
+                key="runtime.compile_backend",
+                got=backend,
+                expected=f"one of {among(known, word=backend)}",
+                cure=did_you_mean(backend, known),
+            )
+        )
+    if backend == "inductor" and accelerator == "cpu" and not _has_compiler():
+        faults.append(
+            Fault(
+                key="runtime.compile_backend",
+                got="inductor on a machine without a C++ compiler",
+                expected=f"one of {', '.join(COMPILERS[:3])} on the path: on CPU inductor writes C++",
+                cure="Install g++, or write runtime.compile=false",
+            )
+        )
+    if type(network).forward.__module__.startswith("torch.nn."):
+        faults.append(
+            Fault(
+                key="runtime.compile",
+                got=f"true for a model that is a {type(network).__name__} of torch itself, which torch never compiles",
+                expected="a model with a class of its own",
+                cure="Put it into model=sequential as a layer, or write runtime.compile=false",
+            )
+        )
+    return faults
+
+
+def _has_compiler() -> bool:
+    named = os.environ["CXX"].split()[:1] if os.environ.get("CXX") else []
+    return any(shutil.which(name) for name in (*named, *COMPILERS))

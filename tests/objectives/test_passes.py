@@ -1,0 +1,221 @@
+"""What a term is given that needs more than one forward and one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from exp.errors import ConfigError, RunError
+from exp.models.containers import SequentialModel
+from exp.objectives.objective import Objective, Term
+from exp.objectives.passes import Passes
+from exp.objectives.penalties import R1
+from exp.objectives.term import AbstractTerm
+
+
+def run(runner: Callable[..., Any], data: Any) -> dict[str, Any]:
+    return {"input": data[0], "target": data[1], "output": runner(data[0])}
+
+
+def sample(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Slope(nn.Module):
+    """A user's own loss with needs, named under the objective as it stands."""
+
+    needs = ("input_gradients",)
+
+    def forward(self, output: Tensor, target: Tensor, passes: Passes) -> Tensor:
+        return passes.gradients(output, passes.data[0]).square().sum(1).mean()
+
+
+def test_a_module_of_one_s_own_is_given_passes() -> None:
+    passes = Passes(network=mlp(), run=run, data=(sample(5, 4), sample(5, 3)))
+    values = passes.run()
+    for terms in ({"slope": Slope()}, {"slope": Term(loss=Slope())}):
+        objective = Objective({"mse": nn.MSELoss(), **terms})
+        assert objective.needs == {"input_gradients"}
+        total, parts = objective(values, None, passes)
+        torch.testing.assert_close(parts["slope"], R1()(values, None, passes).detach())
+        torch.testing.assert_close(total, parts["mse"] + parts["slope"])
+
+
+def test_needs_that_are_none_and_needs_that_are_not_met() -> None:
+    class Wrong(Slope):
+        needs = ("input_gradient",)
+
+    with pytest.raises(ConfigError) as caught:
+        Objective({"wrong": Wrong()})
+    (fault,) = caught.value.faults
+    assert (fault.key, fault.got, fault.cure) == (
+        "objective.wrong.loss",
+        "Wrong.needs has 'input_gradient'",
+        "Nearest: input_gradients",
+    )
+    with pytest.raises(RunError, match="the terms need input_gradients; the objective was called without passes"):
+        Objective({"r1": R1()})({"output": sample(1), "input": sample(1)})
+    assert Objective({"mse": nn.MSELoss()}).needs == frozenset()
+
+
+def test_only_some_of_the_terms() -> None:
+    objective = Objective({"mse": nn.MSELoss(), "l1": Term(loss=nn.L1Loss(), weight=2.0), "r1": R1()})
+    some = objective.only(["l1"])
+    assert list(some.terms) == ["l1"]
+    assert some.terms["l1"] is objective.terms["l1"]
+    assert (some.needs, objective.needs) == (frozenset(), {"input_gradients"})
+    values = {"output": sample(3, 2), "target": sample(3, 2) + 1}
+    assert some(values)[0].item() == pytest.approx(2.0)
+    with pytest.raises(RunError, match=r"the objective has no term 'mes'; there are mse, l1, r1\. Nearest: mse"):
+        objective.only(["mes"])
+
+
+def test_inputs_become_leaves_and_the_batch_stays_as_it_is() -> None:
+    image, tokens, target = sample(2, 4), torch.tensor([1, 2]), sample(2, 3)
+    passes = Passes(network=mlp(), run=run, data=(image, target))
+    assert passes.data[0].requires_grad
+    assert passes.data[0].is_leaf
+    assert passes.data[1] is target
+    assert not image.requires_grad
+    named = {"image": image, "tokens": tokens, "target": target}
+    passes = Passes(network=mlp(), run=run, data=named, inputs=("image", "tokens"))
+    assert [name for name, value in passes.data.items() if value.requires_grad] == ["image"]
+    assert passes.data["tokens"] is tokens
+    assert Passes(network=mlp(), run=run, data=(image, target), inputs_require_grad=False).data[0] is image
+
+
+def test_gradients_that_there_are_not() -> None:
+    model = mlp()
+    passes = Passes(network=model, run=run, data=(sample(2, 4), sample(2, 3)))
+    values = passes.run()
+    with pytest.raises(
+        RunError, match=r"a value of int64, and a whole number has none.*return its embedding by a name"
+    ):
+        passes.gradients(values["output"], torch.tensor([1, 2]))
+    with pytest.raises(RunError, match="a value that was computed without one; it must be an input of the network"):
+        passes.gradients(values["output"], values["target"])
+    with pytest.raises(RunError, match="of a value that depends on no input and no parameter"):
+        passes.gradients(sample(2), values["input"])
+    with pytest.raises(RunError, match="with respect to another that it does not depend on"):
+        passes.gradients(values["output"], sample(2).requires_grad_())
+
+
+def test_an_embedding_of_integers_has_a_gradient() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 1)
+
+        def forward(self, input: Tensor) -> dict[str, Tensor]:
+            embedded = self.embedding(input)
+            return {"embedded": embedded, "output": self.head(embedded.tanh().mean(1))}
+
+    tokens = torch.randint(10, (3, 6))
+    passes = Passes(
+        network=Words(), run=lambda runner, data: {"input": data[0], **runner(data[0])}, data=(tokens, tokens)
+    )
+    assert R1(input="embedded")(passes.run(), None, passes).item() > 0
+
+
+def test_two_gradients_of_several_values_at_once() -> None:
+    passes = Passes(network=mlp(), run=run, data=(sample(2, 4), sample(2, 3)))
+    values = passes.run()
+    first, second = passes.gradients(values["output"], [values["input"], passes.network[0].weight])
+    assert (first.shape, second.shape) == ((2, 4), (8, 4))
+    assert first.requires_grad
+    assert not passes.gradients(values["output"], values["input"], create_graph=False).requires_grad
+
+
+@pytest.mark.parametrize("scale", [65536.0, torch.tensor(65536.0)], ids=["float", "tensor"])
+def test_a_loss_scale_keeps_float16_from_underflowing_and_is_divided_out(scale: float | Tensor) -> None:
+    model, x = mlp(), sample(4, 4)
+    with torch.no_grad():  # slopes of about 1e-8, which float16 rounds to 0 unless they are scaled
+        model[0].weight.mul_(4e-4)
+        model[2].weight.mul_(4e-4)
+    found = {}
+    for name, given in {"scaled": scale, "unscaled": None}.items():
+        with torch.autocast("cpu", dtype=torch.float16):
+            passes = Passes(network=model, run=run, data=(x, x), loss_scale=given)
+            values = passes.run()
+            assert values["output"].dtype == torch.float16
+            found[name] = passes.gradients(values["output"], values["input"])
+            assert found[name].dtype == torch.float32
+            full = passes.run(precision="full")
+            assert full["output"].dtype == torch.float32
+            whole = passes.gradients(full["output"], full["input"])
+    assert (found["unscaled"] - whole).norm() > 0.3 * whole.norm()
+    assert (found["scaled"] - whole).norm() < 0.01 * whole.norm()
+
+
+def test_the_parts_of_a_network_run_in_the_step_s_precision_or_in_full() -> None:
+    model = SequentialModel(layers={"first": nn.Linear(4, 8), "second": nn.Linear(8, 3)})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        passes = Passes(network=model, run=run, data=(sample(2, 4), sample(2, 3)))
+        with torch.autocast("cpu", enabled=False):  # as the objective calls its terms
+            assert passes.call("first", sample(2, 4)).dtype == torch.bfloat16
+            assert passes.call("first", sample(2, 4), precision="full").dtype == torch.float32
+            assert passes.run()["output"].dtype == torch.bfloat16
+            assert passes.call("", sample(2, 4)).shape == (2, 3)
+    with pytest.raises(RunError, match="the network has no part 'third'; there are first, second"):
+        passes.call("third", sample(2, 4))
+
+
+def test_full_precision_of_a_network_of_half_precision_parameters() -> None:
+    model = mlp()
+    x = sample(2, 4).bfloat16()
+    full = model(x.float())
+    half = mlp().bfloat16()
+    passes = Passes(network=half, run=run, data=(x, x))
+    output = passes.run(precision="full")["output"]
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, full, rtol=0.05, atol=0.01)
+    output.sum().backward()
+    assert half[0].weight.grad.dtype == torch.bfloat16
+    assert passes.call("0", x, precision="full").dtype == torch.float32
+
+
+@pytest.mark.parametrize("model", [mlp(), SequentialModel(layers={"a": nn.Linear(4, 6), "b": nn.Linear(6, 3)})])
+def test_per_sample_gradients_are_those_of_one_sample_at_a_time(model: nn.Module) -> None:
+    x, y = sample(5, 4), torch.tensor([0, 1, 2, 0, 1])
+
+    def term(values: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(values["output"], values["target"])
+
+    passes = Passes(network=model, run=run, data=(x, y), loss_scale=1024.0)
+    found = passes.per_sample_gradients(term)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for index in range(5):
+        loss = functional.cross_entropy(model(x[index : index + 1]), y[index : index + 1])
+        for (name, _), one in zip(model.named_parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+            torch.testing.assert_close(found[name][index], one)
+    norms = sum(one.flatten(1).square().sum(1) for one in found.values())
+    norms.mean().backward()  # differentiable again, with respect to the parameters
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not next(iter(passes.per_sample_gradients(term, create_graph=False).values())).requires_grad
+
+
+def test_per_sample_gradients_of_a_term_and_of_what_mixes_samples() -> None:
+    passes = Passes(network=mlp(), run=run, data=(sample(5, 4), sample(5, 3)))
+    found = passes.per_sample_gradients(Term(loss=nn.MSELoss()))
+    assert found["0.weight"].shape == (5, 8, 4)
+    mixing = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    passes = Passes(network=mixing, run=run, data=(sample(5, 4), sample(5, 3)))
+    with pytest.raises(
+        RunError, match=r"1 is a BatchNorm1d, which mixes the samples of a batch.*Take torch\.nn\.GroupNorm"
+    ):
+        passes.per_sample_gradients(Term(loss=nn.MSELoss()))
+
+
+def test_a_term_that_says_nothing_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        AbstractTerm()

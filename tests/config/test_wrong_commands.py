@@ -47,7 +47,7 @@ GROUPS_AND_OPTIONS = [
     wrong("optimizer=[adam,sgd]", "optimizer", "one option"),
     wrong("data=digit", "data", "Did you mean digits?"),
     wrong("data=", "data"),
-    wrong("precision=fp8", "precision", "fp16"),
+    wrong("precision=fp61", "precision", "fp16"),
     wrong("+precision=bf61", "precision", "Did you mean bf16?"),
     wrong("precision=[bf16,fp16]", "precision", "one option"),
     wrong("++precision=bf16", "precision", "Write precision=bf16"),

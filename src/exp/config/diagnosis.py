@@ -89,9 +89,12 @@ def _value_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
         )  # fmt: skip
     if parent == line.key:
         short = line.text if len(line.text) <= 60 else line.text[:57] + "..."
+        is_mapping = line.sign == "" and isinstance(node, DictConfig)
+        adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
         return Fault(
-            key=line.key, got=f"{short}: {fault_of(error).got}", expected="a value that fits", source=COMMAND_LINE
-        )
+            key=line.key, got=f"{short}: {fault_of(error).got}", expected="a value that fits", cure=adds,
+            source=COMMAND_LINE,
+        )  # fmt: skip
     if isinstance(node, DictConfig):
         siblings = [str(key) for key in node if key != "hydra"]
         target = str(node["_target_"]) if "_target_" in node else None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from exp.precision.edges import Edge, Ends, Entrance
+from exp.precision.edges import Edge, Ends
+from exp.precision.entrance import Entrance
 from exp.precision.keep import outermost
 from exp.precision.words import HALF, Numbers
 

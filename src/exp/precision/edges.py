@@ -1,4 +1,4 @@
-"""Where numbers change their dtype: at the edge of a kept layer, and at the network's own."""
+"""Where numbers change their dtype: at the edge of a kept layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from exp.precision.words import HALF
 
 
 def cast(data: Any, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Any:
@@ -113,33 +111,3 @@ class Edge:
         output = cast(output, self.around, notes=notes)
         self.ends.hold(self.name, notes, training=module.training)
         return output
-
-
-class Entrance:
-    """The hooks of the whole network under a true word: floating inputs are cast, integer ones left alone.
-
-    Here and not in the batch, so that targets stay as exact as the data set gave them. Within, what a forward creates
-    without a dtype (torch.zeros(n)) has the network's, too.
-    """
-
-    def __init__(self, *, dtype: torch.dtype, ends: Ends) -> None:
-        self.dtype, self.ends = dtype, ends
-        self.defaults: list[torch.dtype] = []
-
-    def attach(self, module: nn.Module) -> list[Any]:
-        """The handles of its two hooks."""
-        return [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
-            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-        ]
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if not torch.compiler.is_compiling():  # it would break the graph; there a created tensor names its dtype
-            self.defaults.append(torch.get_default_dtype())
-            torch.set_default_dtype(self.dtype)
-        return cast(args, self.dtype), cast(kwargs, self.dtype)
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not torch.compiler.is_compiling() and self.defaults:
-            torch.set_default_dtype(self.defaults.pop())
-        return self.ends.restore(output, training=module.training) if self.dtype in HALF else output

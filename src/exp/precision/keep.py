@@ -88,8 +88,8 @@ def _unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> Fault:
     names = [name for name in modules if name]
     types = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
     return Fault(
-        key=KEY,
-        got=repr(pattern),
+        key=f"{KEY}.{pattern}",
+        got="it matches no layer",
         expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
         f"types {among(types, word=pattern)}",
         cure=did_you_mean(pattern, [*names, *types]),

@@ -1,0 +1,246 @@
+"""precision.keep: layers in a dtype of their own, by name or type, under every word."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import exp
+from exp.build import Parts
+from exp.errors import ConfigError
+from exp.precision.choice import build_precision
+from exp.precision.keep import kept_layers
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TRANSFORMER = (
+    "model=transformer", "model.constants.width=16", "model.constants.hidden=32", "model.constants.heads=2",
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    """A block of one's own: a norm whose output meets a query, a key and a value, and two outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.query, self.value = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.softmax, self.head = nn.Softmax(-1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, *, temperature: Tensor) -> dict[str, Tensor]:
+        y = self.norm(x)
+        weights = self.softmax(self.query(y) @ y.transpose(1, 2) * temperature)
+        z = x + weights @ self.value(y)
+        return {"hidden": z, "output": self.head(z.mean(1))}
+
+
+def run(word: str, keep: dict[str, str], network: nn.Module | None = None) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A forward under the word. Returns: network, output, and (input, output) dtypes of each layer's own arithmetic."""
+    torch.manual_seed(0)
+    network = network or Block()
+    plugin = build_precision(word, device_type="cpu", keep=keep, enabled=word == "fp16")
+    plugin.convert_module(network)
+    with plugin.forward_context():
+        output = network(torch.randn(2, 3, 8), temperature=torch.tensor(0.5))
+    return network, output, plugin
+
+
+@pytest.mark.parametrize(("word", "half"), [("bf16", BF16), ("fp16", F16)])
+def test_under_autocast_a_kept_layer_leaves_it_and_what_follows_is_half_again(word: str, half: torch.dtype) -> None:
+    network, output, plugin = run(word, {"query": "fp32", "norm": "fp32"})
+    seen = {}
+    for name, module in network.named_children():
+        # What a layer computes in: its linear product is rounded as its output, whatever the dtype outside.
+        module.register_forward_hook(lambda m, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
+    x = torch.randn(2, 3, 8)
+    with plugin.forward_context():
+        network(x, temperature=torch.tensor(0.5))
+        assert torch.is_autocast_enabled("cpu")
+    assert seen["query"] == (F32, F32)
+    assert seen["value"][1] == seen["head"][1] == half
+    # Bit for bit what float32 gives for the same input.
+    reference = copy.deepcopy(network.query)
+    with plugin.forward_context():
+        kept = network.query(x)
+    reference._forward_hooks.clear()
+    reference._forward_pre_hooks.clear()
+    assert torch.equal(kept, reference(x))
+    assert {p.dtype for p in network.parameters()} == {F32}
+    output["output"].float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in network.parameters())
+
+
+@pytest.mark.parametrize(("word", "half"), [("bf16_true", BF16), ("fp16_true", F16)])
+def test_under_a_true_word_a_kept_layer_has_its_own_parameters_and_gives_what_follows_needs(
+    word: str, half: torch.dtype
+) -> None:
+    network, output, _ = run(word, {"norm": "fp32", "torch.nn.Softmax": "fp32"})
+    assert {p.dtype for p in network.norm.parameters()} == {F32}
+    assert {p.dtype for name, p in network.named_parameters() if not name.startswith("norm")} == {half}
+    # The product of query and norm, and of softmax and value, would not take two dtypes.
+    assert {value.dtype for value in output.values()} == {half}
+    sum(value.float().sum() for value in output.values()).backward()
+    assert all(p.grad.dtype == p.dtype for p in network.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_kept_layer_that_ends_the_network_gives_its_own_numbers_to_the_loss(training: bool) -> None:
+    network, _, _ = run("bf16_true", {"head": "fp32"})
+    network.train(training)
+    held: list[Tensor] = []
+    network.head.register_forward_hook(lambda _, args, out: held.insert(0, args[0]))
+    for _ in range(2):
+        output = network(torch.randn(2, 3, 8), temperature=torch.tensor(0.5))
+        plain = copy.deepcopy(network.head)
+        plain._forward_hooks.clear()
+        plain._forward_pre_hooks.clear()
+        assert output["hidden"].dtype == BF16
+        assert output["output"].dtype == F32
+        assert torch.equal(output["output"], plain(held[0].float()))
+        assert not torch.equal(output["output"], output["output"].bfloat16().float())
+
+
+@pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_true", "fp16_true"])
+def test_a_layer_in_float64_under_every_word(word: str) -> None:
+    network, output, _ = run(word, {"norm": "fp64"})
+    assert {p.dtype for p in network.norm.parameters()} == {F64}
+    assert all(value.dtype in (F16, BF16, F32) for value in output.values())
+    sum(value.float().sum() for value in output.values()).backward()
+    assert network.norm.weight.grad.dtype == F64
+
+
+def test_a_layer_in_float32_under_float64() -> None:
+    network, output, _ = run("fp64", {"LayerNorm": "fp32"})
+    assert network.norm.weight.dtype == F32
+    assert {value.dtype for value in output.values()} == {F64}
+
+
+def test_a_kept_container_casts_at_its_edge_alone_and_the_later_pattern_counts() -> None:
+    network = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Linear(4, 4))
+    kept = kept_layers(network, {"0*": "fp32", "LayerNorm": "fp64"})
+    assert kept == {"0": F32, "0.0": F32, "0.1": F64}
+    plugin = build_precision("bf16_true", device_type="cpu", keep={"0*": "fp32", "LayerNorm": "fp64"})
+    plugin.convert_module(network)
+    assert [bool(m._forward_pre_hooks) for _, m in network.named_modules()] == [True, True, False, True, False]
+    seen: list[torch.dtype] = []
+    network[0][1].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    assert network(torch.randn(2, 4)).dtype == BF16
+    assert seen == [F32]  # back in what is around the norm, which is kept, too
+
+
+def test_types_are_named_as_people_write_them() -> None:
+    class Own(nn.LayerNorm):
+        pass
+
+    network = nn.ModuleDict({"a": Own(4), "b": nn.Softmax(-1), "c": nn.Linear(4, 4)})
+    for pattern, names in {
+        "LayerNorm": {"a"}, "torch.nn.LayerNorm": {"a"}, "Own": {"a"}, "torch.nn.Softmax": {"b"},
+        "torch.nn.modules.activation.Softmax": {"b"}, "[bc]": {"b", "c"},
+    }.items():  # fmt: skip
+        assert set(kept_layers(network, {pattern: "fp32"})) == names
+    with pytest.raises(ConfigError, match="there are a, b, c; types"):
+        kept_layers(network, {"Module": "fp32"})
+
+
+def test_autocast_comes_back_where_a_kept_layer_fails() -> None:
+    network, _, plugin = run("bf16", {"query": "fp32"})
+    with plugin.forward_context():
+        with pytest.raises(RuntimeError):
+            network(torch.randn(2, 3, 5), temperature=torch.tensor(0.5))
+        with pytest.raises(RuntimeError):
+            network.query(torch.randn(3, 5))
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("word", ["bf16", "bf16_true"])
+def test_copies_and_pickles_work_alone_and_the_state_dict_is_unchanged(word: str) -> None:
+    plain = list(Block().state_dict())
+    network, expected, plugin = run(word, {"norm": "fp32", "head": "fp64"})
+    assert list(network.state_dict()) == plain
+    torch.manual_seed(0)
+    Block()
+    x = torch.randn(2, 3, 8)
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        with plugin.forward_context():
+            assert torch.equal(other(x, temperature=torch.tensor(0.5))["output"], expected["output"])
+            with torch.no_grad():
+                other.norm.weight.zero_()
+            assert not torch.equal(other(x, temperature=torch.tensor(0.5))["output"], expected["output"])
+            assert torch.equal(network(x, temperature=torch.tensor(0.5))["output"], expected["output"])
+
+
+@pytest.mark.parametrize("word", ["bf16", "bf16_true"])
+def test_a_compiled_network_gives_the_same(word: str) -> None:
+    network, expected, plugin = run(word, {"norm": "fp32", "head": "fp32"})
+    torch.manual_seed(0)
+    Block()
+    x, temperature = torch.randn(2, 3, 8), torch.tensor(0.5)
+    with plugin.forward_context():
+        network.compile(backend="eager", fullgraph=True)
+        for _ in range(2):
+            output = network(x, temperature=temperature)
+            assert {name: value.dtype for name, value in output.items()} == {
+                name: value.dtype for name, value in expected.items()
+            }
+            assert all(torch.equal(output[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16", "bf16_true"])
+def test_the_layers_of_a_forward_program_are_kept_in_a_run(word: str, parts: Callable[..., Parts]) -> None:
+    built = parts(f"precision={word}", *TRANSFORMER, "+precision.keep={blocks.*.norm1: fp32, head: fp32}")
+    seen: dict[str, set[torch.dtype]] = {}
+    network = built.module.network
+    keys = list(network.state_dict())
+    for name in ("blocks.0.norm1", "blocks.1.norm1", "head", "blocks.0.query"):
+        weight = network.get_submodule(name).weight
+        weight.register_hook(lambda grad, name=name: seen.setdefault(name, set()).add(grad.dtype))
+    built.trainer.fit(built.module, datamodule=built.data)
+    assert list(network.state_dict()) == keys
+    own = BF16 if word == "bf16_true" else F32
+    assert seen == {"blocks.0.norm1": {F32}, "blocks.1.norm1": {F32}, "head": {F32}, "blocks.0.query": {own}}
+    assert all(tensor.isfinite().all() for tensor in network.state_dict().values())
+
+
+def faults(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        exp.validate(exp.compose(["launch.accelerator=cpu", *overrides]))
+    return [str(fault) for fault in error.value.faults]
+
+
+def test_wrong_patterns_and_dtypes_are_told_before_the_run() -> None:
+    told = faults("model=lenet", "precision=bf16", "+precision.keep={haed: fp32, Conv3d: fp32}")
+    assert [line.split(";")[0] for line in told] == [
+        "precision.keep.haed: it matches no layer",
+        "precision.keep.Conv3d: it matches no layer",
+    ]
+    assert "there are conv1, relu1, pool1" in told[0]
+    assert "Did you mean head?" in told[0]
+    assert "Did you mean Conv2d?" in told[1]
+    (line,) = faults("model=lenet", "precision=bf16", "+precision.keep={head: fp23}")
+    assert line.startswith("precision.keep: ")
+    assert "one of fp32, fp64" in line
+    (line,) = faults("precision.keep={head: fp32}")
+    assert "Write '+precision.keep={head: fp32}', which adds to the mapping" in line
+
+
+def test_a_shared_parameter_is_kept_in_both_places_or_in_none() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.table(tokens))
+
+    plugin = build_precision("bf16_true", device_type="cpu", keep={"head": "fp32"})
+    with pytest.raises(ConfigError, match=r"table.weight and head.weight are one parameter, and only one"):
+        plugin.convert_module(Tied())
+    build_precision("bf16", device_type="cpu", keep={"head": "fp32"}).convert_module(Tied())
+    both = build_precision("bf16_true", device_type="cpu", keep={"head": "fp32", "table": "fp32"})
+    both.convert_module(tied := Tied())
+    assert tied(torch.arange(5)).dtype == F32

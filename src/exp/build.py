@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
+from exp.config.phase_rules import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, whole_phase
 from exp.config.slots import slot_of
 from exp.config.targets import resolve
 from exp.construct import construct
@@ -26,12 +28,14 @@ from exp.engine.console import progress
 from exp.engine.data import RunData
 from exp.engine.length import take_limits
 from exp.engine.module import TrainingModule
+from exp.engine.phases import PhasedModule
 from exp.engine.pipelined import PipelinedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
+from exp.optim.phase import Phase
 from exp.precision.choice import build_precision
 from exp.strategies.placement import Placement, adopted, placement
 from exp.strategies.rank import Rank
@@ -61,7 +65,8 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
     plain = plain_config(config)
     arguments, limits = take_limits(construct_trainer_arguments(plain))
     data = build_data(plain)
-    module = _module_kind(plain)(
+    kind, more = _module_kind(plain)
+    module = kind(
         network=build_network(plain, data.spec),
         objective=build_objective(plain),
         optimization=build_optimization(plain),
@@ -70,6 +75,7 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         seed=plain["seed"],
         rank=placement.data_rank(rank.global_rank),
         limits=limits,
+        **more,
     )
     recording = Recording(hooks=build_entries(plain, "hooks"))
     checkpointing = Checkpointing(
@@ -91,7 +97,8 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
     )
     trainer.precision_plugin.represent(module)
     if plain["runtime"]["compile"]:
-        compile_network(module.network, backend=plain["runtime"]["compile_backend"], needs=module.objective.needs)
+        for network, needs in module.runs():
+            compile_network(network, backend=plain["runtime"]["compile_backend"], needs=needs)
     return Parts(
         trainer=trainer,
         module=module,
@@ -102,9 +109,12 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
     )
 
 
-def _module_kind(plain: Mapping[str, Any]) -> type[TrainingModule]:
+def _module_kind(plain: Mapping[str, Any]) -> tuple[type[TrainingModule], dict[str, Any]]:
+    """Its class, and what this takes beside a TrainingModule's parameters."""
+    if plain["phases"]:
+        return PhasedModule, {"phases": build_phases(plain)}
     strategy = build_strategy(plain)
-    return PipelinedModule if isinstance(strategy, Strategy) and strategy.is_pipelined else TrainingModule
+    return PipelinedModule if isinstance(strategy, Strategy) and strategy.is_pipelined else TrainingModule, {}
 
 
 def build_trainer(
@@ -211,28 +221,53 @@ def build_network(plain: Mapping[str, Any], spec: DataSpec, *, device: str = "cp
     return network
 
 
+def network_on_meta(plain: Mapping[str, Any], spec: DataSpec) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model without memory, and inputs that fit it: to be looked at."""
+    return build_network(plain, spec, device="meta"), example_inputs(spec, device="meta")
+
+
 def build_objective(plain: Mapping[str, Any]) -> Objective:
     """The weighted sum of the named terms; a bare loss becomes a term of weight 1."""
     return Objective(terms=build_entries(plain, "objective"))
 
 
-def build_optimization(plain: Mapping[str, Any]) -> Optimization:
+def build_optimization(
+    plain: Mapping[str, Any], *, optimizer: str = "optimizer", scheduler: str = "scheduler"
+) -> Optimization:
+    """optimizer, scheduler: the dotted keys of their nodes."""
     allow = _allow(plain)
-    optimizer, scheduler = target_values(plain, "optimizer"), target_values(plain, "scheduler")
+    own = {**OPTIMIZER_DEFAULTS, **_node(plain, optimizer)}
+    when = {**SCHEDULER_DEFAULTS, **_node(plain, scheduler)}
     return Optimization(
-        optimizer_factory=construct({**optimizer, "_partial_": True}, key="optimizer", allow=allow),
-        groups=plain["optimizer"]["groups"],
-        exempt_from_decay=plain["optimizer"]["exempt_from_decay"],
-        schedule_factory=construct({**scheduler, "_partial_": True}, key="scheduler", allow=allow),
-        interval=plain["scheduler"]["interval"],
-        monitor=plain["scheduler"]["monitor"],
+        optimizer_factory=construct({**target_values(own, optimizer), "_partial_": True}, key=optimizer, allow=allow),
+        groups=own["groups"],
+        exempt_from_decay=own["exempt_from_decay"],
+        schedule_factory=construct({**target_values(when, scheduler), "_partial_": True}, key=scheduler, allow=allow),
+        interval=when["interval"],
+        monitor=when["monitor"],
     )
 
 
-def target_values(plain: Mapping[str, Any], key: str) -> dict[str, Any]:
+def build_phases(plain: Mapping[str, Any]) -> list[Phase]:
+    """In their order; an optimizer or a schedule that is not a phase's own is made from the one at the top."""
+    phases = []
+    for name, entry in plain["phases"].items():
+        settings = whole_phase(entry)
+        keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if settings[node] is not None}
+        owns = {f"owns_{node}": node in keys for node in ("optimizer", "scheduler")}
+        rest = {key: value for key, value in settings.items() if key not in ("optimizer", "scheduler")}
+        phases.append(Phase(name=name, optimization=build_optimization(plain, **keys), **owns, **rest))
+    return phases
+
+
+def target_values(node: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The node at a key without the keys that exp reads itself: what its target is called with."""
     reserved = slot_of(key).reserved
-    return {name: value for name, value in plain[key].items() if name not in reserved}
+    return {name: value for name, value in node.items() if name not in reserved}
+
+
+def _node(plain: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    return functools.reduce(lambda node, name: node[name], key.split("."), plain)
 
 
 def build_entries(plain: Mapping[str, Any], group: str, **offers: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from exp.config.compose import compose
 from exp.config.freeze import COMPOSITION
 from exp.config.reading import MAX_NODES, read
 from exp.config.schema import SCHEMA
-from exp.config.slots import COLLECTIONS, NODES
+from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault
 from exp.validation import examine, validate
 
@@ -33,7 +33,7 @@ def options(group: str) -> list[str]:
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = {"tensors": "a file", "csv": "a file", "csv_regression": "a file"}
 COMMANDS = [
-    *([f"model={name}"] for name in options("model") if name != "gpt"),
+    *([f"model={name}"] for name in options("model") if name not in ("gpt", "gan")),
     *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
     ["data=text"],
     *([f"data={name}", "model=mlp"] for name in ("wine", "breast_cancer", "diabetes")),
@@ -49,6 +49,9 @@ COMMANDS = [
     *(["data=diabetes", f"objective=[{name}]", f"metrics=[{metric}]"]
       for name, metric in (("mse", "mae"), ("l1", "rmse"), ("huber", "r2"))),
     ["data=text", "metrics=[bits_per_character,perplexity]"],
+    ["model=gan", "objective=[discriminator,generator]", "phases=[adversarial]", "metrics=[]"],
+    ["model=gan", "objective=[discriminator,generator,wgan_gp]", "phases=[wgan_gp]", "metrics=[]"],
+    ["model=sequential", "phases=[body_and_head]"],
     ["hooks=[]", "callbacks=[]", "logger=[]"],
     ["+precision=bf16", "strategy=ddp"],
 ]  # fmt: skip
@@ -79,6 +82,7 @@ def test_every_option_is_in_the_test_above():
         "model",
         "callbacks",
         "hooks",
+        "phases",
     ]
     missing = [name for group in files for name in options(group) if name not in chosen and name not in NEEDS]
     # gpt is what data=text chooses.
@@ -89,7 +93,7 @@ def test_the_schema_has_the_keys_of_train_yaml(empty):
     config = OmegaConf.to_container(compose([]), resolve=False)
 
     def compare(schema: dict, node: dict, key: str) -> None:
-        extra = set(NODES) | set(COLLECTIONS) | {COMPOSITION} if not key else set()
+        extra = set(NODES) | set(COLLECTIONS) | {COMPOSITION, PHASES} if not key else set()
         assert set(schema) == set(node) - extra, key
         for name, rule in schema.items():
             if isinstance(rule, dict):

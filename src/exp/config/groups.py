@@ -15,7 +15,7 @@ from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean
 
 ONE = ("model", "data", "optimizer", "scheduler", "trainer", "strategy", "launch", "sweep")
-MANY = ("hooks", "callbacks", "objective", "metrics", "logger")
+MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local")
 COMMAND_LINE = "command line"
 

@@ -13,6 +13,12 @@ from exp.config.data_rules import data_names_its_sets, parts_are_shares, task_fi
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import packages_allowed_by
 from exp.config.kinds import UNKNOWN
+from exp.config.phase_rules import (
+    phases_are_readable,
+    phases_go_with_the_trainer,
+    phases_share_the_objective,
+    phases_watch_what_is_measured,
+)
 from exp.config.values import Values
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, show
@@ -248,6 +254,10 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     monitored_stage_has_data,
     allow_is_from_the_command_line,
     the_test_has_weights,
+    phases_are_readable,
+    phases_share_the_objective,
+    phases_go_with_the_trainer,
+    phases_watch_what_is_measured,
 )
 
 

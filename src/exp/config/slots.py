@@ -47,22 +47,26 @@ TRAINER_REFUSED = {
     "sync_batchnorm": "strategy.sync_batchnorm, with strategy=ddp",
     "use_distributed_sampler": "data.batch_size, which is shared over the ranks by exp",
 }
+OPTIMIZER = Slot(
+    pattern="optimizer",
+    bases=("torch.optim.Optimizer",),
+    filled=("params",),
+    reserved=("groups", "exempt_from_decay"),
+)
+SCHEDULER = Slot(
+    pattern="scheduler",
+    bases=("torch.optim.lr_scheduler.LRScheduler",),
+    filled=("optimizer", "total_steps"),
+    reserved=("interval", "monitor"),
+)
 SLOTS = (
     Slot(pattern="model", bases=(MODULE,)),
     Slot(pattern="data", bases=("exp.data.data.Data",), filled=("seed",)),
-    Slot(
-        pattern="optimizer",
-        bases=("torch.optim.Optimizer",),
-        filled=("params",),
-        reserved=("groups", "exempt_from_decay"),
-    ),
-    Slot(
-        pattern="scheduler",
-        bases=("torch.optim.lr_scheduler.LRScheduler",),
-        filled=("optimizer", "total_steps"),
-        reserved=("interval", "monitor"),
-    ),
+    OPTIMIZER,
+    SCHEDULER,
     Slot(pattern="trainer", bases=("lightning.pytorch.Trainer",), refused=TRAINER_REFUSED),
+    Slot(pattern="phases.*.optimizer", bases=OPTIMIZER.bases, filled=OPTIMIZER.filled, reserved=OPTIMIZER.reserved),
+    Slot(pattern="phases.*.scheduler", bases=SCHEDULER.bases, filled=SCHEDULER.filled, reserved=SCHEDULER.reserved),
     Slot(
         pattern="strategy",
         bases=("exp.strategies.strategy.Strategy", "lightning.pytorch.strategies.Strategy"),
@@ -84,6 +88,8 @@ ANYWHERE = Slot(pattern="**")
 # One-groups own the node of their name; many-groups hold named entries, each a node.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
 COLLECTIONS = ("objective", "metrics", "hooks", "callbacks", "logger")
+# A many-group whose entries are mappings of exp's own keys, some of them nodes.
+PHASES = "phases"
 
 
 def slot_of(key: str) -> Slot:

@@ -11,7 +11,7 @@ from exp.config.habits import cure_of_key
 from exp.config.kinds import UNKNOWN, is_node
 from exp.config.reading import leaves
 from exp.config.schema import PRESENT, SCHEMA, VALUES, Rule
-from exp.config.slots import COLLECTIONS, NODES
+from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
 
@@ -21,6 +21,7 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     return [
         *_fixed("", plain, SCHEMA),
         *_nodes(plain),
+        *_phases(plain),
         *_present(plain),
         *_bounded(plain),
         *_layers(plain),
@@ -58,7 +59,7 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
 
 
 def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[Fault]:
-    known = list(schema) + ([*NODES, *COLLECTIONS] if not key else [])
+    known = list(schema) + ([*NODES, *COLLECTIONS, PHASES] if not key else [])
     for name in node:
         if name not in known and not (name == COMPOSITION and not key):
             yield unknown_key(_join(key, name), known, holder=key or "the config")
@@ -116,6 +117,11 @@ def _choice(key: str, node: Any) -> str | None:
     if not isinstance(node, str):
         return None
     return f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
+
+
+def _phases(plain: dict[str, Any]) -> Iterator[Fault]:
+    if PHASES not in plain:
+        yield Fault(key=PHASES, got="no such key", expected="named phases", cure=f"For none, write {PHASES}: {{}}")
 
 
 def _present(plain: dict[str, Any]) -> Iterator[Fault]:

@@ -203,6 +203,10 @@ class TrainingModule(LightningModule):
         if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
 
+    def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
+        """What its steps run, and what the terms that look at it need: the network; of phases, each forward."""
+        return [(self.network, self.objective.needs)]
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The network's own forward."""
         return self.network(*inputs, **named)

@@ -64,6 +64,12 @@ class PhasedModule(TrainingModule):
         views |= {name: with_forward(self.network, name) for name in views if name is not None}
         self._forwards = {name: (view, forward_by_name(view)) for name, view in views.items()}
 
+    def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
+        needs: dict[str | None, frozenset[str]] = {}
+        for phase in self.phases:
+            needs[phase.forward] = needs.get(phase.forward, frozenset()) | self._objectives[phase.name].needs
+        return [(self._forwards[name][0], words) for name, words in needs.items()]
+
     # --- what Lightning's loop calls ---
 
     def on_train_start(self) -> None:

@@ -12,7 +12,6 @@ a checkpoint and the end                                     is not a number end
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,16 +22,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from exp.engine.buffer import Recorded, StepBuffer
+from exp.engine.lost import refuse_lost
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
-from exp.errors import RunError
+from exp.engine.rates import Rates
+from exp.engine.writing import begin, save, write
 from exp.hooks.around import around
 from exp.hooks.hook import Hook, Step
-from exp.hooks.values import Panel
-from exp.optim.phase import rate_names, stepping
+from exp.optim.phase import stepping
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel
-from exp.tensorboard.logger import TensorBoardLogger
 from exp.types import Batch, Stage
 
 STATE = "exp_recording"
@@ -67,7 +66,7 @@ class Recording(Callback):
         self._size = 0
         self._data: Any = None
         self._losses: list[Tensor] = []
-        self._rates: dict[str | None, list[float]] = {}
+        self._rates = Rates()
 
     # --- the run ---
 
@@ -82,9 +81,7 @@ class Recording(Callback):
         self._index = self._first = trainer.global_step
         self._start_window()
         trainer.callback_metrics.update(_tensors(self.metrics))
-        for logger in trainer.loggers:
-            if self._index and isinstance(logger, TensorBoardLogger):
-                logger.purge(self._index + 1)
+        begin(trainer, self._index + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
@@ -127,12 +124,7 @@ class Recording(Callback):
                 found = hook.after_backward(step)
                 if found:
                     values.update({tag + ending: value for tag, value in found.items()} if ending else found)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        # A rate that stands still is one point a write, not one a step.
-        if rates != self._rates.get(phase) or self._is_flush(trainer, index):
-            self._rates[phase] = rates
-            for name, rate in zip(rate_names(optimizer, phase=phase), rates, strict=True):
-                values[f"optimizer/lr/{name}"] = rate
+        values.update(self._rates.of(optimizer, phase=phase, is_written=self._is_flush(trainer, index)))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
@@ -220,35 +212,22 @@ class Recording(Callback):
         """
         if not len(self._buffer):
             return
-        terms = self._terms(trainer.lightning_module)
+        terms = trainer.lightning_module.values_of("train").terms
         precision = trainer.precision_plugin
         scaled = isinstance(precision, RunPrecision) and precision.is_scaled
         for step, losses in self._buffer.take(trainer.strategy):
             loss = losses[0]
-            if math.isnan(loss) or (math.isinf(loss) and not scaled):
-                raise RunError(_lost(loss, step.index))
+            refuse_lost(loss, step.index, is_scaled=scaled)
             self._epoch_sum += loss * step.size
             self._epoch_size += step.size
             values = step.values
             values["loss/train"] = loss
             named = zip(terms if step.terms is None else step.terms, losses[1:], strict=False)
             values.update({f"loss/train/{term}": part for term, part in named})
-            self._log(trainer, values, step.index, step.panels)
+            write(trainer, values, step.index, step.panels)
             self.latest.update(values)
             if scaled:
                 precision.written(values, step=step.index)
-
-    def _terms(self, pl_module: LightningModule) -> tuple[str, ...]:
-        return pl_module.values_of("train").terms
-
-    def _log(
-        self, trainer: Trainer, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None
-    ) -> None:
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(values, index)
-                if panels and isinstance(logger, TensorBoardLogger):
-                    logger.log_panels(panels, index)
 
     # --- epochs ---
 
@@ -258,7 +237,7 @@ class Recording(Callback):
         values = pl_module.values_of("train")
         metrics = values.finish(trainer.strategy) if values.names else {}
         if metrics:
-            self._log(trainer, metrics, self._index)
+            write(trainer, metrics, self._index)
         if self._epoch_size:
             # Not logged: the steps have drawn this curve.
             metrics["loss/train"] = self._epoch_sum / self._epoch_size
@@ -279,7 +258,7 @@ class Recording(Callback):
         values = pl_module.values_of(stage).finish(trainer.strategy)
         if trainer.sanity_checking:
             return
-        self._log(trainer, values, self._index)
+        write(trainer, values, self._index)
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -299,6 +278,7 @@ class Recording(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.flush(trainer)
+        save(trainer)
         self._pause()
         checkpoint[STATE] = {
             "metrics": dict(self.metrics),
@@ -317,11 +297,3 @@ class Recording(Callback):
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     """The form in which Lightning's own callbacks compare values; in the precision of a report."""
     return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}
-
-
-def _lost(loss: float, index: int) -> str:
-    name = "not a number" if math.isnan(loss) else "infinite"
-    return (
-        f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
-        "Lower optimizer.lr, set trainer.gradient_clip_val, or look with trainer.detect_anomaly=true for the operator"
-    )

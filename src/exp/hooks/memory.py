@@ -44,15 +44,12 @@ class Memory(Hook):
         return _SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, self._keep_largest)
 
     def after_backward(self, step: Step) -> dict[str, float]:
-        parameters = list(step.network.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return {
-            "memory/parameters_mib": mebibytes(parameters),
-            "memory/gradients_mib": mebibytes(gradients),
-        }
+        gradients = [parameter.grad for parameter in step.network.parameters() if parameter.grad is not None]
+        return {"memory/gradients_mib": mebibytes(gradients)}
 
     def after_step(self, step: Step) -> dict[str, float]:
         values = {
+            "memory/parameters_mib": mebibytes(step.network.parameters()),
             "memory/optimizer_mib": mebibytes(_tensors([optimizer.state for optimizer in step.optimizers])),
             "memory/activations_mib": self._activations / MIB,
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,

@@ -80,6 +80,21 @@ def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.P
     return [entry.parameter for entry in _trained(network)[0] if matches_any(entry.names, patterns)]
 
 
+def pattern_faults(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[Fault]:
+    """The patterns that match no parameter with requires_grad. key: theirs in the config."""
+    trained, frozen = _trained(network)
+    return [
+        _no_match(key, pattern, trained, frozen)
+        for pattern in patterns
+        if not any(_matches(entry.names, pattern) for entry in trained)
+    ]
+
+
+def unmatched_parameters(network: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The names of the parameters with requires_grad that none of the patterns matches."""
+    return [entry.names[0] for entry in _trained(network)[0] if not matches_any(entry.names, patterns)]
+
+
 def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Whether one of the names that a parameter goes by matches one of the patterns."""
     return any(_matches(names, pattern) for pattern in patterns)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ from torch import nn
 from exp.errors import ConfigError, Fault
 from exp.models.config_keys import config_key
 from exp.models.inference import example_inputs
+from exp.models.named_forward import forward_names, with_forward
 from exp.models.program_error import ProgramError
 from exp.objectives.objective import Objective
+from exp.optim.phase import Phase
 from exp.plan.output_fit import output_faults
+from exp.plan.phases import objectives_by_forward
 from exp.plan.shape_words import layer_fault, program_fault
 from exp.plan.watch import Watch
 from exp.types import DataSpec
@@ -38,13 +41,18 @@ class ShapeExamination:
 
 
 def examine_shapes(
-    *, network_factory: Callable[[], nn.Module], spec: DataSpec, objective: Objective | None = None
+    *,
+    network_factory: Callable[[], nn.Module],
+    spec: DataSpec,
+    objective: Objective | None = None,
+    phases: Sequence[Phase] = (),
 ) -> ShapeExamination:
     """Build the network on the meta device, feed it a batch of the data's shape, and look at what comes out.
 
     network_factory: builds the network with every layer sized (models/inference.py), under torch.device("meta").
     spec: the shape and dtype that the data declares, and how many outputs it asks for.
     objective: what the outputs are compared by; without it the last axis alone is held against the data.
+    phases: whose forwards are run, too, each held against its own terms.
     """
     with Watch() as watch, torch.device("meta"), torch.no_grad():
         try:
@@ -53,13 +61,26 @@ def examine_shapes(
             return _failure(error, watch, watch.root, parameters=None)
         _refuse_integers(network)
         parameters = sum(parameter.numel() for parameter in network.parameters())
-        watch.clear()
-        try:
-            output = network(*example_inputs(spec, device="meta"))
-        except Exception as error:
-            return _failure(error, watch, network, parameters=parameters)
-    faults = output_faults(network, output, watch.calls, spec, objective)
-    return ShapeExamination(faults=tuple(faults), parameters=parameters)
+        terms = {None: objective} if objective is None else objectives_by_forward(phases, objective)
+        faults: list[Fault] = []
+        for name in [None, *(name for name in terms if name in forward_names(network))]:
+            watch.clear()
+            seen = network if name is None else with_forward(network, name)
+            try:
+                output = seen(*example_inputs(spec, device="meta"))
+            except Exception as error:
+                failure = _failure(error, watch, seen, parameters=parameters)
+                return failure if name is None else _in_program(failure, name)
+            if name in terms:
+                faults += output_faults(seen, output, watch.calls, spec, terms[name])
+    return ShapeExamination(faults=tuple(dict.fromkeys(faults)), parameters=parameters)
+
+
+def _in_program(failure: ShapeExamination, name: str) -> ShapeExamination:
+    """The same, where the program is not the network's own forward."""
+    key = f"model.programs.{name}"
+    faults = (replace(fault, key=key) if fault.key == "model.forward" else fault for fault in failure.faults)
+    return replace(failure, faults=tuple(faults))
 
 
 def _refuse_integers(network: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """torch.compile of the network, in place: the same module and state dict, with a compiled call.
 
 Relied on, and tested (torch 2.13): `nn.Module.compile` compiles nothing, in silence, where `forward` is one of torch's
-own; the private `_compiled_call_impl` is what it sets; and the private `torch._dynamo.config.skip_nnmodule_hook_guards`,
-without which a compiled network would call the hooks of modules that were there at its first call, and no others.
+own; the private `_compiled_call_impl` is what it sets; and with the private `skip_nnmodule_hook_guards` of
+`torch._dynamo.config` a compiled network would call the hooks of modules that were there at its first call, and no
+others.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ class ProgramModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         bound = {"forward", *self._programs}
-        return {name: value for name, value in self.__dict__.items() if name not in bound}
+        # What torch leaves out, such as a compiled call, is bound to this one, too.
+        return {name: value for name, value in super().__getstate__().items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

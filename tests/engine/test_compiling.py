@@ -1,0 +1,160 @@
+"""runtime.compile: the network is really compiled, computes the same, and keeps its names."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy
+
+import exp
+from exp.engine.compiling import compile_faults, compile_network, is_compiled
+from exp.engine.several_passes import needing
+from exp.errors import ConfigError
+from exp.models.containers import SequentialModel
+
+COMPILED = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]  # which needs no C++ compiler
+SHORT = ["trainer.max_steps=3", "logger=[]", "test=false", "hooks=[]", "trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.config.skip_nnmodule_hook_guards = before
+    torch._dynamo.reset()
+
+
+def frames() -> int:
+    return counters["frames"]["ok"]
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return SequentialModel(layers={"first": nn.Linear(4, 8), "act": nn.GELU(), "second": nn.Linear(8, 3)})
+
+
+def test_the_network_is_compiled_in_place_and_keeps_its_state_dict() -> None:
+    network, x = small(), torch.randn(5, 4)
+    keys, expected = list(network.state_dict()), network(x)
+    assert not is_compiled(network)
+    compile_network(network, backend="aot_eager", needs=frozenset())
+    assert is_compiled(network)
+    torch.testing.assert_close(network(x), expected)
+    assert frames() == 1
+    assert list(network.state_dict()) == keys
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        other.second.bias.add_(1.0)
+    torch.testing.assert_close(other(x), expected + 1.0)
+    torch.testing.assert_close(network(x), expected)
+
+
+def test_hooks_that_come_and_go_are_called_all_the_same() -> None:
+    network, x, seen = small(), torch.randn(5, 4), []
+    compile_network(network, backend="aot_eager", needs=frozenset())
+    network(x)
+    handle = network.first.register_forward_hook(lambda *_: seen.append("first"))
+    network(x)
+    handle.remove()
+    network(x)
+    assert seen == ["first"]
+
+
+def test_what_differentiates_twice_runs_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+    network, needs = small(), frozenset({"input_gradients"})
+    compile_network(network, backend="aot_eager", needs=needs)
+    assert "need input_gradients, which a compiled network cannot give: their steps run it uncompiled" in caplog.text
+    x = torch.randn(5, 4, requires_grad=True)
+    network(x)
+    compiled = frames()
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(network(x).sum(), x, create_graph=True)[0].square().sum().backward()
+    with needing(needs, network):
+        torch.autograd.grad(network(x).sum(), x, create_graph=True)[0].square().sum().backward()
+    assert network.first.weight.grad is not None
+    with needing(frozenset({"forward_passes"}), network):
+        network(x)
+    assert frames() == compiled
+
+
+def test_a_run_is_compiled_and_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loss = {}
+    for name, words in {"compiled": COMPILED, "plain": []}.items():
+        report = exp.fit(exp.compose([*SHORT, *words, "+hooks=[memory,gradients]", "+callbacks=ema"]))
+        loss[name] = {tag: value for tag, value in report.metrics.items() if tag.startswith(("loss", "gradients"))}
+        if name == "compiled":
+            assert frames() >= 2  # training and evaluation
+    assert loss["compiled"] == pytest.approx(loss["plain"], rel=1e-5)
+
+
+def test_a_run_with_a_penalty_compiles_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exp.fit(exp.compose([*SHORT, *COMPILED, "+objective=r1"]))
+    assert frames() == 0
+    assert caplog.text.count("their steps run it uncompiled") == 1
+
+
+def test_two_compiled_ranks_are_one_process(ranks: Any) -> None:
+    command = [*SHORT, "model=lenet", "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1"]
+    alone = ranks.train(*command)
+    shared = ranks.train(*command, *COMPILED, "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", ranks=2)
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert shared.checkpoint()["state_dict"].keys() == alone.checkpoint()["state_dict"].keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["runtime.compile_backend=aot_eagr"],
+            r"runtime.compile_backend: aot_eagr; expected one of aot_eager.*Did you mean aot_eager\?",
+        ),
+        (
+            ["runtime.compile_backend=eager", "~model", "+model={_target_: torch.nn.Flatten}"],
+            r"runtime.compile: true for a model that is a Flatten of torch itself, which torch never compiles",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(words: list[str], message: str) -> None:
+    if "~model" in words:
+        faults = compile_faults(nn.Flatten(), backend="eager", accelerator="cpu")
+        assert [str(fault).startswith(message) for fault in faults] == [True]
+        return
+    with pytest.raises(ConfigError, match=message):
+        exp.validate(exp.compose(["runtime.compile=true", *words]))
+
+
+def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    (fault,) = compile_faults(small(), backend="inductor", accelerator="cpu")
+    assert fault.got == "inductor on a machine without a C++ compiler"
+    assert not compile_faults(small(), backend="inductor", accelerator="cuda")
+    assert not compile_faults(small(), backend="aot_eager", accelerator="cpu")
+
+
+@pytest.mark.skipif(
+    not os.environ.get("EXP_TEST_INDUCTOR"), reason="compiles C++ for a minute: set EXP_TEST_INDUCTOR=1 to run it"
+)
+def test_inductor_keeps_the_gradients_of_convolutions(build_model: Callable[..., nn.Module]) -> None:
+    network = build_model("lenet")
+    x, y = torch.randn(41, 1, 8, 8), torch.randint(10, (41,))
+    expected = torch.autograd.grad(cross_entropy(network(x), y), network.parameters())
+    compile_network(network, backend="inductor", needs=frozenset())
+    found = torch.autograd.grad(cross_entropy(network(x), y), network.parameters())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -29,6 +29,7 @@ from exp.engine.checkpointing import Checkpointing
 from exp.engine.data import RunData
 from exp.engine.length import take_limits
 from exp.engine.module import TrainingModule
+from exp.engine.phases import PhasedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.errors import ExpError
@@ -36,6 +37,7 @@ from exp.objectives.metrics import Accuracy
 from exp.objectives.objective import Objective
 from exp.objectives.terms import CrossEntropy
 from exp.optim.optimization import Optimization
+from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
 from exp.precision.choice import build_precision
 from exp.strategies.ddp import DDP
@@ -108,6 +110,23 @@ def network(*, dropout: float = 0.3) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
 
 
+def two_phases(**body: Any) -> list[Phase]:
+    """The network's head at every step, with AdamW and a schedule; what is below it at every second, with SGD."""
+    head = Optimization(
+        optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2),
+        schedule_factory=functools.partial(Cosine, warmup_steps=3),
+    )
+    rest = Optimization(
+        optimizer_factory=functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+        schedule_factory=functools.partial(StepLR, step_size=1, gamma=0.5),
+        interval="epoch",
+    )
+    return [
+        Phase(name="head", terms=["ce"], parameters=["4.*"], optimization=head, gradient_clip_val=0.5, repeats=2),
+        Phase(name="body", terms=["ce"], parameters=["0.*", "1.*"], optimization=rest, every_n_steps=2, **body),
+    ]
+
+
 class Small:
     """The parts of a small run: 105 training samples in batches of 16, 7 a epoch."""
 
@@ -128,7 +147,8 @@ class Small:
         terms: dict[str, nn.Module] | None = None,
         loss: dict[str, Any] | None = None,
         metrics: dict[str, Any] | None = None,
-        module: Any = TrainingModule,
+        module: Any = None,
+        phases: bool = False,
         rank: int = 0,
         world_size: int = 1,
         store: str | None = None,
@@ -147,6 +167,8 @@ class Small:
             terms = {"ce": CrossEntropy(**loss)}
         torch.manual_seed(0)
         factory, interval = SCHEDULES[schedule] if schedule else (None, "step")
+        if module is None:
+            module = functools.partial(PhasedModule, phases=two_phases()) if phases else TrainingModule
         self.module = module(
             # Without dropout and statistics, which differ with the number of ranks.
             network=model or (nn.Linear(6, 2) if plain_network else network()),

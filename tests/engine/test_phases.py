@@ -1,8 +1,8 @@
-"""Phases against loops written by hand: PyTorch's AMP notes for several models, losses and optimizers; WGAN's critic."""
+"""Phases against loops written by hand: PyTorch's AMP notes for several losses and optimizers; WGAN's critic."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,6 @@ from exp.errors import RunError
 from exp.hooks.gradients import Gradients
 from exp.hooks.memory import Memory
 from exp.objectives.adversarial import DiscriminatorLoss, GeneratorLoss
-from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
@@ -103,14 +102,14 @@ def run(
     dtype: torch.dtype = torch.float32,
     batch_size: int = BATCH,
     resume: Path | None = None,
+    phases: list[Phase] | None = None,
+    model: nn.Module | None = None,
     **settings: Any,
 ) -> Any:
     """A run of the GAN on 105 samples, 7 batches an epoch."""
     inputs = small_run.samples(105)[0].to(dtype)
-    module = functools.partial(
-        PhasedModule,
-        phases=[phase("discriminator", **(discriminator or {})), phase("generator", **(generator or {}))],
-    )
+    both = [phase("discriminator", **(discriminator or {})), phase("generator", **(generator or {}))]
+    module = functools.partial(PhasedModule, phases=phases or both)
     settings.setdefault("max_steps", 50)
     small = small_run.Small(
         directory,
@@ -121,7 +120,7 @@ def run(
             batch_size=batch_size,
             num_outputs=6,
         ),
-        model=Gan(noisy=noisy, inf_at=inf_at).to(dtype),
+        model=model or Gan(noisy=noisy, inf_at=inf_at).to(dtype),
         terms={"discriminator_loss": DiscriminatorLoss(), "generator_loss": GeneratorLoss()},
         metrics={},
         max_epochs=None,
@@ -160,7 +159,7 @@ def by_hand(
     generator_every: int = 1,
     scaled: bool = False,
     inf_at: int | None = None,
-) -> tuple[Gan, list[list[float]]]:
+) -> tuple[Gan, list[list[float]], list[tuple[int, str, float]]]:
     """PyTorch's AMP notes, several models, losses and optimizers: one scaler, updated once an iteration.
 
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html
@@ -177,6 +176,7 @@ def by_hand(
         for window in (whole[i : i + accumulate] for i in range(0, len(whole), accumulate))
     ]
     losses = []
+    norms = []
     for step, window in enumerate(windows, start=1):
         row = []
         scale = scaler.get_scale()
@@ -204,16 +204,18 @@ def by_hand(
                     total = total + loss.detach()
                     scaler.scale(loss).backward()
                 scaler.unscale_(optimizer[name])
+                norm = nn.utils.get_total_norm([p.grad for p in getattr(network, name).parameters()]).item()
                 if name in (clip or {}):
                     nn.utils.clip_grad_norm_(list(getattr(network, name).parameters()), clip[name])
                 scaler.step(optimizer[name])
             row.append(total.item())
+            norms.append((step, name, norm))
         scaler.update()
         for name in schedule:
             if name != "discriminator" or scaler.get_scale() >= scale:
                 schedule[name].step()
         losses.append(row)
-    return network, losses
+    return network, losses, norms
 
 
 def assert_same(small: Any, network: nn.Module) -> None:
@@ -272,8 +274,8 @@ def test_a_gan_of_two_phases_equals_the_loop_by_hand_bit_for_bit(
 ) -> None:
     settings, hand = CASES[name]
     seen = Seen()
-    small = run(small_run, tmp_path, callbacks=(seen,), **settings)
-    network, losses = by_hand(seen.batches, **hand)
+    small = run(small_run, tmp_path, callbacks=(seen,), hooks={"gradients": Gradients()}, **settings)
+    network, losses, norms = by_hand(seen.batches, **hand)
     assert small.trainer.global_step == settings.get("max_steps", 50) == len(losses)
     assert_same(small, network)
     start = Gan().to(hand.get("dtype", torch.float32)).state_dict()
@@ -284,3 +286,126 @@ def test_a_gan_of_two_phases_equals_the_loop_by_hand_bit_for_bit(
         assert small.values.seen["loss/train/discriminator_loss", step] == pytest.approx(row[0], rel=1e-6)
         there = ("loss/train/generator_loss", step) in small.values.seen
         assert there == (len(row) == 2)
+    for step, name, norm in norms:
+        # True gradients of the phase's own parameters: unscaled, not clipped.
+        assert small.values.seen[f"gradients/norm/total/{name}", step] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_step_that_one_optimizer_skips_is_counted_and_halves_the_scale(tmp_path: Path, small_run: ModuleType) -> None:
+    small = run(small_run, tmp_path, word="fp16", inf_at=7, max_steps=9, log_every_n_steps=1)
+    scale = [small.values.seen["precision/loss_scale", step] for step in (6, 7)]
+    assert scale == [65536.0, 32768.0]
+    assert [small.values.seen["precision/skipped_steps", step] for step in (6, 7, 9)] == [0, 1, 1]
+    assert small.trainer.global_step == 9
+
+
+def test_accumulated_batches_equal_one_as_large_phase_by_phase(tmp_path: Path, small_run: ModuleType) -> None:
+    settings = {"dtype": torch.float64, "discriminator": {"repeats": 2, "gradient_clip_val": 0.05}, "max_steps": 20}
+    large = run(small_run, tmp_path / "large", **settings)
+    small = run(small_run, tmp_path / "small", batch_size=5, accumulate_grad_batches=3, **settings)
+    for name, tensor in large.weights().items():
+        assert torch.allclose(small.weights()[name], tensor, rtol=0, atol=1e-10), name
+    losses = [[one.values.seen["loss/train", step] for step in range(1, 21)] for one in (large, small)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-10)
+
+
+def test_a_last_window_with_a_short_batch_is_the_mean_over_its_samples(tmp_path: Path, small_run: ModuleType) -> None:
+    settings = {"dtype": torch.float64, "max_steps": 14}
+    # An epoch is 105 samples: 5 batches of 20 and one of 5, or windows of two of 10 and a last one of one of 5.
+    large = run(small_run, tmp_path / "large", batch_size=20, **settings)
+    small = run(small_run, tmp_path / "small", batch_size=10, accumulate_grad_batches=2, **settings)
+    assert large.trainer.global_step == small.trainer.global_step == 14
+    # A window of unequal batches.
+    three = run(small_run, tmp_path / "three", batch_size=20, accumulate_grad_batches=6, **{**settings, "max_steps": 3})
+    whole = run(small_run, tmp_path / "whole", batch_size=105, **{**settings, "max_steps": 3})
+    for one, other in ((small, large), (three, whole)):
+        for name, tensor in one.weights().items():
+            assert torch.allclose(other.weights()[name], tensor, rtol=0, atol=1e-10), name
+
+
+def test_each_phase_draws_its_own_noise_and_the_first_that_of_a_plain_step(
+    tmp_path: Path, small_run: ModuleType
+) -> None:
+    drawn: list[tuple[str, Tensor]] = []
+
+    class Listening(Gan):
+        def source(self, x: Tensor) -> Tensor:
+            noise = super().source(x)
+            if self.training:
+                drawn.append(("", noise.clone()))
+            return noise
+
+    network = Listening(noisy=True)
+    run(small_run, tmp_path, model=network, discriminator={"repeats": 2}, max_steps=1)
+    assert len(drawn) == 3
+    assert not any(torch.equal(drawn[i][1], drawn[j][1]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    reseed(seed=0, rank=0, epoch=0, batch=0)
+    assert torch.equal(drawn[0][1], torch.randn(BATCH, 3))
+
+
+def test_only_a_phases_own_parameters_get_gradients_and_work(tmp_path: Path, small_run: ModuleType) -> None:
+    found: list[tuple[str, bool]] = []
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, parameter in pl_module.network.named_parameters():
+                found.append((name, (parameter.grad is not None) == (id(parameter) in own)))
+                assert parameter.requires_grad
+
+    run(small_run, tmp_path, callbacks=(Look(),), max_steps=2)
+    assert len(found) == 2 * 2 * 8
+    assert all(right for _, right in found)
+
+
+def test_evaluation_runs_every_phases_forward_and_terms(tmp_path: Path, small_run: ModuleType) -> None:
+    small = run(small_run, tmp_path, max_steps=7)
+    network = small.module.network.eval()
+    x = small_run.samples(105)[0][:20]
+    real, fake = network.judge(x).values()
+    judged = (softplus(-real).mean() + softplus(fake).mean()).item()
+    imitated = softplus(-network.imitate(x)["fake_score"]).mean().item()
+    metrics = small.recording.metrics
+    assert metrics["loss/val/discriminator_loss"] == pytest.approx(judged, abs=1e-5)
+    assert metrics["loss/val/generator_loss"] == pytest.approx(imitated, abs=1e-5)
+    assert metrics["loss/val"] == pytest.approx(judged + imitated, abs=1e-5)
+
+
+def test_the_tags_of_a_run_with_phases(tmp_path: Path, small_run: ModuleType) -> None:
+    groups = {"first": {"parameters": "generator.0.*", "lr": 1e-3}}
+    optimization = Optimization(optimizer_factory=AdamW, groups=groups)
+    generator = dataclasses.replace(phase("generator"), optimization=optimization)
+    small = run(
+        small_run,
+        tmp_path,
+        phases=[phase("discriminator", every_n_steps=2), generator],
+        hooks={"gradients": Gradients(), "memory": Memory()},
+        max_steps=2,
+    )
+    tags = {step: {tag for tag, at in small.values.seen if at == step} for step in (1, 2)}
+    expected = {
+        "loss/train",
+        "loss/train/discriminator_loss",
+        "loss/train/generator_loss",
+        "optimizer/lr/discriminator",
+        "optimizer/lr/generator/default",
+        "optimizer/lr/generator/first",
+        "gradients/norm/total/discriminator",
+        "gradients/norm/total/generator",
+        "gradients/norm/generator.0.weight/generator",
+        "gradients/norm/discriminator.0.weight/discriminator",
+        "memory/parameters_mib",
+        "memory/activations_mib",
+        "memory/gradients_mib/generator",
+    }
+    assert expected <= tags[1]
+    # The discriminator's phase is not due at the second step.
+    assert not {tag for tag in tags[2] if "discriminator" in tag and "/val" not in tag}
+    assert small.values.seen["optimizer/lr/generator/first", 1] == 1e-3
+    assert small.values.seen["memory/activations_mib", 1] > 0
+
+
+def test_a_checkpoint_of_other_phases_is_refused(tmp_path: Path, small_run: ModuleType) -> None:
+    first = run(small_run, tmp_path / "a", max_steps=7)
+    with pytest.raises(RunError, match=r"the phases \[discriminator, generator\]; expected those of \[generator\]"):
+        run(small_run, tmp_path / "b", phases=[phase("generator")], max_steps=9, resume=first.last)

@@ -44,6 +44,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "averaged_plateau": {"callbacks": ("ema",), "schedule": "plateau", "accumulate_grad_batches": 2},
     "stopped_early": {"callbacks": ("early_stopping",), "max_epochs": 20},
     "clipped": {"gradient_clip_val": 0.1},
+    "phases": {"phases": True},
+    "phases_accumulated": {"phases": True, "accumulate_grad_batches": 3, "every_n_steps": 1, "callbacks": ("ema",)},
+    "phases_fp16": {"phases": True, "word": "fp16", "val_check_interval": 3},
 }
 
 
@@ -93,8 +96,12 @@ def test_a_run_that_was_broken_off_several_times_equals_the_unbroken_one(
             {"accumulate_grad_batches": 2, "schedule": "cosine"},
             [["on_train_batch_end", 11], ["on_validation_end", 1]],
         ),
+        (
+            {"phases": True, "accumulate_grad_batches": 2, "every_n_steps": 1},
+            [["on_train_batch_end", 12], ["on_before_optimizer_step", 7]],
+        ),
     ],
-    ids=["plain", "accumulated"],
+    ids=["plain", "accumulated", "phases"],
 )
 def test_a_run_that_was_killed_by_the_system_twice_equals_the_unbroken_one(
     tmp_path: Path, elsewhere: Any, logged: Callable[..., Any], settings: dict[str, Any], kills: list[list[Any]]

@@ -35,7 +35,7 @@ from exp.models.named_forward import with_forward
 from exp.optim.groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
 from exp.precision.plugin import RunPrecision
-from exp.strategies.averaging import average_gradients
+from exp.strategies.averaging import average_gradients, broadcast_buffers
 from exp.types import Batch
 
 
@@ -128,6 +128,7 @@ class PhasedModule(TrainingModule):
 
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1
+        broadcast_buffers(self.network)
         precision: RunPrecision = self.trainer.precision_plugin
         losses: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}

@@ -34,6 +34,8 @@ def resume_faults(config: Mapping[str, Any]) -> list[Fault]:
     if config["train"]:
         faults += _other_values(before, config, "optimizer", path)
         faults += _other_values(before, config, "scheduler", path)
+        # A checkpoint of before there were phases had none.
+        faults += _other_values({"phases": {}, **before}, config, "phases", path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
     return faults
 

@@ -56,12 +56,23 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
             piece.copy_(mean.view_as(piece))
 
 
+def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Gives all ranks of a process group its first rank's buffers, in place, as ddp does before each forward."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    _broadcast(module.buffers(), group)
+
+
 def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Gives all ranks of a process group its first rank's parameters and buffers, in place. Every one must call it."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
+    _broadcast((*module.parameters(), *module.buffers()), group)
+
+
+def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     source = 0 if group is None else dist.get_global_rank(group, 0)
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         dist.broadcast(_local(tensor).detach(), src=source, group=group)
 
 

@@ -1,0 +1,145 @@
+"""What a step costs under strategy=ddp, against a script that calls DistributedDataParallel by hand.
+
+    python benchmarks/ddp.py [--pairs 9] [--steps 1500]
+
+LeNet on digits, a global batch of 64 over two gloo ranks of one thread each, AdamW. Both take turns in the same two
+processes: a pair is one of each, and the figure is the median of the pairs' ratios. Starting processes, building the
+network and the first 500 steps are not counted, nor are checkpoints and validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+import torch
+import torch.multiprocessing
+from loop_clock import Clock, ClockHook
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import exp
+from exp import run
+from exp.build import place, plain_config
+from exp.config.freeze import freeze, read_frozen
+from exp.strategies.group import join
+from exp.strategies.rank import Rank
+
+RANKS = 2
+BATCH_SIZE = 64
+VARIANTS = {
+    "exp: norms every step, memory, throughput, TensorBoard": ["hooks.gradients.every_n_steps=1"],
+    "exp: as it comes": [],
+    "exp: hooks=[] logger=[]": ["~hooks.gradients", "~hooks.memory", "~hooks.throughput", "logger=[]"],
+}
+
+
+def samples(steps: int) -> tuple[Tensor, Tensor]:
+    """Digits as [1, 8, 8], repeated to fill an epoch of so many steps."""
+    images, labels = load_digits(return_X_y=True)
+    index = torch.arange(steps * BATCH_SIZE) % len(labels)
+    return torch.tensor(images, dtype=torch.float32)[index].view(-1, 1, 8, 8) / 16, torch.tensor(labels)[index]
+
+
+def lenet() -> nn.Module:
+    """conf/model/lenet.yaml by hand."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def by_hand(steps: int) -> float:
+    """Microseconds of a step: a stock DataLoader with a DistributedSampler, and no logging."""
+    dataset = TensorDataset(*samples(steps))
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE // RANKS, sampler=DistributedSampler(dataset))
+    network, clock = DistributedDataParallel(lenet(), gradient_as_bucket_view=True), Clock()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    for inputs, target in loader:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(network(inputs), target)
+        loss.backward()
+        optimizer.step()
+        clock.step()
+    return clock.microseconds()[0]
+
+
+def frozen(folder: Path, name: str, overrides: list[str], steps: int) -> Path:
+    path = folder / "digits.pt"
+    if not path.is_file():
+        inputs, target = samples(steps)
+        torch.save({"input": inputs, "target": target}, path)
+    line = [
+        f"hydra.run.dir={folder / name}",
+        *("strategy=ddp", "launch.accelerator=cpu", f"launch.devices={RANKS}", "model=lenet"),
+        *("data=tensors", f"data.dataset.path={path}", f"data.batch_size={BATCH_SIZE}"),
+        *("data.parts.train=1.0", "data.parts.val=0", "data.parts.test=0", "data.input_shape=[1,8,8]"),
+        *("data.input_dtype=float32", "data.num_classes=10", "data.num_outputs=10", "metrics=[]"),
+        *("trainer.max_epochs=1", "trainer.limit_val_batches=0", "test=false", "monitor=loss/train"),
+        *("checkpoint.save_last=false", "checkpoint.save_best=false", "trainer.enable_progress_bar=false"),
+        *("+hooks.clock={_target_: loop_clock.ClockHook}", "security.allow=[loop_clock]"),
+        *overrides,
+    ]
+    config = exp.compose(line)
+    exp.validate(config)
+    return freeze(config)
+
+
+def live(number: int, store: str, directories: list[Path], steps: int, results: str) -> None:
+    """One rank: all contenders of one repetition after another, and rank 0's times in a file."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rank = Rank(global_rank=number, local_rank=number, world_size=RANKS, local_world_size=RANKS, store=store)
+    join(rank, place(plain_config(read_frozen(directories[0][0])), rank=rank), timeout_seconds=600)
+    for turn in directories:
+        times = [by_hand(steps)]
+        for directory in turn:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                run.run(directory, rank=rank)
+            times.append(ClockHook.measured[0])
+        if rank.is_first:
+            with open(results, "a") as file:
+                print(*times, file=file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=1500)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=".", prefix="ddp-") as name:
+        folder = Path(name).resolve()
+        directories = [
+            [frozen(folder, f"{pair}-{n}", more, arguments.steps) for n, more in enumerate(VARIANTS.values())]
+            for pair in range(arguments.pairs)
+        ]
+        results = folder / "times"
+        shared = (str(folder / "store"), directories, arguments.steps, str(results))
+        torch.multiprocessing.spawn(live, args=shared, nprocs=RANKS)
+        turns = [[float(time) for time in line.split()] for line in results.read_text().splitlines()]
+    print(f"{'':56}{'step':>8}{'median':>9}{'all pairs':>12}")
+    print(f"{'':56}{'us':>8}{'ratio':>9}")
+    for place_, contender in enumerate(["by hand", *VARIANTS]):
+        ratios = sorted(turn[place_] / turn[0] for turn in turns)
+        step = statistics.median(turn[place_] for turn in turns)
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        print(f"{contender:56}{step:8.0f}{statistics.median(ratios):9.3f}{spread:>16}")
+
+
+if __name__ == "__main__":
+    main()

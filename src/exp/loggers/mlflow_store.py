@@ -1,0 +1,195 @@
+"""+logger=mlflow: Lightning's MLFlowLogger on a store of this machine, in batches, and going on over a resume."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from exp.errors import MissingExtraError, RunError
+from exp.hooks.values import Image, Panel, Text
+from exp.loggers.continuing import Notes
+from exp.loggers.left_out import LeftOut
+from exp.loggers.run_logger import Description, RunLogger
+from exp.tensorboard.png import grid
+
+if find_spec("mlflow") is None:
+    raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
+
+log = logging.getLogger(__name__)
+
+_SQLITE = "sqlite:///"
+# MLflow takes no more in one call.
+_METRICS_A_BATCH = 1000
+_ROWS_A_WRITE = 200
+_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_REFUSED_IN_NAMES = re.compile(r"[^\w.\- :/]")
+
+
+class MlflowLogger(RunLogger, MLFlowLogger):
+    """Numbers, images and texts as a run of MLflow, under the same tags; hyperparameters as its params.
+
+    Rows wait until `flush_seconds` have passed, because a call costs milliseconds. A resume goes on in the same run of
+    MLflow; of the steps that it repeats those that are there already are left out, for they are the same numbers, and
+    MLflow can take none back.
+
+    directory: the run directory; build.py gives it. It keeps mlflow.json, which names the run in the store.
+    tracking_uri: `sqlite:///outputs/mlflow.db` is a file below the working directory; a server's address is one, too.
+    experiment: under which MLflow lists the run.
+    artifacts: where images and texts go, with a store that is a file.
+
+    Raises RunError, from whichever call writes: the store cannot be reached.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | Path,
+        tracking_uri: str = "sqlite:///outputs/mlflow.db",
+        experiment: str = "exp",
+        artifacts: str = "outputs/mlflow",
+        flush_seconds: float = 5.0,
+    ) -> None:
+        self._directory = Path(directory)
+        self._notes = Notes(self._directory / "mlflow.json")
+        self._is_continued = "run_id" in self._notes.values
+        is_file = tracking_uri.startswith(_SQLITE)
+        self._database = Path(tracking_uri.removeprefix(_SQLITE)).absolute() if is_file else None
+        if self._database is not None:
+            tracking_uri = f"{_SQLITE}{self._database}"
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        with self._reaching(), self._alone():
+            super().__init__(
+                experiment_name=experiment,
+                run_name=str(self._directory.name),
+                tracking_uri=tracking_uri,
+                artifact_location=Path(artifacts).absolute().as_uri() if is_file else None,
+                run_id=self._notes.values.get("run_id"),
+            )
+        self.flush_seconds = flush_seconds
+        self._waiting: list[tuple[str, float, int, int]] = []
+        self._rows = 0
+        self._last_write = time.time()
+        self._reached: dict[str, int] = {}
+        self._renamed: set[str] = set()
+        self._left_out = LeftOut(name="mlflow", kinds=(Image, Text))
+
+    @rank_zero_only
+    def describe(self, description: Description) -> None:
+        with self._reaching():
+            with self._alone():
+                run_id = self.run_id
+            self._notes.keep(run_id=run_id, tracking_uri=self._tracking_uri)
+            if self._is_continued:
+                self.experiment.update_run(run_id, status="RUNNING")
+                return
+            self.log_hyperparams(dict(description.hyperparameters))
+            self.experiment.set_tag(run_id, "directory", str(self._directory))
+            if description.tags:
+                self.experiment.set_tag(run_id, "tags", ", ".join(description.tags))
+            for name, text in description.texts.items():
+                self.experiment.log_text(run_id, text, f"{name}.md")
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers by tag. step: the optimizer steps done."""
+        if step is None:
+            raise ValueError("log_metrics needs the optimizer step: it is the x axis of every tag")
+        now = int(1000 * time.time())
+        self._waiting += [(self._name_of(tag), value, now, step) for tag, value in metrics.items()]
+        self._rows += 1
+        if self._rows >= _ROWS_A_WRITE or time.time() - self._last_write >= self.flush_seconds:
+            self.save()
+
+    @rank_zero_only
+    def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
+        with self._reaching():
+            for tag, panel in self._left_out.shown(panels).items():
+                if isinstance(panel, Text):
+                    self.experiment.log_text(self.run_id, panel.markdown, f"{tag}/{step}.md")
+                else:
+                    sheet = grid(panel.pixels, columns=panel.columns)
+                    self.experiment.log_image(self.run_id, sheet, key=self._name_of(tag), step=step)
+
+    @rank_zero_only
+    def purge(self, step: int) -> None:
+        """Nothing: MLflow takes no number back. `save` leaves out those that it has."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Writes what waits."""
+        from mlflow.entities import Metric
+
+        waiting, self._waiting, self._rows = self._waiting, [], 0
+        self._last_write = time.time()
+        with self._reaching():
+            new = [
+                Metric(key=key, value=value, timestamp=now, step=step)
+                for key, value, now, step in waiting
+                if step > self._last_step(key)
+            ]
+            for start in range(0, len(new), _METRICS_A_BATCH):
+                self.experiment.log_batch(self.run_id, metrics=new[start : start + _METRICS_A_BATCH])
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Behind a stage, of which another may follow: writes what waits."""
+        self.save()
+
+    @rank_zero_only
+    def end(self, status: str) -> None:
+        self.save()
+        with self._reaching():
+            self.experiment.set_terminated(self.run_id, _STATUS[status])
+
+    def _last_step(self, key: str) -> int:
+        """Up to where the store has the tag: nowhere, in a run that is not continued."""
+        if not self._is_continued:
+            return -1
+        if key not in self._reached:
+            history = self.experiment.get_metric_history(self.run_id, key)
+            self._reached[key] = max((metric.step for metric in history), default=-1)
+        return self._reached[key]
+
+    def _name_of(self, tag: str) -> str:
+        name = _REFUSED_IN_NAMES.sub("_", tag)
+        if name != tag and tag not in self._renamed:
+            self._renamed.add(tag)
+            log.warning("MLflow takes letters, digits, _ - . : / and spaces in names: %s is %s there", tag, name)
+        return name
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except (MlflowException, OSError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            where = self._database or self.__dict__.get("_tracking_uri", "the server")
+            raise RunError(
+                f"MLflow's store {where} cannot be used: {first}; expected a database that can be written, or a server "
+                "that answers. Change logger.mlflow.tracking_uri, or take out mlflow from the loggers"
+            ) from error
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time makes the database, the experiment and the run: jobs of a sweep start together."""
+        if self._database is None:
+            yield
+            return
+        self._database.parent.mkdir(parents=True, exist_ok=True)
+        with self._database.with_name(f".{self._database.name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # MLflow tries for two minutes, and prints each time, before it says that a file cannot be opened.
+            self._database.open("ab").close()
+            yield

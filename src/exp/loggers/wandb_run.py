@@ -1,0 +1,118 @@
+"""+logger=wandb: Lightning's WandbLogger, offline unless told otherwise, and going on over a resume."""
+
+from __future__ import annotations
+
+import html
+import time
+import uuid
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from exp.errors import MissingExtraError
+from exp.hooks.values import Histogram, Image, Panel, Text
+from exp.loggers.continuing import Notes
+from exp.loggers.left_out import LeftOut
+from exp.loggers.run_logger import Description, RunLogger
+from exp.tensorboard.png import grid
+
+if find_spec("wandb") is None:
+    raise MissingExtraError(feature="logger=wandb", package="wandb", extra="wandb")
+
+GLOBAL_STEP = "trainer/global_step"
+_NOTE_SECONDS = 5.0
+
+
+class WandbLogger(RunLogger, LightningWandbLogger):
+    """Numbers, histograms, images and texts as a run of W&B, under the same tags; the config as its config.
+
+    W&B's own step is the optimizer step, so that what a step and a validation behind it measured share a row. A resume
+    goes on under the same id; of the steps that it repeats those that were logged already are left out, for they are
+    the same numbers.
+
+    directory: the run directory; build.py gives it. W&B writes into `wandb/` there; `wandb sync` uploads that.
+    project, entity: W&B's own names.
+    offline: nothing leaves this machine.
+    """
+
+    def __init__(
+        self, *, directory: str | Path, project: str = "exp", entity: str | None = None, offline: bool = True
+    ) -> None:
+        import wandb
+
+        self._notes = Notes(Path(directory) / "wandb.json")
+        self._reached = self._notes.values.get("step", -1)
+        self._last_step = self._reached
+        self._noted = time.time()
+        super().__init__(
+            name=Path(directory).name,
+            save_dir=str(directory),
+            version=self._notes.values.get("id") or uuid.uuid4().hex[:12],
+            project=project,
+            entity=entity,
+            # Not by Lightning's `offline`, which sets it in the environment for later runs of this process, too.
+            mode="offline" if offline else "online",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._left_out = LeftOut(name="wandb", kinds=(Histogram, Image, Text))
+
+    @rank_zero_only
+    def describe(self, description: Description) -> None:
+        self.experiment.config.update(dict(description.config), allow_val_change=True)
+        self.experiment.tags = tuple(description.tags)
+        # Behind the start, so that an id that is noted is one that was used.
+        self._notes.keep(id=self.experiment.id, step=self._reached)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Numbers by tag. step: the optimizer steps done."""
+        if step is None:
+            raise ValueError("log_metrics needs the optimizer step: it is the x axis of every tag")
+        if step > self._reached:
+            self.experiment.log({**metrics, GLOBAL_STEP: step}, step=step)
+            self._last_step = step
+            if time.time() - self._noted >= _NOTE_SECONDS:
+                self.save()
+
+    @rank_zero_only
+    def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
+        shown = self._left_out.shown(panels)
+        if shown:
+            self.log_metrics({tag: _media(panel) for tag, panel in shown.items()}, step)
+
+    @rank_zero_only
+    def purge(self, step: int) -> None:
+        """Nothing: W&B takes no row back. Those that it has are not logged again."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Notes how far it came: W&B has a process of its own that writes."""
+        self._noted = time.time()
+        self._notes.keep(step=self._last_step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Behind a stage, of which another may follow."""
+        self.save()
+
+    @rank_zero_only
+    def end(self, status: str) -> None:
+        self.save()
+        # Else a later run of this process would be drawn into this one.
+        self.experiment.finish(exit_code=0 if status == "completed" else 1)
+
+
+def _media(panel: Panel) -> Any:
+    import wandb
+
+    if isinstance(panel, Histogram):
+        limits = np.linspace(float(panel.low), float(panel.high), len(panel.counts) + 1)
+        return wandb.Histogram(np_histogram=(panel.counts.numpy(), np.nan_to_num(limits)))
+    if isinstance(panel, Image):
+        return wandb.Image(grid(panel.pixels, columns=panel.columns))
+    return wandb.Html(f"<pre>{html.escape(panel.markdown)}</pre>")

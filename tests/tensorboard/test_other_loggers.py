@@ -1,0 +1,226 @@
+"""+logger=csv, mlflow and wandb beside TensorBoard: the same tags and numbers, over a resume in the run's directory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+import exp
+from exp.errors import RunError
+from exp.hooks.values import Histogram, Image, PrecisionRecallCurve, Text
+from exp.run import run
+
+STEPS = 20
+Points = dict[str, dict[int, float]]
+
+
+def trained_in_two_parts(directory: Path, monkeypatch, *overrides: str) -> Path:
+    """One epoch, then another that goes on in the same run directory, as a restart does."""
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    small = ["model.layers.hidden.out_features=8", "model.layers.hidden2.out_features=8", "test=false"]
+    report = exp.fit(exp.compose(["trainer.max_epochs=1", *small, *overrides]))
+    first = Path(report.directory)
+    config = OmegaConf.load(first / "config.yaml")
+    config.trainer.max_epochs = 2
+    OmegaConf.save(config, first / "config.yaml")
+    run(first, resume=first / "checkpoints" / "last.ckpt")
+    return first
+
+
+def in_events(directory: Path) -> Points:
+    read = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    tags = read.PluginTagToContent("scalars")
+    return {tag: once([(e.step, make_ndarray(e.tensor_proto).item()) for e in read.Tensors(tag)]) for tag in tags}
+
+
+def once(points: list[tuple[int, float]]) -> dict[int, float]:
+    assert len(dict(points)) == len(points), "a step is there twice"
+    return dict(points)
+
+
+def assert_same(found: Points, expected: Points) -> None:
+    assert found.keys() == expected.keys()
+    assert {"loss/train", "loss/val", "accuracy/val", "gradients/norm/total"} <= found.keys()
+    assert list(found["loss/train"]) == list(range(1, 2 * STEPS + 1))
+    for tag, points in found.items():
+        # An event file holds float32.
+        assert points == pytest.approx(expected[tag], rel=1e-6), tag
+
+
+def test_csv_holds_what_the_event_file_holds(tmp_path, monkeypatch):
+    directory = trained_in_two_parts(tmp_path / "here", monkeypatch, "+logger=csv")
+    with (directory / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tags = [tag for tag in rows[0] if tag != "step"]
+    found = {tag: once([(int(row["step"]), float(row[tag])) for row in rows if row[tag]]) for tag in tags}
+    assert_same(found, in_events(directory))
+
+
+@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
+def test_mlflow_that_is_not_installed_is_refused_before_the_run(capsys, tmp_path, monkeypatch):
+    refused("mlflow", capsys, tmp_path, monkeypatch)
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_that_is_not_installed_is_refused_before_the_run(capsys, tmp_path, monkeypatch):
+    refused("wandb", capsys, tmp_path, monkeypatch)
+
+
+def refused(name: str, capsys, tmp_path, monkeypatch) -> None:
+    from exp.check import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main([f"+logger={name}"]) == 2
+    message = f"needs the package {name}, which is not installed: pip install 'exp-framework[{name}]'"
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- where they are installed ---
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed: pip install 'exp-framework[mlflow]'")
+class TestMlflow:
+    pytestmark = pytest.mark.filterwarnings("ignore")  # of MLflow's own dependencies
+
+    def test_it_holds_what_the_event_file_holds(self, tmp_path, monkeypatch):
+        from mlflow.tracking import MlflowClient
+
+        directory = trained_in_two_parts(tmp_path / "here", monkeypatch, "+logger=mlflow", "tags=[a,b]")
+        client = MlflowClient(f"sqlite:///{tmp_path}/here/outputs/mlflow.db")
+        (experiment,) = [one for one in client.search_experiments() if one.name == "train"]
+        (stored,) = client.search_runs([experiment.experiment_id])
+        assert stored.info.status == "FINISHED"
+        assert stored.data.tags["tags"] == "a, b"
+        assert stored.data.params["optimizer.lr"] == "0.003"
+        found = {
+            tag: once([(metric.step, metric.value) for metric in client.get_metric_history(stored.info.run_id, tag)])
+            for tag in stored.data.metrics
+        }
+        assert_same(found, in_events(directory))
+        path = client.download_artifacts(stored.info.run_id, "config.md", str(tmp_path))
+        assert "batch_size: 64" in Path(path).read_text()
+
+    def test_a_kill_leaves_no_row_twice_and_panels_are_shown(self, tmp_path, caplog):
+        from mlflow.tracking import MlflowClient
+
+        from exp.loggers.mlflow_store import MlflowLogger
+
+        options = {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db", "artifacts": str(tmp_path / "artifacts")}
+        for first in (1, 6):
+            logger = MlflowLogger(directory=tmp_path / "run", **options)
+            (tmp_path / "run").mkdir(exist_ok=True)
+            logger.describe(described())
+            logger.purge(first)
+            for step in range(first, first + 8):
+                logger.log_metrics({"loss/train": float(step), "a[0]": math.nan}, step)
+            logger.log_panels(PANELS, first)
+            logger.save()
+        logger.end("interrupted")
+        client = MlflowClient(options["tracking_uri"])
+        stored = client.get_run(json.loads((tmp_path / "run" / "mlflow.json").read_text())["run_id"])
+        history = client.get_metric_history(stored.info.run_id, "loss/train")
+        assert [(metric.step, metric.value) for metric in history] == [(step, float(step)) for step in range(1, 14)]
+        assert stored.info.status == "KILLED"
+        assert "a_0_" in stored.data.metrics
+        assert len([r for r in caplog.records if "Histogram: histogram and its like are left out" in r.message]) == 2
+        assert [file.path for file in client.list_artifacts(stored.info.run_id, "text")] == ["text/1.md", "text/6.md"]
+        assert len(client.list_artifacts(stored.info.run_id, "images")) >= 2
+
+    def test_a_store_that_cannot_be_had_is_one_clear_error(self, tmp_path):
+        from exp.loggers.mlflow_store import MlflowLogger
+
+        (tmp_path / "mlflow.db").mkdir()
+        with pytest.raises(RunError, match=r"mlflow\.db cannot be used: .*Change logger\.mlflow\.tracking_uri"):
+            MlflowLogger(directory=tmp_path, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db").describe(described())
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: pip install 'exp-framework[wandb]'")
+class TestWandb:
+    pytestmark = pytest.mark.filterwarnings("ignore")  # of W&B's own
+
+    def test_it_holds_what_the_event_file_holds(self, tmp_path, monkeypatch):
+        directory = trained_in_two_parts(tmp_path / "here", monkeypatch, "+logger=wandb")
+        parts = sorted((directory / "wandb").glob("offline-run-*"))
+        assert len(parts) == 2
+        assert len({part.name.rpartition("-")[2] for part in parts}) == 1, "another id would be another run"
+        found: dict[str, list[tuple[int, float]]] = {}
+        for part in parts:
+            for step, row in history(part):
+                assert row.pop("trainer/global_step") == step
+                for tag, value in row.items():
+                    if not tag.startswith("_"):
+                        found.setdefault(tag, []).append((step, float(value)))
+        assert_same({tag: once(points) for tag, points in found.items()}, in_events(directory))
+
+    def test_panels_are_shown_and_a_repeated_step_is_left_out(self, tmp_path, caplog):
+        from exp.loggers.wandb_run import WandbLogger
+
+        for first in (1, 6):
+            logger = WandbLogger(directory=tmp_path)
+            logger.describe(described())
+            logger.purge(first)
+            for step in range(first, first + 8):
+                logger.log_metrics({"loss/train": float(step)}, step)
+            logger.log_panels(PANELS, first + 8)
+            logger.end("completed")
+        rows = [row for part in sorted((tmp_path / "wandb").glob("offline-run-*")) for row in history(part)]
+        steps = [step for step, row in rows if "loss/train" in row]
+        assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
+        kinds = {tag: [(step, row[f"{tag}/_type"]) for step, row in rows if f"{tag}/_type" in row] for tag in PANELS}
+        assert kinds == {
+            "histogram": [(9, "histogram"), (14, "histogram")],
+            "images": [(9, "image-file"), (14, "image-file")],
+            "text": [(9, "html-file"), (14, "html-file")],
+            "curve": [],
+        }
+        assert len([r for r in caplog.records if "PrecisionRecallCurve: curve" in r.message]) == 2
+
+
+PANELS = {
+    "histogram": Histogram.of(torch.arange(10.0)),
+    "images": Image.of(torch.rand(3, 1, 8, 8)),
+    "text": Text("**a**"),
+    "curve": PrecisionRecallCurve.of(torch.tensor([0.5]), torch.tensor([1])),
+}
+
+
+def described():
+    from exp.loggers.run_logger import Description
+
+    return Description(
+        hyperparameters={"seed": 0}, metrics=[], config={"seed": 0}, texts={}, tags=[], network=lambda: (None, ())
+    )
+
+
+def history(folder: Path) -> list[tuple[int, dict[str, object]]]:
+    """The rows of an offline run: records of LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("run-*.wandb")
+    content, at, parts, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                rows.append((record.history.step.num, {key: json.loads(value) for key, value in items.items()}))
+    return rows

@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from exp.errors import ConfigError, Fault
+from exp.strategies.parts import local
+from exp.strategies.whole_state import WholeState
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,9 @@ class ExponentialMovingAverage(Callback):
         # Restored before the strategy moved the module to its device; and fit may be called again.
         self._swap_out(pl_module)
         own = _tensors(pl_module)
+        if isinstance(trainer.strategy, WholeState):
+            # A checkpoint has them whole, and so they are until the strategy has placed the network.
+            self._average = trainer.strategy.parts_of(self._average, own)
         self._average = {name: tensor.to(own[name].device) for name, tensor in self._average.items()}
 
     def on_train_batch_end(
@@ -97,9 +102,11 @@ class ExponentialMovingAverage(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._average:
             return
-        own = checkpoint["state_dict"]
-        checkpoint[CURRENT] = {name: self._current.get(name, tensor) for name, tensor in own.items()}
-        checkpoint["state_dict"] = {name: self._average.get(name, tensor) for name, tensor in own.items()}
+        own, average, current = checkpoint["state_dict"], self._average, self._current
+        if isinstance(trainer.strategy, WholeState):
+            average, current = trainer.strategy.gather_all(average), trainer.strategy.gather_all(current)
+        checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
+        checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -128,7 +135,10 @@ class ExponentialMovingAverage(Callback):
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
         real = [name for name, tensor in own.items() if tensor.is_floating_point()]
-        torch._foreach_lerp_([self._average[name] for name in real], [own[name] for name in real], 1.0 - decay)
+        # Of DTensors the local parts: torch's kernels for many refuse lists that mix the two kinds.
+        torch._foreach_lerp_(
+            [local(self._average[name]) for name in real], [local(own[name]) for name in real], 1.0 - decay
+        )
         for name in own.keys() - set(real):
             self._average[name].copy_(own[name])
         self._updates += 1
@@ -154,4 +164,4 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     names: Iterable[str] = targets.keys()
-    torch._foreach_copy_([targets[name] for name in names], [sources[name] for name in names])
+    torch._foreach_copy_([local(targets[name]) for name in names], [local(sources[name]) for name in names])

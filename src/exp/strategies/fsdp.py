@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from exp.errors import ConfigError, Fault
-from exp.strategies.sharding_faults import sharding_faults, tied_faults
+from exp.strategies.placement import Demand
+from exp.strategies.sharding_faults import ELEMENTWISE, sharding_faults, tied_faults
 from exp.strategies.strategy import Planned, Strategy
 from exp.strategies.units import AUTO, matched, units
 
@@ -57,6 +58,12 @@ class FSDP(Strategy):
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.no_sync = no_sync
 
+    @property
+    def demand(self) -> Demand:
+        """One rank alone has a process group where an option means something to it, too."""
+        options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
+        return Demand(group=any(options))
+
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
         faults = sharding_faults(planned, name=self.name)
@@ -70,6 +77,18 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         faults += tied_faults(planned.network, chosen)
+        from exp.optim.optimizer import FUSED_IN_SHARDS
+
+        optimizer = planned.config["optimizer"]
+        kind = optimizer["_target_"].rpartition(".")[2]
+        if optimizer.get("fused") is True and kind in ELEMENTWISE and kind not in FUSED_IN_SHARDS:
+            faults.append(
+                Fault(
+                    key="optimizer.fused",
+                    got=f"true for {kind}, which torch cannot do on shards",
+                    expected=f"null, or one of {', '.join(FUSED_IN_SHARDS)}",
+                )
+            )
         if self.cpu_offload and planned.placement.accelerator == "cpu":
             faults.append(
                 Fault(

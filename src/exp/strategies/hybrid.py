@@ -10,7 +10,7 @@ from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import Demand
 from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy
-from exp.strategies.tensor_parallel import TensorOptions
+from exp.strategies.tensor_parallel import MEETS, TensorOptions
 from exp.strategies.tensor_plan import AUTO
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Hybrid(Strategy):
         """What cannot be cut so, and what no run in parts can do."""
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
-        faults = sharding_faults(planned, name=self.name)
+        faults = sharding_faults(planned, name=self.name, meets=frozenset() if self.data == "shard" else MEETS)
         return faults + self.tensor.faults(planned.network, ranks=self.together)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

@@ -9,6 +9,7 @@ norms, total_norm                  of whole gradients, over all ranks
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ NETWORK = "network."
 
 
 class ModelParallel(WholeState):
-    """Base. A subclass gives `place_model`, and `gather`, `part` and `copies` where its parts are no DTensors.
+    """Base. A subclass gives `place_model`, and `gather`, `part` and `copies_in_model` where its parts are no DTensors.
 
     With `holds_every_name` False the optimizers are made of the whole network, before it is cut, and keep the
     parameters that this rank is left with: their groups, and a checkpoint's indices, are those of one process.
@@ -56,11 +57,16 @@ class ModelParallel(WholeState):
 
     def copies(self, name: str, part: Tensor) -> int:
         """How many ranks of the run hold this same part of a tensor: in a norm over all ranks it counts once."""
+        in_model = self.copies_in_model(name)
         if not isinstance(part, DTensor):
-            return self.placement.data_ranks
-        mesh = part.device_mesh
-        alike = [mesh.size(dim) for dim, place in enumerate(part.placements) if place.is_replicate()]
-        return torch.Size(alike).numel() * (self.placement.world_size // mesh.size())
+            return in_model * self.placement.data_ranks
+        # A mesh is of ranks of the data: those of a model share what it has not.
+        sizes = [part.device_mesh.size(dim) for dim, place in enumerate(part.placements) if place.is_replicate()]
+        return in_model * math.prod(sizes)
+
+    def copies_in_model(self, name: str) -> int:
+        """How many ranks of one model hold the same part of a tensor; by default each has its own."""
+        return 1
 
     # --- placing ---
 

@@ -115,7 +115,7 @@ def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, 
 
     if not isinstance(strategy, Strategy):
         return strategy
-    if placement.world_size == 1 and placement.devices_per_rank == 1:
+    if placement.world_size == 1 and placement.devices_per_rank == 1 and placement.backend is None:
         # Nobody to share with: the same numbers, without a process group in this process.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
     return strategy.lightning(placement, rank)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Placement
     from exp.strategies.rank import Rank
 
+# What ranks send each other can be differentiated any number of times.
+MEETS = frozenset({"input_gradients", "forward_passes"})
+
 
 class TensorOptions:
     """How layers are cut, see exp.strategies.tensor_plan for the words.
@@ -78,7 +81,7 @@ class TensorParallel(Strategy):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What cannot be cut so, and what no run in parts can do."""
-        faults = sharding_faults(planned, name=self.name)
+        faults = sharding_faults(planned, name=self.name, meets=MEETS)
         return faults + self.tensor.faults(planned.network, ranks=planned.placement.model_ranks)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

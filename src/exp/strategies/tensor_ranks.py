@@ -77,9 +77,8 @@ class TensorParallelStrategy(ModelParallel):
             whole = own(whole, self.model_group, dim=self._cuts[name].dim)
         return super().part(name, whole, like)
 
-    def copies(self, name: str, part: Tensor) -> int:
-        copies = self.placement.data_ranks
-        return copies if name in self._cuts else copies * self.placement.model_ranks
+    def copies_in_model(self, name: str) -> int:
+        return 1 if name in self._cuts else self.placement.model_ranks
 
     # --- several groups ---
 

@@ -18,8 +18,8 @@ from exp.errors import MissingExtraError, RunError
 from exp.hooks.values import Image, Panel, Text
 from exp.loggers.continuing import Notes
 from exp.loggers.left_out import LeftOut
+from exp.loggers.png import grid
 from exp.loggers.run_logger import Description, RunLogger
-from exp.tensorboard.png import grid
 
 if find_spec("mlflow") is None:
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")

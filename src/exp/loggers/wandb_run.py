@@ -18,8 +18,8 @@ from exp.errors import MissingExtraError
 from exp.hooks.values import Histogram, Image, Panel, Text
 from exp.loggers.continuing import Notes
 from exp.loggers.left_out import LeftOut
+from exp.loggers.png import grid
 from exp.loggers.run_logger import Description, RunLogger
-from exp.tensorboard.png import grid
 
 if find_spec("wandb") is None:
     raise MissingExtraError(feature="logger=wandb", package="wandb", extra="wandb")

@@ -13,7 +13,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as text_me
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from exp.hooks.values import Histogram, Image, Panel, PrecisionRecallCurve, Text
-from exp.tensorboard.png import grid, png
+from exp.loggers.png import grid, png
 
 
 def summary_value(tag: str, panel: Panel) -> Summary.Value:

@@ -27,7 +27,8 @@ Patterns = Sequence[Sequence[str]]
 class Unit:
     """A layer, or a parameter that the network's program names: what goes to one part as a whole.
 
-    first, last: places in the graph of its first and last use. tensors: parameters and buffers by their full names.
+    first, last: places in the graph of its first use and its last call.
+    tensors: parameters and buffers by their full names.
     """
 
     name: str
@@ -47,16 +48,17 @@ def units_of(network: nn.Module, graph: fx.Graph) -> list[Unit]:
     uses: dict[str, list[int]] = {}
     for place, node in enumerate(graph.nodes):
         name = unit_name(node, called, held)
-        if name is not None:
+        # A parameter that is read again, or by a later part, is carried there: only a layer's calls hold it back.
+        if name is not None and (node.op == "call_module" or name not in uses):
             uses.setdefault(name, []).append(place)
     return [
         Unit(
             name=name,
-            first=min(places),
-            last=max(places),
+            first=places[0],
+            last=places[-1],
             tensors={key: held[key] for key in held if key == name or key.startswith(f"{name}.")},
         )
-        for name, places in sorted(uses.items(), key=lambda item: min(item[1]))
+        for name, places in uses.items()
     ]
 
 
@@ -127,7 +129,7 @@ def _order_faults(units: Sequence[Unit], found: Mapping[str, int]) -> list[Fault
             faults.append(Fault(key=KEY, got=got, expected=f"parts in the order in which the layers run: {order}"))
     for unit in units:
         later = [other.name for other in units if found[other.name] > found[unit.name] and other.first < unit.last]
-        if later and not _is_parameter(unit):
+        if later:
             got = f"{unit.name} runs in part {found[unit.name]}, and again behind {later[0]}"
             expected = f"a layer that runs several times in one part with what runs between, {_listed(later)}"
             faults.append(Fault(key=KEY, got=got, expected=expected))
@@ -166,7 +168,7 @@ def _balanced(units: Sequence[Unit], count: int, faults: list[Fault]) -> dict[st
 
 def _blocks(units: Sequence[Unit]) -> list[list[Unit]]:
     """Units that must stay together: a layer that runs twice with what runs between, and tied parameters."""
-    reach = [unit.last if not _is_parameter(unit) else unit.first for unit in units]
+    reach = [unit.last for unit in units]
     holders: dict[int, int] = {}
     for place, unit in enumerate(units):
         for tensor in unit.tensors.values():
@@ -210,10 +212,6 @@ def _cuts(sizes: Sequence[int], count: int) -> list[int]:
         starts.append(found[1])
         end = found[1]
     return starts[::-1]
-
-
-def _is_parameter(unit: Unit) -> bool:
-    return list(unit.tensors) == [unit.name]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,0 +1,112 @@
+"""A network over several devices trains what it does on one; on a CPU, cpu:0 and cpu:1 are names for the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from exp.check import main as check
+
+RUN = (
+    *("optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "trainer.limit_val_batches=2"),
+    *("trainer.log_every_n_steps=1", "hooks=[gradients]", "trainer.gradient_clip_val=0.5"),
+)
+
+
+def different(one, other):
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_resnet_in_two_halves(ranks):
+    """PyTorch's model-parallel tutorial."""
+    halves = "strategy.layers=[[stem,'stage.*'],[down,'stage2.*',norm,head]]"
+    one = ranks.train("model=resnet", *RUN, "strategy=single", "precision=fp64")
+    two = ranks.train("model=resnet", *RUN, "strategy=layer_split", halves, "precision=fp64")
+    assert two.report["strategy"] == "layer_split"
+    assert two.report["world_size"] == 1
+    assert different(one.losses, two.losses) < 1e-10
+    for tag in ("gradients/norm/total", "loss/val"):
+        assert different(one.values[tag].values(), two.values[tag].values()) < 1e-10
+    for name, value in one.checkpoint()["state_dict"].items():
+        assert (two.checkpoint()["state_dict"][name] - value).abs().max() < 1e-10
+    last = two.directory / "checkpoints" / "last.ckpt"
+    evaluated = ranks.train("model=resnet", *RUN, "precision=fp64", "train=false", f"resume={last}", "strategy=single")
+    again = ranks.train("model=resnet", *RUN, "precision=fp64", "train=false", f"resume={last}", "strategy=layer_split")
+    assert again.report["metrics"]["loss/test"] == pytest.approx(evaluated.report["metrics"]["loss/test"], abs=1e-12)
+
+
+def test_two_ranks_of_two_devices_each(ranks):
+    run = ("model=transformer", *RUN, "test=false", "trainer.accumulate_grad_batches=2")
+    one = ranks.train(*run, "strategy=single")
+    two = ranks.train(*run, "strategy=ddp", "strategy.inner=layer_split", "launch.devices=4", ranks=2)
+    assert two.report["world_size"] == 2
+    assert different(one.losses, two.losses) < 1e-5
+
+
+PLACES = textwrap.dedent(
+    """
+    # Fake tensors of a device that torch does not know: only that an operator's operands lie on one device is checked.
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from exp.models.containers import ModuleDictModel
+    from exp.models.parts import split
+    from exp.strategies.lightning_layer_split import SplitNetwork
+
+    torch.utils.rename_privateuse1_backend("toy")
+    torch._register_device_module("toy", type("Toy", (), {
+        "is_available": staticmethod(lambda: True), "device_count": staticmethod(lambda: 2),
+        "current_device": staticmethod(lambda: 0), "is_initialized": staticmethod(lambda: True),
+        "_is_in_bad_fork": staticmethod(lambda: False),
+    }))
+    devices = [torch.device("toy:0"), torch.device("toy:1")]
+    # Without gradients: autograd asks the device's own code, which is not there.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        layers = {name: torch.nn.Linear(6, 6, bias=False) for name in "ab"}
+        network = ModuleDictModel(layers=layers, forward="y = a(x)\\nreturn b(y) + y")
+        parts = split(network, count=2, layers=None, inputs=())
+        for name, device in zip("ab", devices):
+            layers[name].weight = torch.nn.Parameter(torch.empty(6, 6, device=device))
+        x = torch.empty(3, 6, device=devices[1])
+        output = SplitNetwork(network, parts, devices)(x)
+        assert output.device == devices[1], output.device
+        try:
+            network(x)
+        except RuntimeError as error:
+            print("whole:", str(error).splitlines()[0])
+        else:
+            raise SystemExit("the whole network ran over two devices")
+    print("split: right")
+    """
+)
+
+
+def test_values_are_moved_to_where_the_next_layers_are(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PLACES], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "split: right" in done.stdout
+    assert "whole: Expected all tensors to be on the same device" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "key", "said"), [
+    ("strategy.layers=[[hidden],[nothing]]", "strategy.layers.1", "hidden2"),
+    ("launch.devices=3;strategy.layers=[[hidden],[hidden2,head]]", "launch.devices", "launch.devices=2"),
+    ("launch.devices=1", "launch.devices", "strategy=single"),
+    ("launch.devices=4", "strategy.layers", "at most 3"),
+    ("runtime.compile=true;runtime.compile_backend=aot_eager", "runtime.compile", "one by one"),
+    ("strategy=ddp;strategy.inner=layers", "strategy.inner", "layer_split"),
+    ("strategy=ddp;strategy.inner=layer_split;launch.devices=3", "launch.devices", "multiple of 2"),
+    ("strategy=ddp;strategy.layers=[[hidden],[hidden2,head]]", "strategy.layers", "strategy.inner=layer_split"),
+    ("strategy=ddp;strategy.inner=layer_split;strategy.communication_hook=bf16", "strategy.communication_hook", "one"),
+])  # fmt: skip
+def test_what_cannot_be_split_is_said_before_it_starts(tmp_path, monkeypatch, capsys, command, key, said):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        check(["strategy=layer_split", *command.split(";")] if "strategy=ddp" not in command else command.split(";"))
+        == 2
+    )
+    text = capsys.readouterr().err
+    assert f"  {key}: " in text
+    assert said in text

@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
+from torch import nn
 
-from exp.build import Parts, build, network_on_meta, place, plain_config
+from exp.build import Parts, build, build_network, build_objective, network_on_meta, place, plain_config
 from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
+from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.launch import in_process, launch
 from exp.engine.signals import interrupting
@@ -18,6 +20,7 @@ from exp.engine.threads import set_threads
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
 from exp.loggers.run_logger import Description, RunLogger
 from exp.loggers.texts import texts
+from exp.plan.precision import report_precision
 from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
 from exp.strategies.rank import ALONE, Rank
 from exp.validation import examine
@@ -73,6 +76,8 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
                 batch_size=-(-config.data.batch_size // parts.data.world_size),
             )
             _describe(parts, config, directory)
+            if rank.is_first and config.train and config.precision.report:
+                _report_precision(parts, config, directory, resume)
             _work(parts, config, resume)
             report = ongoing.ended("completed", parts=parts)
             if rank.is_first:
@@ -107,6 +112,29 @@ def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:
     elif config.test:
         weights = _best_weights(parts, config) if config.train else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
+
+
+def _report_precision(parts: Parts, config: DictConfig, directory: Path, resume: Path | None) -> None:
+    """On networks of its own, with the weights that training begins with: nothing of the run is touched."""
+    plain, start = plain_config(config), resume or config.resume
+
+    def network() -> nn.Module:
+        made = build_network(plain, parts.data.data.spec)
+        if start is not None:
+            states = read_checkpoint(start, map_location="cpu")["state_dict"]
+            own = {name.removeprefix("network."): tensor for name, tensor in states.items()}
+            made.load_state_dict({name: own[name] for name in made.state_dict()})
+        return made
+
+    report_precision(
+        network_factory=network,
+        objective=build_objective(plain),
+        batch=next(iter(parts.data.data.loader("train", rank=parts.data.rank, world_size=parts.data.world_size))),
+        precision=plain["precision"],
+        device=parts.trainer.strategy.root_device,
+        seed=config.seed,
+        directory=directory,
+    )
 
 
 def _best_weights(parts: Parts, config: DictConfig) -> str | None:

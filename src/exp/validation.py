@@ -144,9 +144,12 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
     more = _faults_raised(lambda: found.append(place(plain)))
     if more or _touched(faults, ("precision",)):
         return None, more
-    from exp.precision.faults import device_faults
+    from exp.precision.faults import device_faults, report_faults
 
-    return found[0], device_faults(config.precision.word, found[0].accelerator)
+    placed, precision = found[0], plain["precision"]
+    parts = max(placed.model_ranks, placed.devices_per_rank)
+    more = device_faults(precision["word"], placed.accelerator)
+    return placed, more + report_faults(precision, phases=plain["phases"], ranks_of_a_model=parts)
 
 
 def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None) -> _Shapes:

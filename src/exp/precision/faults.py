@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,25 @@ def device_faults(word: Word, accelerator: str) -> list[Fault]:
         return list(error.faults)
     except MissingExtraError as error:
         return [Fault(key="precision.word", got="fp8 without torchao", expected=str(error))]
+    return []
+
+
+def report_faults(precision: Mapping[str, Any], *, phases: Mapping[str, Any], ranks_of_a_model: int) -> list[Fault]:
+    """precision: the config's node. ranks_of_a_model: how many ranks or devices hold parts of one network."""
+    if not precision["report"]:
+        return []
+    expected = "false: it measures one network with one loss, whole, on one device"
+    if phases:
+        return [Fault(key="precision.report", got=f"true with the phases {', '.join(phases)}", expected=expected)]
+    if ranks_of_a_model > 1:
+        return [
+            Fault(
+                key="precision.report",
+                got=f"true, and {ranks_of_a_model} devices hold parts of the network",
+                expected=expected,
+                cure="Run it once with strategy=single",
+            )
+        ]
     return []
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,8 +37,8 @@ class RunPrecision(Precision):
 
     word: of the config's precision.word.
     device_type: torch's, such as cpu or cuda.
-    keep: layers with a dtype of their own, as precision.keep has them. The names are those in the module's `network`,
-        or in the module where it has none.
+    keep: layers with a dtype of their own, as precision.keep has them. The names are those in the LightningModule's
+        `network`, or in the module itself where it has none.
     """
 
     is_scaled: bool = False
@@ -177,4 +178,5 @@ class _Float64ByDefault:
 
 def _network(module: nn.Module) -> nn.Module:
     """What a training module calls its network; any other module is one itself."""
-    return module.network if isinstance(getattr(module, "network", None), nn.Module) else module
+    own = getattr(module, "network", None) if isinstance(module, LightningModule) else None
+    return own if isinstance(own, nn.Module) else module

@@ -1,0 +1,199 @@
+"""precision.report: what is measured, what is proposed, where it stands, and that training does not notice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import exp
+from exp.build import Parts
+from exp.config.freeze import freeze
+from exp.errors import ConfigError
+from exp.precision.advice import keep_as_yaml, proposed_keep
+from exp.precision.choice import build_precision
+from exp.precision.comparison import Comparison, compare
+from exp.run import run
+
+SHORT = (
+    "hooks=[]", "metrics=[]", "launch.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.max_steps=3",
+    "trainer.max_epochs=-1", "data.batch_size=16", "test=false", "model=mlp", "model.constants.width=16",
+    "trainer.limit_val_batches=1",
+)  # fmt: skip
+
+
+class Cube(nn.Module):
+    """300 cubed is too much for float16, and 0.002 cubed too little."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * x
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Rest(nn.Module):
+    """What is left of 1 + x, all its own doing: nothing where x is below the last place of 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1.0 + 1e-3 * x) - 1.0
+
+
+def compared(word: str, *layers: nn.Module, keep: dict[str, str] | None = None, size: float = 1.0) -> Comparison:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), *copy.deepcopy(layers), nn.Linear(8, 4))
+
+    inputs = size * torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    return compare(
+        network(), network(), seed=0, loss=lambda model: model(inputs).float().pow(2).mean(),
+        precision=build_precision(word, device_type="cpu", keep=keep, enabled=word == "fp16"),
+    )  # fmt: skip
+
+
+def never(keep: Any) -> Comparison:
+    raise AssertionError(f"nothing is to be kept, and {keep} was tried")
+
+
+def test_float32_against_itself_has_no_error_and_nothing_to_propose() -> None:
+    comparison = compared("fp32", nn.LayerNorm(8), nn.Dropout(0.5))
+    for layer in comparison.layers:
+        assert layer.output_error == layer.own_error == layer.gradient_error == layer.overflow == layer.underflow == 0
+    assert comparison.loss == comparison.loss_float32
+    assert proposed_keep(comparison, {"head": "fp64"}, again=never) == {"head": "fp64"}
+
+
+@pytest.mark.parametrize(("word", "name", "eps"), [("bf16", "bfloat16", 2.0**-7), ("fp16", "float16", 2.0**-10)])
+def test_errors_are_those_of_the_dtype(word: str, name: str, eps: float) -> None:
+    comparison = compared(word, nn.ReLU(), nn.Linear(8, 8))
+    assert [layer.name for layer in comparison.layers] == ["0", "1", "2", "3"]
+    assert {layer.dtype for layer in comparison.layers} == {name}
+    for layer in comparison.layers:
+        assert layer.output_error < 4 * eps
+        assert layer.gradient_error < 4 * eps
+    linear = comparison.layers[2]
+    # Against the same by hand: what the layer gives for its rounded inputs, in float32 and in half.
+    assert eps / 16 < linear.own_error < eps
+    assert comparison.layers[1].own_error == 0.0
+    assert proposed_keep(comparison, {}, again=never) == {}
+
+
+def test_an_overflow_is_counted_and_its_origin_proposed_and_the_proposal_cures_it() -> None:
+    layers = (Scale(300.0), Cube(), nn.Linear(8, 8))
+    comparison = compared("fp16", *layers)
+    by_name = {layer.name: layer for layer in comparison.layers}
+    torch.manual_seed(0)
+    x = nn.Linear(8, 8)(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))) * 300.0
+    too_large = int((x.abs() ** 3 > 65520).sum())
+    assert by_name["2"].overflow >= too_large > 0
+    assert [layer.name for layer in comparison.layers if layer.is_origin] == ["2"]
+    # A linear layer cannot hold what the cube gives either, nor can the last one.
+    keep = proposed_keep(comparison, {}, again=lambda keep: compared("fp16", *layers, keep=dict(keep)))
+    assert {"2", "3", "4"} <= set(keep)
+    cured = compared("fp16", *layers, keep=keep)
+    assert not any(layer.overflow for layer in cured.layers)
+
+
+def test_an_underflow_is_a_share() -> None:
+    comparison = compared("fp16_true", Scale(1e-3), Cube(), Scale(1e9))
+    cube = next(layer for layer in comparison.layers if layer.name == "2")
+    assert cube.underflow > 0.3
+    again = functools.partial(compared, "fp16_true", Scale(1e-3), Cube(), Scale(1e9))
+    assert "2" in proposed_keep(comparison, {}, again=lambda keep: again(keep=dict(keep)))
+
+
+def test_a_layer_that_is_wrong_by_itself_is_proposed_and_cured() -> None:
+    tried: list[dict[str, str]] = []
+
+    def again(keep: Any) -> Comparison:
+        tried.append(dict(keep))
+        return compared("bf16_true", Rest(), keep=tried[-1])
+
+    keep = proposed_keep(compared("bf16_true", Rest()), {}, again=again)
+    assert tried[0] == {"1": "fp32"}
+    assert "0" not in keep
+    assert compared("bf16_true", Rest(), keep=keep).layers[1].own_error < 2.0**-7
+
+
+def test_a_name_with_a_number_becomes_a_pattern_where_it_names_no_other_layer() -> None:
+    def layer(name: str, error: float) -> Any:
+        return type(compared("bf16").layers[0])(
+            name=name, kind="Linear", dtype="bfloat16", output_error=error, own_error=error, gradient_error=0.0,
+            overflow=0, underflow=0.0, is_origin=False,
+        )  # fmt: skip
+
+    names = {"blocks.0.norm": 1.0, "blocks.1.norm": 1.0, "blocks.0.out": 1.0, "blocks.1.out": 0.0, "0": 1.0, "1": 0.0}
+    layers = tuple(layer(name, error) for name, error in names.items())
+    comparison = Comparison(word="bf16", layers=layers, loss=1.0, loss_float32=1.0, loss_scale=1.0)
+    cured = Comparison(
+        word="bf16", layers=tuple(layer(name, 0.0) for name in names), loss=1.0, loss_float32=1.0, loss_scale=1.0
+    )
+    keep = proposed_keep(comparison, {"head": "fp64"}, again=lambda keep: cured)
+    assert keep == {"head": "fp64", "blocks.*.norm": "fp32", "blocks.0.out": "fp32", "0": "fp32"}
+    assert yaml.safe_load(keep_as_yaml(keep)) == {"precision": {"keep": keep}}
+    assert yaml.safe_load(keep_as_yaml({})) == {"precision": {"keep": {}}}
+
+
+def lived(directory: Path, *overrides: str) -> dict[str, Tensor]:
+    config = exp.compose([f"hydra.run.dir={directory}", *SHORT, "strategy=single", *overrides])
+    exp.validate(config)
+    run(freeze(config))
+    return torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16"])
+def test_training_is_bit_for_bit_the_same_with_a_report(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With dropout, shuffled data, and on a resume too."""
+    monkeypatch.chdir(tmp_path)
+    plain = lived(tmp_path / "plain", f"precision={word}")
+    assert not (tmp_path / "plain" / "precision.md").exists()
+    capsys.readouterr()
+    reported = lived(tmp_path / "reported", f"precision={word}", "precision.report=true")
+    assert all(torch.equal(plain[name], tensor) for name, tensor in reported.items())
+    text = (tmp_path / "reported" / "precision.md").read_text()
+    assert text.startswith(f"# precision={word} against float32, one batch\n")
+    assert "| blocks.0.norm | LayerNorm |" in text
+    assert "```yaml\nprecision:\n  keep: {}\n```" in text
+    screen = capsys.readouterr().out
+    assert "blocks.1.linear" in screen
+    assert "keep: {}" in screen
+    resume = f"resume={tmp_path / 'plain' / 'checkpoints' / 'last.ckpt'}"
+    longer = ("trainer.max_steps=5", f"precision={word}", resume)
+    expected = lived(tmp_path / "on", *longer)
+    found = lived(tmp_path / "on_reported", *longer, "precision.report=true")
+    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+
+
+def test_under_ddp_rank_0_reports_and_the_losses_are_the_same(ranks: Any) -> None:
+    run = (*SHORT, "strategy=ddp", "precision=bf16")
+    plain = ranks.train(*run, ranks=2)
+    reported = ranks.train(*run, "precision.report=true", ranks=2)
+    assert reported.losses == plain.losses
+    assert (reported.directory / "precision.md").is_file()
+
+
+@pytest.mark.parametrize("word", ["fp64", "fp32", "tf32", "fp16_true"])
+def test_every_word_can_be_reported(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lived(tmp_path / "run", f"precision={word}", "precision.report=true", "optimizer.eps=1e-4")
+    assert f"# precision={word} against float32" in (tmp_path / "run" / "precision.md").read_text()
+
+
+def test_a_network_in_several_places_is_not_reported(parts: Callable[..., Parts]) -> None:
+    with pytest.raises(ConfigError, match=r"precision.report: true, and 2 devices hold parts of the network"):
+        parts("precision=bf16", "precision.report=true", "strategy=layer_split", "launch.devices=2")

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from exp.errors import ConfigError
 from exp.models.config_keys import config_key
 from exp.models.containers import ProgramModel
+from exp.models.named_forward import with_forward
 from exp.types import DataSpec
 
 # The class, its lazy one, and the parameter that may be left out. torch has no lazy recurrent layers.
@@ -64,7 +65,7 @@ def materialise(network: nn.Module, inputs: Any) -> None:
                 network(*arguments)
                 # Layers that only a further program uses.
                 for name in network.programs if isinstance(network, ProgramModel) else ():
-                    getattr(network, name)(*arguments)
+                    with_forward(network, name)(*arguments)
         finally:
             for module in network.modules():
                 # A lazy layer changes its class in place, so every module is one of those before.

@@ -22,7 +22,13 @@ def with_forward(network: nn.Module, name: str) -> nn.Module:
     view.__dict__["forward"] = method
     # A network that torch.compile has in hand would run its own forward.
     view.__dict__["_compiled_call_impl"] = None
+    view.__dict__["forward_name"] = name
     return view
+
+
+def forward_name(module: nn.Module) -> str | None:
+    """Which of its forwards a network is seen through; None where it is its own."""
+    return vars(module).get("forward_name")
 
 
 def forward_names(network: nn.Module) -> list[str]:

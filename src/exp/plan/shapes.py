@@ -12,7 +12,7 @@ from torch import nn
 from exp.errors import ConfigError, Fault
 from exp.models.config_keys import config_key
 from exp.models.inference import example_inputs
-from exp.models.named_forward import forward_names, with_forward
+from exp.models.named_forward import forward_name, forward_names, with_forward
 from exp.models.program_error import ProgramError
 from exp.objectives.objective import Objective
 from exp.optim.phase import Phase
@@ -69,18 +69,10 @@ def examine_shapes(
             try:
                 output = seen(*example_inputs(spec, device="meta"))
             except Exception as error:
-                failure = _failure(error, watch, seen, parameters=parameters)
-                return failure if name is None else _in_program(failure, name)
+                return _failure(error, watch, seen, parameters=parameters)
             if name in terms:
                 faults += output_faults(seen, output, watch.calls, spec, terms[name])
     return ShapeExamination(faults=tuple(dict.fromkeys(faults)), parameters=parameters)
-
-
-def _in_program(failure: ShapeExamination, name: str) -> ShapeExamination:
-    """The same, where the program is not the network's own forward."""
-    key = f"model.programs.{name}"
-    faults = (replace(fault, key=key) if fault.key == "model.forward" else fault for fault in failure.faults)
-    return replace(failure, faults=tuple(faults))
 
 
 def _refuse_integers(network: nn.Module) -> None:
@@ -112,4 +104,7 @@ def _failure(error: Exception, watch: Watch, network: nn.Module | None, *, param
     call = watch.inside
     key = config_key(network, watch.path_of(network, call.module))
     fault = program_fault(error, key, call) or layer_fault(error, key, call)
+    name = forward_name(network)
+    if name is not None and fault.key == "model.forward":
+        fault = replace(fault, key=f"model.programs.{name}")
     return ShapeExamination(faults=(fault,), parameters=parameters)

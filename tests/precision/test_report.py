@@ -123,7 +123,7 @@ def test_a_layer_that_is_wrong_by_itself_is_proposed_and_cured() -> None:
         return compared("bf16_true", Rest(), keep=tried[-1])
 
     keep = proposed_keep(compared("bf16_true", Rest()), {}, again=again)
-    assert tried[0] == {"1": "fp32"}
+    assert "1" in tried[0]
     assert "0" not in keep
     assert compared("bf16_true", Rest(), keep=keep).layers[1].own_error < 2.0**-7
 

@@ -20,6 +20,7 @@ from exp.config.reading import MAX_NODES, read
 from exp.config.schema import SCHEMA
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault
+from exp.strategies.deepspeed import is_installed
 from exp.validation import examine, validate
 
 CONF = Path(exp.__file__).parent / "conf"
@@ -32,6 +33,8 @@ def options(group: str) -> list[str]:
 
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = {"tensors": "a file", "csv": "a file", "csv_regression": "a file"}
+if not is_installed():
+    NEEDS["deepspeed"] = "an extra"
 COMMANDS = [
     *([f"model={name}"] for name in options("model") if name not in ("gpt", "gan")),
     *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
@@ -40,7 +43,7 @@ COMMANDS = [
     *([f"optimizer={name}", f"scheduler={schedule}"]
       for name, schedule in zip(options("optimizer") * 2, options("scheduler"), strict=False)),
     *([f"precision={name}"] for name in options("precision")),
-    *([f"strategy={name}"] for name in options("strategy")),
+    *([f"strategy={name}"] for name in options("strategy") if name not in NEEDS),
     *([f"+callbacks={name}"] for name in options("callbacks")),
     *([f"debug={name}"] for name in options("debug")),
     *([f"experiment={name}"] for name in options("experiment")),
@@ -52,6 +55,8 @@ COMMANDS = [
     ["model=gan", "objective=[discriminator,generator]", "phases=[adversarial]", "metrics=[]"],
     ["model=gan", "objective=[discriminator,generator,wgan_gp]", "phases=[wgan_gp]", "metrics=[]"],
     ["model=sequential", "phases=[body_and_head]"],
+    ["+objective=[r1,jacobian]"],
+    ["model=mlp", "+objective=consistency"],
     ["hooks=[]", "callbacks=[]", "logger=[]"],
     ["+precision=bf16", "strategy=ddp"],
 ]  # fmt: skip

@@ -1,0 +1,65 @@
+"""Handwritten digits in two domains, to adapt from one to the other: as they are with classes, and changed without."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from exp.data.digits import CENTRE, SPREAD, Digits
+from exp.data.faults import data_fault
+from exp.data.in_memory import Tensors, tensors_of
+from exp.data.randomness import permutation
+from exp.types import STAGES, Stage
+
+UNLABELLED = -100
+DARKEST = 16.0
+Change = Literal["lit", "shifted", "inverted"]
+CHANGES: tuple[Change, ...] = ("lit", "shifted", "inverted")
+
+
+class DigitDomains(Tensors):
+    """`input` float32 `[1, 8, 8]`, `target` int64 the class, `domain` int64: 0 for the source, 1 for the target domain.
+
+    Of the 1,797 digits, one part is the labelled source and another the unlabelled target domain, both for training;
+    val and test are digits of the target domain that training has not seen, with their classes.
+
+    part: train, val or test.
+    change: what makes the target domain. `lit`: half the contrast, in light that comes from the right. `shifted`: a
+        pixel down and to the right, where what falls off comes in on the other side. `inverted`: dark for bright.
+    """
+
+    def __init__(self, *, part: Stage, change: Change = "lit") -> None:
+        if part not in STAGES:
+            raise data_fault("part", got=str(part), expected=f"one of {', '.join(STAGES)}")
+        if change not in CHANGES:
+            raise data_fault("change", got=str(change), expected=f"one of {', '.join(CHANGES)}")
+        images, classes = tensors_of(Digits().entries)
+        # The same digits for every seed: no checkpoint is tested on what another seed trained it on.
+        order = permutation(seed=0, epoch=0, length=len(images))
+        source, unlabelled, val, test = order.split([600, 600, 297, 300])
+        if part == "train":
+            changed = _changed(images[unlabelled], change)
+            entries = {
+                "input": torch.cat([images[source], changed]),
+                "target": torch.cat([classes[source], torch.full((len(unlabelled),), UNLABELLED)]),
+                "domain": torch.cat([torch.zeros(len(source), dtype=torch.int64), torch.ones(600, dtype=torch.int64)]),
+            }
+        else:
+            own = val if part == "val" else test
+            entries = {
+                "input": _changed(images[own], change),
+                "target": classes[own],
+                "domain": torch.ones(len(own), dtype=torch.int64),
+            }
+        super().__init__(entries=entries, num_classes=10)
+
+
+def _changed(images: Tensor, change: Change) -> Tensor:
+    """Images `[N, 1, 8, 8]` as the target domain shows them."""
+    if change == "inverted":
+        return (DARKEST - 2 * CENTRE) / SPREAD - images
+    if change == "shifted":
+        return images.roll((1, 1), (-2, -1))
+    return 0.5 * images + torch.linspace(-1.0, 1.0, images.shape[-1])

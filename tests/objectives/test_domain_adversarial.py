@@ -1,0 +1,78 @@
+"""Domain-adversarial training through YAML alone, against the two losses' gradients added by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import exp
+from exp.build import build_data, build_network, plain_config
+from exp.data.digits import Digits
+from exp.data.domains import CHANGES, DigitDomains
+from exp.errors import ConfigError
+
+SHORT = ["experiment=domain_adversarial", "metrics=[]", "hooks=[]", "logger=[]", "test=false", "monitor=loss/train"]
+SHORT += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "mode=min"]
+SGD = ["optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "optimizer.lr=0.1"]
+STEPS = 4
+
+
+def by_hand(command: list[str], weight: float) -> dict[str, torch.Tensor]:
+    """The weights where the features go up the domain loss and all others down their own, without any reversal."""
+    config = exp.compose(command)
+    exp.validate(config)
+    plain = plain_config(config)
+    plain["model"]["layers"]["reversal"] = {"_target_": "torch.nn.Identity"}
+    data = build_data(plain)
+    network = build_network(plain, data.spec).double()
+    parameters = dict(network.named_parameters())
+    loader = data.loader("train")
+    loader.set_position(0, 0)
+    for _, batch in zip(range(STEPS), loader, strict=False):
+        output = network(batch.data["input"].double())
+        classes = cross_entropy(output["output"], batch.data["target"], ignore_index=-100)
+        domains = cross_entropy(output["domain_output"], batch.data["domain"])
+        of = [
+            torch.autograd.grad(loss, parameters.values(), retain_graph=True, allow_unused=True)
+            for loss in (classes, domains)
+        ]
+        with torch.no_grad():
+            for (name, parameter), one, other in zip(parameters.items(), *of, strict=True):
+                sign = -weight if name.startswith("features") else 1.0
+                parameter -= 0.1 * ((0 if one is None else one) + (0 if other is None else sign * other))
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def test_the_features_unlearn_what_the_domain_head_learns(ranks: Any) -> None:
+    command = [*SHORT, *SGD, f"trainer.max_steps={STEPS}", "model.layers.reversal.weight=0.7"]
+    trained = ranks.train(*command)
+    found = trained.checkpoint()["state_dict"]
+    for name, tensor in by_hand(command, 0.7).items():
+        torch.testing.assert_close(found[f"network.{name}"].double(), tensor, rtol=1e-4, atol=1e-6)
+    assert set(trained.values) >= {"loss/train/cross_entropy", "loss/train/domain"}
+    # Each rank holds another share of the labelled samples.
+    shared = ranks.train(*command, "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", ranks=2)
+    assert shared.losses == pytest.approx(trained.losses, rel=1e-5)
+
+
+def test_the_domains_hold_other_digits_and_only_one_has_classes() -> None:
+    for change in CHANGES:
+        parts = {part: DigitDomains(part=part, change=change).entries for part in ("train", "val", "test")}
+        train = parts["train"]
+        assert [len(part["input"]) for part in parts.values()] == [1200, 297, 300]
+        assert torch.equal(train["target"] == -100, train["domain"] == 1)
+        assert all((part["domain"] == 1).all() and (part["target"] >= 0).all() for part in list(parts.values())[1:])
+        # The source is the digits as they are; what was changed is none of them.
+        known = {tuple(image.flatten().tolist()) for image in Digits().entries[0]}
+        rows = [tuple(image.flatten().tolist()) in known for image in train["input"]]
+        assert rows == (train["domain"] == 0).tolist()
+
+
+def test_a_part_or_a_change_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"change: rotated; expected one of lit, shifted, inverted"):
+        DigitDomains(part="val", change="rotated")
+    with pytest.raises(ConfigError, match=r"part: all; expected one of train, val, test"):
+        DigitDomains(part="all")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+import exp
 from exp.precision.choice import build_precision
 from exp.precision.words import WORDS
 
@@ -34,6 +35,14 @@ def test_an_option_sets_every_scalar_so_that_it_replaces_another(word: str) -> N
     assert leaves(option) | {"keep"} == leaves(read("train.yaml")["precision"])
     assert option["word"] == word
     build_precision(word, device_type="cpu", **option["scaler"])
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_two_spellings_are_one_command(word: str) -> None:
+    first, second = (exp.compose([f"{sign}precision={word}", "experiment=example"]) for sign in ("", "+"))
+    del first["_composition_"], second["_composition_"]
+    assert first == second
+    assert first.precision.word == word
 
 
 def test_nothing_chosen_is_fp32() -> None:

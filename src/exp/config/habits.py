@@ -89,6 +89,9 @@ OPTIONS = {
         "16": "write precision=fp16", "32": "write precision=fp32", "16-mixed": "write precision=fp16",
         "bf16-mixed": "write precision=bf16", "32-true": "write precision=fp32", "float16": "write precision=fp16",
         "bfloat16": "write precision=bf16", "float32": "write precision=fp32", "half": "write precision=fp16",
+        "64": "write precision=fp64", "64-true": "write precision=fp64", "float64": "write precision=fp64",
+        "double": "write precision=fp64", "16-true": "write precision=fp16_true",
+        "bf16-true": "write precision=bf16_true", "float8": "write precision=fp8", "amp": "write precision=bf16",
     },
     "strategy": {"dp": "write strategy=ddp", "none": "write strategy=auto"},
 }  # fmt: skip

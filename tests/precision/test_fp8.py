@@ -1,0 +1,79 @@
+"""fp8: refused with its reason where it cannot be, and torchao's layers where they can be tried."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import exp
+from exp.build import Parts
+from exp.errors import ConfigError, MissingExtraError
+from exp.precision.fp8 import capability_fault, convert_linear, refuse_without, refuse_without_torchao
+
+HAS_TORCHAO = find_spec("torchao") is not None
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def test_on_a_cpu_the_run_is_refused_before_it_starts() -> None:
+    with pytest.raises(ConfigError) as error:
+        exp.validate(exp.compose(["precision=fp8", "launch.accelerator=cpu"]))
+    (fault,) = error.value.faults
+    expected = "expected a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
+    assert str(fault).startswith(f"precision.word: fp8 on cpu; {expected}. Write precision=bf16")
+
+
+def test_an_old_gpu_is_named() -> None:
+    fault = capability_fault("cuda", (8, 0))
+    assert fault is not None
+    assert fault.got == "fp8 on a GPU of compute capability 8.0"
+    assert capability_fault("cuda", (9, 0)) is capability_fault("cuda", (10, 0)) is None
+    assert capability_fault("mps", None).got == "fp8 on mps"
+
+
+@pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
+def test_without_torchao_the_cure_is_the_extra() -> None:
+    with pytest.raises(MissingExtraError) as error:
+        refuse_without_torchao()
+    cure = "precision=fp8 needs the package torchao, which is not installed: pip install 'exp-framework[fp8]'"
+    assert str(error.value) == cure
+    assert error.value.exit_status == 2
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
+# Of torchao 0.18 with torch 2.13: it registers enums in a way that is about to change.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_linear_layers_become_float8_and_their_parameters_stay() -> None:
+    """Emulated: numbers rounded to float8, products in float32."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 10))
+    plain, before, keys = copy.deepcopy(network), list(network.parameters()), list(network.state_dict())
+    assert convert_linear(network, kept={"2"}, emulated=True) == ["0"]  # 10 is no multiple of 16
+    assert [type(layer).__name__ for layer in network] == ["Float8Linear", "GELU", "Linear", "Linear"]
+    assert all(a is b for a, b in zip(before, network.parameters(), strict=True))
+    assert list(network.state_dict()) == keys
+    assert convert_linear(network, kept={"2"}, emulated=True) == []
+    x = torch.randn(16, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = network(x)
+    output.float().pow(2).mean().backward()
+    assert {p.grad.dtype for p in network.parameters()} == {torch.float32}
+    # Three bits of mantissa: a relative error of some per cent.
+    assert 1e-3 < (output - plain(x)).norm() / plain(x).norm() < 1e-1
+
+
+@pytest.mark.skipif(not (HOPPER and HAS_TORCHAO), reason="needs a GPU of compute capability 9.0 and torchao")
+def test_a_run_in_float8_on_a_gpu(parts: Callable[..., Parts]) -> None:
+    refuse_without("cuda")
+    run = ("launch.accelerator=cuda", "model=mlp", "trainer.max_steps=20", "data.batch_size=64")
+    losses = []
+    for word in ("bf16", "fp8"):
+        built = parts(f"precision={word}", *run)
+        built.trainer.fit(built.module, datamodule=built.data)
+        losses.append(float(built.module.last.loss))
+    assert type(built.module.network.stem).__name__ == "Float8Linear"
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)

@@ -1,0 +1,61 @@
+"""The words on a GPU. Each path but the kernels is also run on CPU, in test_words.py and test_scaler.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from exp.build import Parts
+from exp.precision.choice import build_precision
+from exp.precision.tf32 import TensorFloat32, why_without_effect
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+RUN = ("launch.accelerator=cuda", "launch.devices=1", "model=lenet", "trainer.max_steps=20", "data.batch_size=64")
+
+
+@pytest.mark.parametrize("word", ["tf32", "bf16", "fp16", "bf16_true", "fp64"])
+def test_a_word_trains_to_the_loss_of_float32(word: str, parts: Callable[..., Parts]) -> None:
+    losses = {}
+    for each in ("fp32", word):
+        built = parts(f"precision={each}", *RUN)
+        built.trainer.fit(built.module, datamodule=built.data)
+        losses[each] = float(built.module.last.loss)
+    assert losses[word] == pytest.approx(losses["fp32"], rel=0.1)
+
+
+def test_a_step_of_fp16_never_waits_for_the_device() -> None:
+    """A fused optimizer decides on the device whether it steps, and nothing of ours asks it."""
+    plugin = build_precision("fp16", device_type="cuda", enabled=True)
+    network = nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    x = torch.randn(4, 8, device="cuda")
+    for step in range(3):
+        with plugin.forward_context():
+            loss = network(x).float().pow(2).mean()
+        plugin.scale(loss).backward()
+        if step:  # the first makes the optimizer's state
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            plugin.unscale(optimizer)
+            plugin.step(optimizer)
+            plugin.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.zero_grad()
+    assert float(plugin.skipped_steps) == 0.0
+
+
+def test_tf32_is_less_exact_than_float32_and_fp32_is_not_tf32() -> None:
+    if reason := why_without_effect("cuda"):
+        pytest.skip(reason)
+    a, b = (torch.randn(512, 512, device="cuda", dtype=torch.float64) for _ in range(2))
+    errors = []
+    for allowed in (True, False):
+        switches = TensorFloat32(allowed=allowed)
+        switches.set()
+        errors.append(float(((a.float() @ b.float()).double() - a @ b).norm() / (a @ b).norm()))
+        switches.put_back()
+    assert errors[1] < 1e-6 < 1e-4 < errors[0] < 1e-2

@@ -15,7 +15,8 @@ GPT = (
     "data=text", "data.batch_size=4", "model.constants.width=512", "model.constants.hidden=2048",
     "model.constants.heads=8", "model.layers.blocks.repeat=10", "hooks=[memory]", "logger=[]", "test=false",
     "trainer.max_epochs=null", "trainer.max_steps=2", "trainer.limit_val_batches=1",
-    "trainer.enable_progress_bar=false", "checkpoint.save_best=false", "checkpoint.save_last=false", "launch.accelerator=cpu",
+    "trainer.enable_progress_bar=false", "checkpoint.save_best=false", "checkpoint.save_last=false",
+    "launch.accelerator=cpu",
 )  # fmt: skip
 PARTS = ("parameters", "gradients", "optimizer")
 LIMIT = 0.27

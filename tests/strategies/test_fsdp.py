@@ -69,7 +69,7 @@ def test_options_change_no_number(ranks):
     frozen = ("+model.freeze=['blocks.0.*',positions]", "optimizer.exempt_from_decay=[norms,biases]")
     one = ranks.train(*EXACT, *frozen, "strategy=single")
     for options in (
-        ["strategy.shard=[Linear]", "strategy.reshard_after_forward=true", "strategy.activation_checkpointing=['blocks.*']"],
+        ["strategy.shard=[Linear]", "strategy.activation_checkpointing=['blocks.*']"],
         ["strategy.min_parameters=3000", "strategy.reshard_after_forward=false", "strategy.no_sync=true"],
     ):  # fmt: skip
         parts = ranks.train(*EXACT, *frozen, "strategy=fsdp", *options, ranks=2)
@@ -83,9 +83,18 @@ def test_parameters_that_a_program_uses_itself(ranks, model):
     assert ranks.train(*command, "strategy=fsdp", ranks=2).losses == pytest.approx(one.losses, abs=1e-10)
 
 
+def test_batch_normalisation_over_the_global_batch(ranks):
+    command = ("model=resnet", *STEPS, "trainer.max_steps=3", "trainer.limit_val_batches=2", "precision=fp64")
+    one = ranks.train(*command, "strategy=single")
+    parts = ranks.train(*command, "strategy=fsdp", "strategy.sync_batchnorm=true", ranks=2)
+    assert parts.losses == pytest.approx(one.losses, abs=1e-10)
+    for name, value in one.checkpoint()["state_dict"].items():
+        torch.testing.assert_close(parts.checkpoint()["state_dict"][name], value, rtol=0, atol=1e-10)
+
+
 def test_ranks_skip_a_step_together(ranks):
     # So large a scale that the first steps overflow in the shards of some rank.
-    command = ("model=transformer", *STEPS, "trainer.max_steps=12", "precision=fp16", "precision.scaler.init_scale=1e9")
+    command = ("model=transformer", *STEPS, "trainer.max_steps=12", "precision=fp16", "precision.scaler.init_scale=1e6")
     one = ranks.train(*command, "strategy=single", "trainer.log_every_n_steps=1")
     parts = ranks.train(*command, "strategy=fsdp", "trainer.log_every_n_steps=1", ranks=2)
     assert 0 < one.values["precision/skipped_steps"][12] < 12
@@ -133,7 +142,8 @@ def test_what_is_refused(tmp_path, monkeypatch):
         "runtime.compile=true", "optimizer=sgd", "optimizer.fused=true",
     )  # fmt: skip
     assert found.keys() == {
-        "strategy.shard", "strategy.cpu_offload", "strategy.activation_checkpointing", "runtime.compile", "optimizer.fused",
+        "strategy.shard", "strategy.cpu_offload", "strategy.activation_checkpointing", "runtime.compile",
+        "optimizer.fused",
     }  # fmt: skip
     assert "Did you mean hidden?" in found["strategy.activation_checkpointing"]
     assert "strategy=ddp" in found["runtime.compile"]

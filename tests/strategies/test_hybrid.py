@@ -1,16 +1,15 @@
-"""strategy=hybrid trains what one process does."""
+"""strategy=hybrid: data times tensor, data times pipeline."""
 
 from __future__ import annotations
 
 import pytest
 
-STEPS = ("trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
-TRANSFORMER = ("model=transformer", *STEPS)
+BASE = ("model=transformer", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false", "logger=[]")
 
 
-@pytest.mark.parametrize("data", ["average", "shard"])
-def test_data_times_tensor(ranks, data):
-    one = ranks.train(*TRANSFORMER, "strategy=single")
-    four = ranks.train(*TRANSFORMER, "strategy=hybrid", "strategy.tensor=2", f"strategy.data={data}", "launch.devices=4", ranks=4)
-    print(max(abs(a - b) for a, b in zip(one.losses, four.losses)))
-    assert four.losses == pytest.approx(one.losses, abs=1e-5)
+def test_a_mesh_trains_what_one_process_does(ranks):
+    one = ranks.train(*BASE, "strategy=single")
+    for options in (["strategy.data=average"], ["strategy.data=shard"], ["strategy.tensor=1", "strategy.pipeline=2"]):
+        four = ranks.train(*BASE, "strategy=hybrid", *options, "launch.devices=4", ranks=4)
+        assert len(four.losses) == 30
+        assert four.losses == pytest.approx(one.losses, abs=1e-5), options

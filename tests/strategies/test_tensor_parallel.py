@@ -1,15 +1,177 @@
-"""strategy=tensor_parallel trains what one process does."""
+"""strategy=tensor_parallel: plans, what a plan may not change, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-STEPS = ("trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
-TRANSFORMER = ("model=transformer", *STEPS)
+import exp
+from exp.errors import ConfigError
+from exp.strategies.tensor_plan import division_faults, make_plan
+from exp.types import DataSpec
+
+TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=65, num_outputs=65)
+STEPS = ("trainer.max_epochs=null", "test=false", "logger=[]")
+AUTO = {"divide": "auto", "sequence": False, "vocabulary": False}
 
 
-def test_two_ranks(ranks):
-    one = ranks.train(*TRANSFORMER, "strategy=single")
-    two = ranks.train(*TRANSFORMER, "strategy=tensor_parallel", ranks=2)
-    print(max(abs(a - b) for a, b in zip(one.losses, two.losses)))
-    assert two.losses == pytest.approx(one.losses, abs=1e-5)
+def faults_of(*overrides):
+    command = ["strategy=tensor_parallel", "launch.accelerator=cpu", "model=transformer", *overrides]
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(exp.compose(command))
+    return {fault.key: f"{fault.got} | {fault.expected} | {fault.cure}" for fault in caught.value.faults}
+
+
+# --- plans ---
+
+
+def test_the_automatic_plan_of_gpt(build_model):
+    network = build_model("gpt", spec=TEXT, device="meta")
+    plan = make_plan(network, "auto", divide="auto", sequence=True, vocabulary=True)
+    assert plan.constants == {"blocks.0": ["heads"], "blocks.1": ["heads"]}
+    assert plan.layers["blocks.0"] == ["split_sequence"]
+    assert plan.layers["blocks.1"] == ["gather_sequence"]
+    assert plan.layers["blocks.1.query"] == ["column_of_sequence"]
+    assert plan.layers["blocks.1.contract"] == ["row_to_sequence"]
+    assert plan.layers["blocks.0.norm2"] == ["sequence"]
+    assert plan.layers["tokens"] == ["vocabulary"]
+    assert plan.layers["head"] == ["column_whole"]
+    assert "norm" not in plan.layers
+
+
+def test_a_chain_of_layers_is_cut_in_pairs(build_model):
+    plan = make_plan(build_model("sequential"), "auto", **AUTO)
+    assert plan.layers == {"hidden": ["column"], "hidden2": ["row"]}
+    # Dropout between two layers would need another mask.
+    network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert make_plan(network, "auto", **AUTO).layers == {"2": ["column"], "4": ["row"]}
+
+
+def test_plans_that_do_not_fit(build_model):
+    network = build_model("transformer", device="meta")
+    with pytest.raises(ConfigError) as caught:
+        make_plan(network, {"blocks.*.qury": "column", "norm": "row", "head": "colum"}, **AUTO)
+    told = {fault.key: str(fault) for fault in caught.value.faults}
+    assert "matches nothing" in told["strategy.plan.blocks.*.qury"]
+    assert "a Linear of torch.nn" in told["strategy.plan.norm"]
+    assert "Did you mean column?" in told["strategy.plan.head"]
+    with pytest.raises(ConfigError, match="whole-number constants"):
+        make_plan(network, "auto", divide=["blocks.*.head"], sequence=False, vocabulary=False)
+    lenet = build_model("lenet", device="meta")
+    with pytest.raises(ConfigError, match=r"strategy\.sequence"):
+        make_plan(lenet, "auto", divide="auto", sequence=True, vocabulary=False)
+
+
+def test_three_ranks_do_not_divide_four_heads(build_model):
+    network = build_model("transformer", device="meta")
+    (fault,) = division_faults(network, make_plan(network, "auto", **AUTO), ranks=3)
+    assert fault.key == "launch.devices"
+    assert "the outputs of blocks.0.query (64)" in fault.got
+    assert fault.expected.endswith("1, 2, 4")
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "which do not divide" in faults_of("launch.devices=3")["launch.devices"]
+    found = faults_of("launch.devices=2", "optimizer._target_=torch.optim.Adafactor", "runtime.compile=true")
+    assert "whole rows and columns" in found["optimizer._target_"]
+    assert "runtime.compile" in found
+    assert "strategy.tensor" in faults_of("strategy=hybrid", "strategy.tensor=1")
+    assert "strategy.pipeline" in faults_of("strategy=hybrid", "strategy.pipeline=2")
+
+
+# --- what ranks send each other ---
+
+
+def differentiated(rank):
+    """Each function and its gradients against the same on whole tensors, in float64, twice."""
+    import torch.distributed as dist
+
+    from exp.strategies import tensor_functions as functions
+
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 4, 5, dtype=torch.float64, generator=generator)
+    # Both layers as one rank would have them, and in two ways as two have them.
+    first, second = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+
+    def by_hand(x):
+        return (x @ first.T).tanh() @ second
+
+    def features(x):
+        mine = functions.own(first, group, dim=0), functions.own(second, group, dim=0)
+        return functions.add_up((functions.copy(x, group) @ mine[0].T).tanh() @ mine[1], group)
+
+    def sequence(x):
+        mine = functions.own(first, group, dim=0), functions.own(second, group, dim=0)
+        x = functions.gather_partial(functions.split(x, group, dim=1), group, dim=1)
+        y = functions.add_up_split((x @ mine[0].T).tanh() @ mine[1], group, dim=1)
+        return functions.gather(y, group, dim=1)
+
+    found = []
+    for function in (by_hand, features, sequence):
+        x = whole.clone().requires_grad_()
+        y = function(x)
+        (slope,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad((slope**2).sum(), x)
+        found.append((y.detach(), slope.detach(), bend))
+    uneven = torch.arange(5.0)
+    part = functions.own(uneven, group, dim=0)
+    assert len(part) == (5 + ranks - 1) // ranks or rank.global_rank > 0
+    assert torch.equal(functions.join(part, group, dim=0, size=5), uneven)
+    return found
+
+
+def test_functions_can_be_differentiated_twice(ranks):
+    for by_hand, *others in ranks.call(differentiated, ranks=2):
+        for other in others:
+            for one, two in zip(by_hand, other, strict=True):
+                torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
+
+
+# --- runs ---
+
+
+def test_thirty_steps_in_fp32(ranks):
+    command = ("data=text", "data.batch_size=16", *STEPS, "trainer.max_steps=30", "trainer.limit_val_batches=2")
+    one = ranks.train(*command, "strategy=single")
+    for options in ([], ["strategy.sequence=true", "strategy.vocabulary=true"]):
+        parts = ranks.train(*command, "strategy=tensor_parallel", *options, ranks=2)
+        assert len(parts.losses) == 30
+        assert parts.losses == pytest.approx(one.losses, abs=1e-5), options
+        assert parts.report["metrics"]["loss/val"] == pytest.approx(one.report["metrics"]["loss/val"], abs=1e-5)
+
+
+def test_a_penalty_of_gradients(ranks):
+    command = ("model=sequential", "+objective=r1", "objective.r1.precision=full", "precision=fp64", *STEPS)
+    one = ranks.train(*command, "trainer.max_steps=5", "strategy=single")
+    parts = ranks.train(*command, "trainer.max_steps=5", "strategy=tensor_parallel", ranks=2)
+    assert parts.values["loss/train/r1"] == pytest.approx(one.values["loss/train/r1"], abs=1e-10)
+    assert parts.losses == pytest.approx(one.losses, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # Half of the heads, twice as wide: nothing but the numbers would tell.
+        (["model=transformer", "strategy.divide=[]"], "the output"),
+        (["model=sequential", "strategy.plan={hidden: column_whole, hidden2: row}"], "hidden2|the output|mat1"),
+    ],
+)
+def test_a_plan_that_changes_the_network_ends_before_training(ranks, overrides, words):
+    with pytest.raises(AssertionError, match=words):
+        ranks.train(*overrides, *STEPS, "trainer.max_steps=2", "strategy=tensor_parallel", ranks=2)
+
+
+def test_dropout_on_values_in_parts_is_refused(ranks):
+    plan = "strategy.plan={hidden: column, hidden2: row}"
+    with pytest.raises(AssertionError, match="leave dropout where values are whole"):
+        ranks.train(
+            "model.layers.activation._target_=torch.nn.Dropout",
+            plan,
+            *STEPS,
+            "trainer.max_steps=2",
+            "strategy=tensor_parallel",
+            ranks=2,
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from exp.errors import Fault
+from exp.strategies.batch_norm_faults import batch_norm_faults
 from exp.strategies.layer_split import inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand
 from exp.strategies.strategy import Planned, Strategy
@@ -108,7 +109,7 @@ class DDP(Strategy):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Options that contradict each other, the network or the machine."""
-        faults = [*self._contradictions(planned), *self._batch_norm_faults(planned)]
+        faults = [*self._contradictions(planned), *batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)]
         if self.inner is not None:
             faults += split_faults(planned, count=self.inner.devices, layers=self.inner.layers)
         return faults
@@ -190,32 +191,3 @@ class DDP(Strategy):
                 got="powersgd on cpu ranks of a machine with a GPU",
                 expected="bf16, fp16 or null: torch's hook waits for the GPU",
             )
-
-    def _batch_norm_faults(self, planned: Planned) -> Iterator[Fault]:
-        from torch import nn
-
-        from exp.strategies.batch_norm import CONVERTIBLE, batch_norms
-
-        layers = list(batch_norms(planned.network))
-        if not self.sync_batchnorm:
-            for name, layer in layers:
-                if isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu":
-                    yield Fault(
-                        key="strategy.sync_batchnorm",
-                        got=f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU",
-                        expected="true: its statistics then go through gloo",
-                    )
-            return
-        if not layers:
-            yield Fault(
-                key="strategy.sync_batchnorm",
-                got="true, and the network has no batch normalisation",
-                expected="false",
-            )
-        for name, layer in layers:
-            if type(layer) not in CONVERTIBLE:
-                yield Fault(
-                    key="strategy.sync_batchnorm",
-                    got=f"true, and {name} is a {type(layer).__name__}, whose forward is its own",
-                    expected="torch.nn.BatchNorm1d, 2d or 3d",
-                )

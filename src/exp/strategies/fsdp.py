@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from exp.errors import ConfigError, Fault
+from exp.strategies.batch_norm_faults import batch_norm_faults
 from exp.strategies.placement import Demand
 from exp.strategies.sharding_faults import ELEMENTWISE, sharding_faults, tied_faults
 from exp.strategies.strategy import Planned, Strategy
@@ -33,6 +34,7 @@ class FSDP(Strategy):
     param_dtype: of gathered weights; None is that of the shards, which autocast casts where it does.
     reduce_dtype: in which gradients are added up; None is param_dtype.
     no_sync: where batches are accumulated, gradients are kept whole until the last one: fewer messages, more memory.
+    sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class FSDP(Strategy):
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
         no_sync: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(name=name)
         if min_parameters < 0:
@@ -57,6 +60,7 @@ class FSDP(Strategy):
         self.cpu_offload = cpu_offload
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.no_sync = no_sync
+        self.sync_batchnorm = sync_batchnorm
 
     @property
     def demand(self) -> Demand:
@@ -67,6 +71,7 @@ class FSDP(Strategy):
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
         faults = sharding_faults(planned, name=self.name)
+        faults += batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)
         chosen = {}
         try:
             chosen = units(planned.network, self.shard, min_parameters=self.min_parameters, key="strategy.shard")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from exp.strategies.batch_norm import Share, join_statistics
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Placement
 from exp.strategies.recomputing import recompute
@@ -31,10 +32,13 @@ class FullyShardedStrategy(ModelParallel):
     def __init__(self, *, placement: Placement, options: FSDP) -> None:
         super().__init__(placement=placement)
         self.options = options
+        self._share = Share() if options.sync_batchnorm else None
 
     def place_model(self) -> None:
         network, options = self.lightning_module.network, self.options
         recompute(matched(network, options.activation_checkpointing, key="strategy.activation_checkpointing").values())
+        if self._share is not None:
+            join_statistics(network, self._share, device_type=self.root_device.type)
         settings = {
             "mesh": self._mesh(),
             "reshard_after_forward": options.reshard_after_forward,
@@ -49,6 +53,11 @@ class FullyShardedStrategy(ModelParallel):
         for unit in reversed(chosen.values()):
             fully_shard(unit, **settings)
         fully_shard(network, **settings)
+
+    def training_step(self, batch: Any, *arguments: Any, **named: Any) -> Any:
+        if self._share is not None:
+            self._share.counts = batch.size > 0
+        return super().training_step(batch, *arguments, **named)
 
     def model_to_device(self) -> None:
         if self.is_placed and not self.options.cpu_offload:

@@ -133,6 +133,21 @@ class ModelParallel(WholeState):
             if isinstance(module, Metric):
                 module.process_group = self.data_group
 
+    # --- evaluation ---
+
+    def on_validation_start(self) -> None:
+        self._agree_on_buffers()
+
+    def on_test_start(self) -> None:
+        self._agree_on_buffers()
+
+    def _agree_on_buffers(self) -> None:
+        """Running statistics are those of the first share, as in a checkpoint, whichever rank evaluates with them."""
+        if self.placement.data_ranks > 1:
+            source = dist.get_global_rank(self.data_group, 0)
+            for buffer in self.lightning_module.network.buffers():
+                dist.broadcast(local(buffer), src=source, group=self.data_group)
+
     # --- norms ---
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

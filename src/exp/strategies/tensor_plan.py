@@ -243,9 +243,10 @@ def _heads(network: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str,
     from exp.models.containers import ProgramModel
 
     found = {}
+    columns = [name for name, words in layers.items() if {"column", "column_of_sequence"} & set(words)]
     for path, module in network.named_modules():
-        held = [name for name in layers if name.rpartition(".")[0] == path]
-        if isinstance(module, ProgramModel) and any(layers[name][0].startswith("column") for name in held):
+        held = [name for name in columns if name.rpartition(".")[0] == path]
+        if isinstance(module, ProgramModel) and held:
             found[path] = [constant for constant in module.constants if fnmatchcase(constant, HEADS)]
     return found
 

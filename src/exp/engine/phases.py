@@ -206,6 +206,7 @@ class PhasedModule(TrainingModule):
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
+        network.training = self.network.training  # of a view, a copy
         if not objective.needs:
             values = run(runner, batch.data) if values is None else values
             return values, *objective(values, batch)

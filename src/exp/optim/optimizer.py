@@ -20,7 +20,6 @@ from exp.optim.groups import parameter_groups
 FUSED_IN_SHARDS = ("Adam", "AdamW")
 
 
-
 def build_optimizer(
     network: nn.Module,
     factory: functools.partial[Optimizer],

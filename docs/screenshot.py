@@ -1,8 +1,9 @@
-"""Makes docs/tensorboard.png: three short trainings, TensorBoard on this machine alone, a headless Chromium.
+"""Makes the pictures of docs/tensorboard.md: a sweep of 12 small runs, the dashboard, and a headless Chromium.
 
-    python docs/screenshot.py [--output docs/tensorboard.png] [override ...]
+    python docs/screenshot.py [--folder docs] [--only hparams] [override ...]
 
-It needs `chromium` (Debian: apt-get install chromium), and ends what it starts.
+It trains in a temporary folder for about a minute, needs `chromium` (Debian: apt-get install chromium), and ends
+what it starts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,28 +20,67 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from PIL import Image
+
+SWEEP = (
+    "optimizer.lr=1e-3,3e-3,1e-2",
+    "model.layers.hidden.out_features=16,64",
+    "precision=fp32,fp16",
+    "trainer.max_epochs=6",
+    "hydra.sweep.dir=outputs/digits",
+    "hydra.sweep.subdir=${hydra.job.num}",
+    "+hooks=glance",
+)
 TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total)$"
+# The name of each picture: of the sweep or of which job, what to put behind the address, and the window's size.
+PICTURES = {
+    "scalars": (".", f"?tagFilter={urllib.parse.quote(TAGS, safe='')}&smoothing=0.8#timeseries", "1500,1040"),
+    "hparams": (".", "#hparams", "1500,760"),
+    "custom_scalars": ("11", "?smoothing=0.6#custom_scalars", "1500,1240"),
+    "images": ("11", "#images", "1100,760"),
+}
 # Without --disable-3d-apis the charts stay empty: there is no GPU to draw them.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--hide-scrollbars")
+# A hook of one's own, for the page with images: what the network was shown, and what its first layer made of it.
+HOOK = """
+from exp.hooks.hook import Hook
+from exp.hooks.values import Histogram, Image
+
+
+class Glance(Hook):
+    def setup(self, network):
+        self.weights = next(network.parameters())
+
+    def after_step(self, step):
+        samples = step.data[0][:32]
+        return {
+            "samples/train": Image.of(samples, stretched=True, columns=8),
+            "weights/hidden": Image.of(self.weights.reshape(-1, 1, 8, 8)[:32], stretched=True, columns=8),
+            "weights_histogram/hidden": Histogram.of(self.weights),
+        }
+"""
+HOOK_YAML = """# Samples, the first layer's weights as pictures and as a histogram: +hooks=glance
+glance: {_target_: glance.Glance, every_n_steps: 20}
+"""
 
 
 def train(folder: Path, overrides: list[str]) -> None:
-    sweep = ["-m", "optimizer.lr=1e-4,1e-3,1e-2", "hydra.sweep.dir=outputs/lr", "hydra.sweep.subdir=${optimizer.lr}"]
-    command = [sys.executable, "-m", "exp.train", *sweep, *overrides]
-    subprocess.run(command, cwd=folder, check=True, timeout=600)
+    (folder / "conf" / "hooks").mkdir(parents=True)
+    (folder / "glance.py").write_text(HOOK)
+    (folder / "conf" / "hooks" / "glance.yaml").write_text(HOOK_YAML)
+    command = [sys.executable, "-m", "exp.train", "-m", *SWEEP, *overrides]
+    subprocess.run(command, cwd=folder, check=True, timeout=1200)
 
 
 @contextlib.contextmanager
-def tensorboard(folder: Path) -> Iterator[str]:
-    """Its address, as long as the context is open."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
-    server = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def dashboard(folder: Path, below: str) -> Iterator[str]:
+    """Its address, as long as the context is open. The page shows the path as it is given here."""
+    shown = str(Path("outputs", "digits", below))
+    command = [sys.executable, "-m", "exp.dashboard", shown, "--port", "0", "--no-browser"]
+    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
-        address = f"http://127.0.0.1:{port}"
-        wait_for(f"{address}/data/runs", server)
+        address = server.stdout.readline().split()[2].partition("#")[0]
+        wait_for(f"{address}data/runs", server)
         yield address
     finally:
         server.terminate()
@@ -59,30 +98,37 @@ def wait_for(address: str, server: subprocess.Popen, seconds: float = 60) -> Non
     raise SystemExit(f"TensorBoard has shown no run at {address} in {seconds:.0f} s")
 
 
-def photograph(address: str, output: Path, *, size: str = "1500,1040") -> None:
+def photograph(address: str, output: Path, *, size: str) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("no Chromium is installed; on Debian: apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
-            [browser, *FLAGS, "--virtual-time-budget=15000", f"--window-size={size}", f"--user-data-dir={profile}",
+            [browser, *FLAGS, "--virtual-time-budget=60000", f"--window-size={size}", f"--user-data-dir={profile}",
              f"--screenshot={output.resolve()}", address],
             check=True, timeout=180, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+    # The colours of a chart are few: a third of the size, and no difference to see.
+    with Image.open(output) as picture:
+        picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(output, optimize=True)
+    print(f"{output}: {output.stat().st_size // 1000} kB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("tensorboard.png"))
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--only", choices=tuple(PICTURES))
+    parser.add_argument("--trained", type=Path, help="a folder in which outputs/digits is there already")
     parser.add_argument("overrides", nargs="*", help="of the trainings, such as trainer.max_epochs=30")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        train(folder, arguments.overrides)
-        with tensorboard(folder / "outputs") as address:
-            filtered = urllib.parse.quote(TAGS, safe="")
-            photograph(f"{address}/?tagFilter={filtered}&smoothing=0.8#timeseries", arguments.output)
-    print(f"{arguments.output}: {arguments.output.stat().st_size // 1000} kB")
+        folder = arguments.trained or Path(name)
+        if arguments.trained is None:
+            train(folder, arguments.overrides)
+        for picture in [arguments.only] if arguments.only else PICTURES:
+            below, ending, size = PICTURES[picture]
+            with dashboard(folder, below) as address:
+                photograph(address + ending, arguments.folder / f"tensorboard_{picture}.png", size=size)
 
 
 if __name__ == "__main__":

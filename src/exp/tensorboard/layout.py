@@ -1,13 +1,16 @@
-"""The Custom Scalars tab: five groups of charts that hold for every run. Charts name tags by regular expressions."""
+"""The Custom Scalars tab: groups of charts that name tags by regular expressions, so that they hold for every run."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Collection
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-# Nothing of a run's own config: TensorBoard joins the layouts of all runs, and draws one that differs twice.
+# Nothing of a run's own config: TensorBoard joins the charts of all runs, and draws one that differs twice.
 CHARTS: dict[str, dict[str, str]] = {
     "Overview": {
         "loss": r"^loss/(train|val|test)$",
@@ -40,21 +43,41 @@ CHARTS: dict[str, dict[str, str]] = {
 }
 
 
-def layout_summary() -> Summary:
-    """The layout, which TensorBoard reads from a text of its own."""
-    categories = [
-        layout_pb2.Category(
-            title=title,
-            chart=[
+class Layout:
+    """The charts that a run has values for: none is empty, and TensorBoard shows those of all runs together."""
+
+    def __init__(self) -> None:
+        self._tags: set[str] = set()
+        self._shown: set[tuple[str, str]] = set()
+
+    def grown(self, tags: Collection[str]) -> Summary | None:
+        """The whole layout where `tags` bring a chart that it did not have; TensorBoard takes the last one of a run."""
+        new = set(tags) - self._tags
+        if not new:
+            return None
+        self._tags |= new
+        filled = {
+            (title, name)
+            for title, charts in CHARTS.items()
+            for name, pattern in charts.items()
+            if any(re.match(pattern, tag) for tag in new)
+        }
+        if filled <= self._shown:
+            return None
+        self._shown |= filled
+        return self._summary()
+
+    def _summary(self) -> Summary:
+        categories = []
+        for title, charts in CHARTS.items():
+            shown = [
                 layout_pb2.Chart(title=name, multiline=layout_pb2.MultilineChartContent(tag=[pattern]))
                 for name, pattern in charts.items()
-            ],
-            # Open at first: those that nearly every run fills.
-            closed=title == "Precision",
-        )
-        for title, charts in CHARTS.items()
-    ]
-    content = TensorProto(dtype=DT_STRING, string_val=[layout_pb2.Layout(category=categories).SerializeToString()])
-    content.tensor_shape.SetInParent()
-    value = Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, metadata=metadata.create_summary_metadata(), tensor=content)
-    return Summary(value=[value])
+                if (title, name) in self._shown
+            ]
+            if shown:
+                categories.append(layout_pb2.Category(title=title, chart=shown))
+        content = TensorProto(dtype=DT_STRING, string_val=[layout_pb2.Layout(category=categories).SerializeToString()])
+        content.tensor_shape.SetInParent()
+        about = metadata.create_summary_metadata()
+        return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, metadata=about, tensor=content)])

@@ -17,7 +17,7 @@ from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
 from exp.tensorboard.graph import draw
 from exp.tensorboard.hyperparameters import end_summary, start_summaries
-from exp.tensorboard.layout import layout_summary
+from exp.tensorboard.layout import Layout
 from exp.tensorboard.panels import summary_value, text_value
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class TensorBoardLogger(RunLogger):
         self.graph = graph
         # Another process has begun this run, and has described it.
         self._is_continued = any(self.directory.glob("events.out.tfevents.*"))
+        self._layout = Layout()
         self._file = EventFile(self.directory)
         self._waiting: list[tuple[float, int, Mapping[str, float | Panel]]] = []
         self._last_write = time.time()
@@ -88,12 +89,12 @@ class TensorBoardLogger(RunLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """The row of the HParams tab; once a run the texts, the Custom Scalars tab, and the graph, if it is wanted."""
+        """The row of the HParams tab; once a run the texts, and the graph where it is wanted."""
         self.log_hyperparams(description.hyperparameters, description.metrics)
         if self._is_continued:
             return
         texts = [text_value(name, text) for name, text in description.texts.items()]
-        events = [Event(wall_time=time.time(), summary=one) for one in (layout_summary(), Summary(value=texts))]
+        events = [Event(wall_time=time.time(), summary=Summary(value=texts))]
         if self.graph:
             try:
                 events.append(Event(wall_time=time.time(), graph_def=draw(*description.network()).SerializeToString()))
@@ -155,7 +156,10 @@ class TensorBoardLogger(RunLogger):
     def _write(self, events: Any) -> None:
         waiting, self._waiting = self._waiting, []
         self._last_write = time.time()
-        self._file.write([*(_event(*one) for one in waiting), *events])
+        written = [_event(*one) for one in waiting]
+        if layout := self._layout.grown({tag for *_, values in waiting for tag in values}):
+            written.append(Event(wall_time=time.time(), summary=layout))
+        self._file.write([*written, *events])
 
 
 def _event(wall_time: float, step: int, values: Mapping[str, float | Panel]) -> Event:

@@ -3,6 +3,7 @@
 import collections.abc
 import datetime
 import enum
+import inspect
 import pathlib
 import typing
 
@@ -11,7 +12,9 @@ import torch
 import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from exp.config.kinds import UNKNOWN, fits, worded, words_of
 from exp.config.signature import HIDDEN_NAMES, signature_of
@@ -163,6 +166,15 @@ def test_the_hidden_names_of_a_metric_are_those_it_takes():
             torchmetrics.MeanMetric(**{name: print if "_fn" in name else None})
     with pytest.raises(ValueError, match="Unexpected keyword arguments"):
         torchmetrics.MeanMetric(compute_on_gpu=True)
+
+
+def test_the_hidden_names_of_ddp_are_those_of_torch():
+    taken = inspect.signature(DistributedDataParallel.__init__).parameters
+    names = HIDDEN_NAMES["lightning.pytorch.strategies.ddp.DDPStrategy"]
+    assert set(names) <= set(taken)
+    found = signature_of(DDPStrategy)
+    assert not found.open
+    assert {*names, "process_group_backend"} <= set(found.parameters)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exp.errors import ConfigError
-from exp.strategies.placement import Machine, Placement, adopted, placement
+from exp.strategies.placement import Demand, Machine, Placement, adopted, placement
 from exp.strategies.placement_faults import ACCELERATORS
 from exp.strategies.rank import ALONE, Rank
 
@@ -143,3 +143,45 @@ def test_placing_on_a_known_machine_imports_no_torch():
         "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+CONFINED = Rank(global_rank=6, local_rank=0, world_size=8, local_world_size=1, node_rank=6, is_confined=True)
+
+
+@pytest.mark.parametrize("asked", [{}, {"devices": 4, "nodes": 2}, {"devices": 4}, {"nodes": 2}])
+def test_a_rank_that_sees_its_own_gpu_alone_takes_it(asked):
+    placed = adopted(CONFINED, "ddp", machine=Machine(gpus=1), **asked)
+    assert (placed.world_size, placed.device(CONFINED.local_rank), placed.backend) == (8, "cuda:0", "nccl")
+
+
+def test_another_number_than_the_confined_ranks_is_refused():
+    with pytest.raises(ConfigError, match="what was started"):
+        adopted(CONFINED, "ddp", devices=3, nodes=2, machine=Machine(gpus=1))
+
+
+def test_one_process_with_all_devices_is_not_started_twice():
+    two = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
+    with pytest.raises(ConfigError, match="rank 1 of 2; expected one rank"):
+        adopted(two, "data_parallel", demand=Demand(devices=None), machine=Machine(gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("backend", "machine", "chosen"),
+    [
+        ("auto", Machine(gpus=2), "nccl"),
+        ("gloo", Machine(gpus=2), "gloo"),
+        ("auto", Machine(gpus=2, nccl=False), "gloo"),
+        ("auto", Machine(gpus=0), "gloo"),
+    ],
+)
+def test_the_backend_of_the_process_group(backend, machine, chosen):
+    assert placement("ddp", backend=backend, machine=machine).backend == chosen
+    assert placement("ddp", devices=1, backend=backend, machine=machine).backend is None
+    alone = placement("ddp", devices=1, backend=backend, machine=machine, demand=Demand(group=True))
+    assert alone.backend == chosen
+
+
+@pytest.mark.parametrize("machine", [Machine(gpus=0), Machine(gpus=2, nccl=False)])
+def test_nccl_where_there_is_none(machine):
+    with pytest.raises(ConfigError, match=r"launch\.backend: nccl"):
+        placement("ddp", backend="nccl", machine=machine)

@@ -56,3 +56,11 @@ def test_a_shell_in_an_allocation_is_not_one_of_its_tasks():
 def test_variables_that_contradict_each_other_are_refused(broken, message):
     with pytest.raises(RunError, match=message):
         rank_of(TORCHRUN | broken)
+
+
+@pytest.mark.parametrize(("visible", "confined"), [("0", True), ("0,1,2,3", False), ("", False)])
+def test_a_task_of_slurm_that_sees_its_own_gpu_alone(visible, confined):
+    step = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    rank = rank_of(step | {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": visible})
+    assert (rank.global_rank, rank.world_size, rank.is_confined) == (6, 8, confined)
+    assert (rank.local_rank, rank.local_world_size, rank.nodes) == ((0, 1, 8) if confined else (2, 4, 2))

@@ -13,6 +13,14 @@ from exp.config.kinds import UNKNOWN_KIND
 EMPTY = inspect.Parameter.empty
 # Classes that take names in **kwargs and pick them out by hand. A test holds each against the installed version.
 HIDDEN_NAMES = {
+    # What it hands on to torch's DistributedDataParallel.
+    "lightning.pytorch.strategies.ddp.DDPStrategy": {
+        "broadcast_buffers": bool,
+        "bucket_cap_mb": float,
+        "find_unused_parameters": bool,
+        "gradient_as_bucket_view": bool,
+        "static_graph": bool,
+    },
     "torchmetrics.metric.Metric": {
         "compute_on_cpu": bool,
         "compute_with_cache": bool,
@@ -113,11 +121,10 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
 def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Signature:
     """Adds what the bases take to an `__init__` that passes `**kwargs` up, until one of them takes no more."""
     parameters = dict(found.parameters)
+    holder = _holder(target, maker)
+    if holder is not None and _hidden(holder):
+        return replace(found, parameters={**_hidden(holder), **parameters}, open=False)
     for base in _bases_above(target, maker):
-        hidden = HIDDEN_NAMES.get(f"{base.__module__}.{base.__qualname__}")
-        if hidden is not None:
-            more = {name: Parameter(name=name, annotation=kind, default=None) for name, kind in hidden.items()}
-            return replace(found, parameters={**more, **parameters}, open=False)
         if "__init__" not in vars(base):
             continue
         above = _of_function(vars(base)["__init__"], bound=True)
@@ -125,13 +132,23 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             # The subclass may fill it in itself, so only what the subclass asks for is required.
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
-        if not above.open:
-            return replace(found, parameters=parameters, open=False)
+        if not above.open or _hidden(base):
+            return replace(found, parameters={**_hidden(base), **parameters}, open=False)
     return replace(found, parameters=parameters, open=True)
 
 
+def _hidden(base: type) -> dict[str, Parameter]:
+    names = HIDDEN_NAMES.get(f"{base.__module__}.{base.__qualname__}", {})
+    return {name: Parameter(name=name, annotation=kind, default=None) for name, kind in names.items()}
+
+
+def _holder(target: type, maker: Callable[..., Any]) -> type | None:
+    """The class whose own function makes the target."""
+    return next((base for base in target.__mro__ if maker in vars(base).values()), None)
+
+
 def _bases_above(target: type, maker: Callable[..., Any]) -> Iterator[type]:
-    holder = next((base for base in target.__mro__ if maker in vars(base).values()), None)
+    holder = _holder(target, maker)
     above = holder is None
     for base in target.__mro__:
         if base is object:

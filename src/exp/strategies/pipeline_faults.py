@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from exp.errors import ConfigError, Fault
 from exp.models.parts import split
+from exp.strategies.batch_norm import batch_norms
 from exp.strategies.strategy import Planned
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ def _run_faults(planned: Planned) -> list[Fault]:
     if str(config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
         expected = "an optimizer that updates each parameter by itself: no rank has all of them"
         faults.append(_refused("optimizer._target_", "LBFGS", expected))
-    for name, callback in config["callbacks"].items():
-        if isinstance(callback, dict) and str(callback.get("_target_", "")).startswith("exp.engine.averaging."):
-            expected = "no average of the weights: it is kept by rank 0, which has its own stage alone"
-            faults.append(_refused(f"callbacks.{name}", str(callback["_target_"]), expected))
+    for entry, callback in config["callbacks"].items():
+        target = str(callback["_target_"])
+        # exp's own and Lightning's two.
+        if target.startswith("exp.engine.averaging.") or target.endswith("WeightAveraging"):
+            expected = "no average of the weights: rank 0 would keep that of its own layers alone"
+            faults.append(_refused(f"callbacks.{entry}", target, expected))
     return faults
 
 
@@ -72,15 +75,24 @@ def _batch_faults(plan: Pipeline, planned: Planned, ranks: int) -> list[Fault]:
     if plan.schedule.in_rounds and count % max(1, count // ranks):
         expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
         faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected))
-    normed = [
-        name for name, module in planned.network.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    if normed and count > 1:
-        got = f"{count}, with {normed[0]} and {len(normed) - 1} more layers of batch normalisation"
-        expected = "1: a pipeline would normalise over each micro-batch, and find another network"
-        cure = "Or take a model with layer or group normalisation"
-        faults.append(Fault(key="strategy.microbatches", got=got, expected=expected, cure=cure))
-    return faults
+    return faults + _batch_norm_faults(planned, count)
+
+
+def _batch_norm_faults(planned: Planned, count: int) -> list[Fault]:
+    """Statistics of a part of the batch are others, and would find another network."""
+    normed = [name for name, _ in batch_norms(planned.network)]
+    if not normed:
+        return []
+    layers = f"{normed[0]} and {len(normed) - 1} more layers of batch normalisation"
+    cure = "Or take a model with layer or group normalisation"
+    if count > 1:
+        expected = "1: they would normalise over each micro-batch (schedule=gpipe takes one)"
+        return [Fault(key="strategy.microbatches", got=f"{count}, with {layers}", expected=expected, cure=cure)]
+    pipelines = planned.placement.data_ranks
+    if pipelines > 1:
+        expected = "one pipeline: they would normalise over each one's share of the batch"
+        return [Fault(key="launch.devices", got=f"{pipelines} pipelines, with {layers}", expected=expected, cure=cure)]
+    return []
 
 
 def _each(planned: Planned) -> str:
@@ -89,4 +101,4 @@ def _each(planned: Planned) -> str:
 
 
 def _refused(key: str, got: str, expected: str, *, cure: str | None = None) -> Fault:
-    return Fault(key=key, got=f"{got}, with strategy=pipeline", expected=expected, cure=cure)
+    return Fault(key=key, got=got, expected=f"{expected} (the network's layers are in several ranks)", cure=cure)

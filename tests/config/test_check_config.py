@@ -55,6 +55,7 @@ COMMANDS = [
     ["model=gan", "objective=[discriminator,generator]", "phases=[adversarial]", "metrics=[]"],
     ["model=gan", "objective=[discriminator,generator,wgan_gp]", "phases=[wgan_gp]", "metrics=[]"],
     ["model=sequential", "phases=[body_and_head]"],
+    ["experiment=gan", "+objective=r1", "objective.r1.output=real_score", "+phases=lazy_r1"],
     ["+objective=[r1,jacobian]"],
     ["model=mlp", "+objective=consistency"],
     ["hooks=[]", "callbacks=[]", "logger=[]"],

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
@@ -22,10 +23,10 @@ from exp.dashboard import DashboardError, page_for, runs_below
 from exp.tensorboard.logger import TensorBoardLogger
 
 
-def log_a_run(directory) -> None:
+def log_a_run(directory, tag: str = "loss/train") -> None:
     directory.mkdir(parents=True)
     logger = TensorBoardLogger(directory=directory)
-    logger.log_metrics({"loss/train": 1.0}, 1)
+    logger.log_metrics({tag: 1.0}, 1)
     logger.finalize("success")
 
 
@@ -62,13 +63,21 @@ def own_addresses() -> list[str]:
 
 def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path):
     log_a_run(tmp_path / "outputs" / "train" / "a")
-    log_a_run(tmp_path / "outputs" / "train" / "b")
+    log_a_run(tmp_path / "outputs" / "train" / "b", "memory/host_rss_mib")
     with started(tmp_path, "--port", "0", "--no-browser") as (process, line):
         port = int(re.fullmatch(r"2 runs  http://127\.0\.0\.1:(\d+)/#timeseries  \(Ctrl-C ends it\)\n", line)[1])
         assert sorted(fetched(f"http://127.0.0.1:{port}/data/runs")) == [
             "train/a/tensorboard",
             "train/b/tensorboard",
         ]
+        layout = fetched(f"http://127.0.0.1:{port}/data/plugin/custom_scalars/layout")
+        charts = {category["title"]: [chart["title"] for chart in category["chart"]] for category in layout["category"]}
+        assert charts == {"Overview": ["loss"], "Memory": ["host, MiB"]}
+        regex = layout["category"][1]["chart"][0]["multiline"]["tag"][0]
+        query = urllib.parse.urlencode({"run": "train/b/tensorboard", "tag": regex})
+        drawn = fetched(f"http://127.0.0.1:{port}/data/plugin/custom_scalars/scalars?{query}")
+        assert drawn["regex_valid"]
+        assert [point[1:] for point in drawn["tag_to_events"]["memory/host_rss_mib"]] == [[1, 1.0]]
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         listening = {
             connection.laddr.ip

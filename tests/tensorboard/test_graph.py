@@ -1,0 +1,99 @@
+"""The Graphs tab: layers and functions by their names, wired as the forward wired them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import exp
+from exp.build import build_data, describe, network_on_meta, plain_config
+from exp.tensorboard.graph import draw
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).relu_()
+
+
+def nodes(graph) -> dict[str, list[str]]:
+    return {node.name: list(node.input) for node in graph.node}
+
+
+def test_a_residual_block_is_drawn_as_it_is_written():
+    network = nn.Sequential(Block(), nn.Dropout(0.5), nn.Linear(4, 2)).train()
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    before = torch.random.get_rng_state()
+    graph = draw(network, (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),))
+    assert nodes(graph) == {
+        "input": [],
+        "0/norm/batch_norm": ["input"],
+        "0/linear/linear": ["0/norm/batch_norm"],
+        "0/relu": ["0/linear/linear"],
+        "0/add": ["input", "0/relu"],
+        "1/dropout": ["0/add"],
+        "2/linear": ["1/dropout"],
+        "output": ["2/linear"],
+    }
+    (shape,) = graph.node[-2].attr["_output_shapes"].list.shape
+    assert [dim.size for dim in shape.dim] == [3, 2]
+    # Nothing of the network is changed.
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(module.training for module in network.modules())
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+
+
+MODELS = ["sequential", "module_list", "module_dict", "parameter_list", "parameter_dict", "lenet", "resnet", "rnn"]
+
+
+@pytest.mark.parametrize("overrides", [*([f"model={name}"] for name in MODELS), ["model=transformer"], ["data=text"]])
+def test_our_containers_are_drawn_from_end_to_end(overrides):
+    config = exp.compose(overrides)
+    describe(config)
+    plain = plain_config(config)
+    network, inputs = network_on_meta(plain, build_data(plain).spec)
+    wires = nodes(draw(network, inputs))
+    reached, waiting = set(), ["output"]
+    while waiting:
+        reached.add(name := waiting.pop())
+        waiting += [source for source in wires[name] if source not in reached]
+    assert "input" in reached
+    parameters = nn.ParameterList | nn.ParameterDict
+    called = {name for name, child in network.named_children() if not isinstance(child, parameters)}
+    assert called <= {name.partition("/")[0] for name in wires}
+
+
+# Its forward asks for a number, which the meta device has none of.
+REFUSING = """
+from torch import nn
+
+class Refusing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.linear(x * 2 if x.sum().item() > 0 else x)
+"""
+
+
+def test_a_run_draws_it_on_request_and_goes_on_where_it_cannot(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    small = ["trainer.max_steps=2", "test=false", "logger.tensorboard.graph=true", "hooks=[]"]
+    report = exp.fit(exp.compose(small))
+    read = EventAccumulator(f"{report.directory}/tensorboard").Reload()
+    assert "head/linear" in {node.name for node in read.Graph().node}
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    yaml = "# Needs numbers: model=refusing\n_target_: refusing.Refusing\n"
+    (tmp_path / "conf" / "model" / "refusing.yaml").write_text(yaml)
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    assert exp.fit(exp.compose([*small, "model=refusing"])).status == "completed"
+    assert "the graph is left out" in caplog.text

@@ -1,0 +1,41 @@
+"""The Custom Scalars tab has a chart for every tag of the contract that is a curve, and no empty one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from exp.tensorboard.layout import CHARTS, Layout
+
+TAGS = Path(__file__).with_name("tags.txt").read_text().split()
+
+
+def titles(summary) -> dict[str, list[str]]:
+    (value,) = summary.value
+    layout = layout_pb2.Layout.FromString(value.tensor.string_val[0])
+    return {category.title: [chart.title for chart in category.chart] for category in layout.category}
+
+
+def test_a_chart_comes_with_its_first_tag_and_the_groups_keep_their_order():
+    layout = Layout()
+    assert titles(layout.grown(["memory/parameters_mib", "unknown"])) == {"Memory": ["parts, MiB"]}
+    assert layout.grown(["memory/parameters_mib", "memory/gradients_mib"]) is None
+    assert titles(layout.grown(["loss/train", "precision/loss_scale"])) == {
+        "Overview": ["loss"],
+        "Memory": ["parts, MiB"],
+        "Precision": ["loss scale"],
+    }
+    assert layout.grown(["loss/val"]) is None
+
+
+def test_each_tag_is_in_one_chart():
+    patterns = [pattern for charts in CHARTS.values() for pattern in charts.values()]
+    for tag in [*TAGS, "loss/train/cross_entropy", "f1/val", "memory/peak_mib", "throughput/mfu"]:
+        if not tag.startswith(NOT_CURVES):
+            assert sum(re.match(pattern, tag) is not None for pattern in patterns) == 1, tag
+
+
+# What other tabs show, or the Scalars tab alone.
+NOT_CURVES = ("config", "command", "git", "custom_scalars__config__", "_hparams_/", "gradients/histogram/")

@@ -262,3 +262,16 @@ def test_the_switches_are_put_back_where_a_run_fails(parts: Callable[..., Parts]
             built.trainer.fit(built.module, datamodule=built.data)
         after = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_default_dtype()
         assert after == before
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("layer_split", 1), ("pipeline", 2)])
+def test_a_true_word_where_a_strategy_runs_the_layers_by_itself(strategy: str, count: int, ranks: Any) -> None:
+    """Nobody calls the network there, whose entrance casts what comes in."""
+    run = (
+        "hooks=[]", "logger=[]", "metrics=[]", "launch.accelerator=cpu", "model=sequential", "trainer.max_steps=3",
+        "trainer.max_epochs=-1", "data.batch_size=16", "test=false", "trainer.limit_val_batches=1", "optimizer=sgd",
+        "precision=bf16_true",
+    )  # fmt: skip
+    expected = ranks.train(*run, "strategy=single")
+    found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=count)
+    assert found.report["metrics"]["loss/train"] == pytest.approx(expected.report["metrics"]["loss/train"], rel=1e-2)

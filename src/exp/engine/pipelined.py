@@ -123,7 +123,7 @@ class PipelinedModule(TrainingModule):
             found.update(self._split.bind(arguments, named))
 
         self._run(bind, data)
-        return found
+        return self._trainer.precision_plugin.cast_inputs(found)
 
     def _values(self, data: Any, output: Any, size: int) -> Mapping[str, Any]:
         """The values by name, of the first `size` samples."""

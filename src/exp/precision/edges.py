@@ -44,20 +44,22 @@ class Ends:
     """What kept layers gave before it was rounded to the dtype around them, for those that end the network.
 
     A layer's output is held until the network returns only where it was among the outputs before, or where nothing is
-    known yet: at the first call in training and in evaluation.
+    known yet: at the first call in training and in evaluation. Where a strategy runs the layers without calling the
+    network, nothing is held.
     """
 
     def __init__(self) -> None:
+        self.is_inside = False
         self.waiting: list[tuple[str, Tensor, Tensor]] = []
         self.known: dict[bool, set[str]] = {}
 
     def hold(self, name: str, notes: list[tuple[Tensor, Tensor]], *, training: bool) -> None:
-        if training not in self.known or name in self.known[training]:
+        if self.is_inside and (training not in self.known or name in self.known[training]):
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
     def restore(self, output: Any, *, training: bool) -> Any:
         """The network's output with the full numbers of kept layers, in float32, for the loss."""
-        waiting, self.waiting = self.waiting, []
+        waiting, self.waiting, self.is_inside = self.waiting, [], False
         found: set[str] = set()
 
         def full(part: Any) -> Any:
@@ -68,7 +70,8 @@ class Ends:
             return part if isinstance(part, Tensor) else _mapped(part, full)
 
         restored = full(output) if waiting else output
-        self.known.setdefault(training, found)
+        if output is not None:  # else the forward raised, and nothing is known of it
+            self.known.setdefault(training, found)
         return restored
 
 

@@ -33,6 +33,7 @@ class Entrance:
 
     @torch.compiler.disable
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self.ends.is_inside = True
         self.defaults.append(torch.get_default_dtype())
         torch.set_default_dtype(self.dtype)
         return cast(args, self.dtype), cast(kwargs, self.dtype)

@@ -131,6 +131,10 @@ class RunPrecision(Precision):
         """The whole batch in float64 under fp64, targets too; else the network casts what comes in."""
         return cast(data, torch.float64) if self.word == "fp64" else data
 
+    def cast_inputs(self, inputs: Any) -> Any:
+        """For a strategy that runs the network's layers without calling the network: what goes in as they take it."""
+        return inputs if self.numbers.parameters is None else cast(inputs, self.numbers.parameters)
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast, where the word has it. Without its cache of cast weights, as in Lightning."""
         if self.word == "fp64":

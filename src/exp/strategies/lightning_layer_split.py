@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,22 @@ class SplitNetwork:
 
     Each part computes where its layers are; what it reads is copied there without waiting. The output is on the last
     device.
+
+    cast: of the inputs by name, what a precision makes of them.
     """
 
-    def __init__(self, network: nn.Module, parts: Split, devices: Sequence[torch.device]) -> None:
-        self.network, self.parts, self.devices = network, parts, tuple(devices)
+    def __init__(
+        self,
+        network: nn.Module,
+        parts: Split,
+        devices: Sequence[torch.device],
+        *,
+        cast: Callable[[Any], Any] = lambda inputs: inputs,
+    ) -> None:
+        self.network, self.parts, self.devices, self.cast = network, parts, tuple(devices), cast
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        inputs = self.parts.bind(arguments, named)
+        inputs = self.cast(self.parts.bind(arguments, named))
         values: dict[str, Any] = {}
         for part, device in zip(self.parts.parts, self.devices, strict=True):
             read = [moved(inputs[name], device) for name in part.inputs]
@@ -62,7 +71,12 @@ class OverDevices:
                 layers=self.layers,
                 inputs=example_inputs(trainer.datamodule.data.spec, device="meta"),
             )
-            module.__dict__["run_network"] = SplitNetwork(module.network, self._split, self.devices)
+            module.__dict__["run_network"] = SplitNetwork(
+                module.network,
+                self._split,
+                self.devices,
+                cast=self.precision_plugin.cast_inputs,  # type: ignore[attr-defined]
+            )
         super().setup(trainer)  # type: ignore[misc]
 
     def model_to_device(self) -> None:

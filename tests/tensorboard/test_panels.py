@@ -109,6 +109,25 @@ def test_a_text_comes_back(tmp_path):
     assert read.SummaryMetadata("operators").plugin_data.plugin_name == "text"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU runs ahead of its host")
+def test_on_a_gpu_the_same_comes_out_and_nothing_waits_for_the_device():
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    values[7] = float("inf")
+    on_gpu, maps = values.cuda(), torch.rand(4, 1, 8, 8, device="cuda")
+    scores, targets = torch.rand(100, device="cuda"), torch.ones(100, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [Histogram.of(on_gpu), Image.of(maps, stretched=True), PrecisionRecallCurve.of(scores, targets)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    histogram, image, curve = on_host(found)
+    expected = Histogram.of(values)
+    assert (histogram.low, histogram.high) == (expected.low, expected.high)
+    assert (histogram.counts.cumsum(0) - expected.counts.cumsum(0)).abs().max() <= 2
+    assert {panel.device.type for panel in (histogram.counts, image.pixels, curve.counts)} == {"cpu"}
+
+
 def test_all_panels_of_a_flush_come_to_the_host_together_and_unchanged():
     panels = [
         Histogram.of(torch.arange(10.0)),

@@ -12,7 +12,7 @@ from torch import nn
 
 import exp
 from exp.errors import ConfigError
-from exp.strategies.units import units
+from exp.strategies.units import uniform, units
 
 # Batches of 100: the last of an epoch is short.
 STEPS = ("trainer.max_epochs=null", "trainer.max_steps=30", "test=false", "data.batch_size=100", "logger=[]")
@@ -48,6 +48,14 @@ def test_units_by_size():
 def test_a_pattern_that_matches_nothing(build_model):
     with pytest.raises(ConfigError, match=r"k: 'block\.\*', which matches no layer"):
         units(build_model("transformer"), ["block.*"], min_parameters=0, key="k")
+
+
+def test_a_unit_has_one_dtype(build_model):
+    network = build_model("transformer")
+    network.blocks[1].norm2.double()
+    network.norm.double()
+    chosen = units(network, "auto", min_parameters=0, key="k")
+    assert list(uniform(network, chosen)) == ["blocks.0", "blocks.1", "blocks.1.norm2", "norm"]
 
 
 # --- runs ---
@@ -90,6 +98,13 @@ def test_batch_normalisation_over_the_global_batch(ranks):
     assert parts.losses == pytest.approx(one.losses, abs=1e-10)
     for name, value in one.checkpoint()["state_dict"].items():
         torch.testing.assert_close(parts.checkpoint()["state_dict"][name], value, rtol=0, atol=1e-10)
+
+
+def test_layers_that_keep_a_dtype(ranks):
+    command = ("model=transformer", *STEPS, "trainer.max_steps=4", "precision=fp64", "+precision.keep.LayerNorm=fp32")
+    one = ranks.train(*command, "strategy=single")
+    parts = ranks.train(*command, "strategy=fsdp", ranks=2)
+    assert parts.losses == pytest.approx(one.losses, abs=1e-6)
 
 
 def test_ranks_skip_a_step_together(ranks):

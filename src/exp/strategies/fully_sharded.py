@@ -14,7 +14,7 @@ from exp.strategies.batch_norm import Share, join_statistics
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Placement
 from exp.strategies.recomputing import recompute
-from exp.strategies.units import matched, units
+from exp.strategies.units import matched, uniform, units
 
 if TYPE_CHECKING:
     from exp.strategies.fsdp import FSDP
@@ -50,7 +50,7 @@ class FullyShardedStrategy(ModelParallel):
         }
         chosen = units(network, options.shard, min_parameters=options.min_parameters, key="strategy.shard")
         # Innermost first, as fully_shard asks.
-        for unit in reversed(chosen.values()):
+        for unit in reversed(uniform(network, chosen).values()):
             fully_shard(unit, **settings)
         fully_shard(network, **settings)
 

@@ -78,7 +78,7 @@ class Hybrid(Strategy):
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
         faults = sharding_faults(planned, name=self.name, meets=frozenset() if self.data == "shard" else MEETS)
-        return faults + self.tensor.faults(planned.network, ranks=self.together)
+        return faults + self.tensor.faults(planned, ranks=self.together)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """The strategy of one rank of the mesh."""

@@ -163,9 +163,13 @@ class ModelParallel(WholeState):
                 found[0, place] = self._share_of_square(name, tensors[name])
                 found[1, place] = 1.0
         dist.all_reduce(found)
-        roots, there = found[0].sqrt(), found[1].tolist()
+        roots = found[0].sqrt()
+        # Where every rank has the same names nobody has to wait for the device to know them.
+        there = None if self.holds_every_name else found[1].tolist()
         return {
-            name.removeprefix(NETWORK): roots[place] for place, name in enumerate(self._parameter_names) if there[place]
+            name.removeprefix(NETWORK): roots[place]
+            for place, name in enumerate(self._parameter_names)
+            if (name in tensors if there is None else there[place])
         }
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -49,13 +49,18 @@ class TensorOptions:
         """Raises: ConfigError."""
         return make_plan(network, self.plan, divide=self.divide, sequence=self.sequence, vocabulary=self.vocabulary)
 
-    def faults(self, network: nn.Module, *, ranks: int) -> list[Fault]:
+    def faults(self, planned: Planned, *, ranks: int) -> list[Fault]:
         """What cannot be cut so."""
+        faults = []
+        if planned.precision == "fp8":
+            expected = "another word: the layers of fp8 are not cut"
+            faults.append(Fault(key="precision.word", got="fp8 with layers in parts", expected=expected))
+        network = planned.network
         try:
             plan = self.plan_of(network)
         except ConfigError as error:
-            return list(error.faults)
-        return division_faults(network, plan, ranks=ranks) + tied_cuts(network, plan)
+            return [*faults, *error.faults]
+        return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
 
 
 class TensorParallel(Strategy):
@@ -82,7 +87,7 @@ class TensorParallel(Strategy):
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What cannot be cut so, and what no run in parts can do."""
         faults = sharding_faults(planned, name=self.name, meets=MEETS)
-        return faults + self.tensor.faults(planned.network, ranks=planned.placement.model_ranks)
+        return faults + self.tensor.faults(planned, ranks=planned.placement.model_ranks)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A TensorParallelStrategy with these options."""

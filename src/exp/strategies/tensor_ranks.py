@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from exp.strategies.tensor_functions import join, own
 from exp.strategies.tensor_layers import Cut
 from exp.strategies.tensor_parallel import TensorOptions
 from exp.strategies.tensor_placing import carry_out
-from exp.strategies.units import AUTO, units
+from exp.strategies.units import AUTO, uniform, units
 from exp.strategies.verification import Trial, require_same, stand_in, try_out
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class TensorParallelStrategy(ModelParallel):
         def here(tensors: list[Tensor]) -> list[Tensor]:
             return [tensor.to(self.root_device) for tensor in tensors]
 
-        whole = Trial(training=here(whole.training), evaluation=here(whole.evaluation), gradients=whole.gradients)
+        whole = replace(whole, training=here(whole.training), evaluation=here(whole.evaluation))
         placed = try_out(network, stand_in(spec, network, device=self.root_device))
         with torch.no_grad():
             require_same(whole, placed, part=part, strategy=self.name)
@@ -133,6 +134,6 @@ class ShardedTensorStrategy(TensorParallelStrategy):
 
     def share_parts(self, network: nn.Module) -> None:
         mesh = DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
-        chosen = units(network, AUTO, min_parameters=0, key="strategy.shard")
+        chosen = uniform(network, units(network, AUTO, min_parameters=0, key="strategy.shard"))
         for unit in [*reversed(chosen.values()), network]:
             fully_shard(unit, mesh=mesh)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 AUTO = "auto"
@@ -33,6 +35,28 @@ def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int
     else:
         chosen = _repeated(network)
     return _large_enough(chosen, min_parameters)
+
+
+def uniform(network: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The same units, and one for each layer whose parameters have another dtype than most of the unit it is in.
+
+    A unit is gathered as one flat tensor; `precision.keep` leaves some layers in a dtype of their own.
+    """
+    owners = {
+        name: max((unit for unit in chosen if name == unit or name.startswith(f"{unit}.")), key=len, default="")
+        for name, _ in network.named_modules()
+    }
+    sizes: dict[str, Counter[torch.dtype]] = {}
+    for name, module in network.named_modules():
+        for parameter in module.parameters(recurse=False):
+            sizes.setdefault(owners[name], Counter())[parameter.dtype] += parameter.numel()
+    extra = {
+        name
+        for name, module in network.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if name and parameter.dtype != sizes[owners[name]].most_common(1)[0][0]
+    }
+    return {name: module for name, module in network.named_modules() if name in chosen or name in extra}
 
 
 def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:

@@ -20,19 +20,23 @@ from exp.types import DataSpec
 
 log = logging.getLogger(__name__)
 
-# Of a tensor's largest number, and of the largest of all gradients: a gradient that is 0 but for rounding is not judged
-# by itself.
-TOLERANCE = {torch.float64: (1e-9, 1e-11), torch.float32: (2e-3, 1e-5)}
+# Of a tensor's largest number, and of the largest of all gradients: one that is 0 but for rounding is not judged by
+# itself. A wrong plan is off by as much as the numbers themselves.
+TOLERANCE = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-2, 1e-4)}
 HALF = (1e-1, 1e-2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a network gave for a stand-in batch: outputs as it trains and as it is evaluated, gradients by name."""
+    """What a network gave for a stand-in batch: outputs as it trains and as it is evaluated, gradients by name.
+
+    coarsest: of the dtypes that it computes in, the one with the fewest digits.
+    """
 
     training: list[Tensor]
     evaluation: list[Tensor]
     gradients: dict[str, Tensor]
+    coarsest: torch.dtype
 
 
 def try_out(network: nn.Module, inputs: Tensor) -> Trial:
@@ -59,7 +63,13 @@ def try_out(network: nn.Module, inputs: Tensor) -> Trial:
     with torch.no_grad():
         for name, buffer in network.named_buffers():
             buffer.copy_(buffers[name])
-    return Trial(training=[output.detach() for output in outputs], evaluation=evaluated, gradients=gradients)
+    dtypes = [value.dtype for value in (*network.parameters(), *evaluated) if value.is_floating_point()]
+    return Trial(
+        training=[output.detach() for output in outputs],
+        evaluation=evaluated,
+        gradients=gradients,
+        coarsest=max(dtypes, key=lambda dtype: torch.finfo(dtype).eps),
+    )
 
 
 def stand_in(spec: DataSpec, network: nn.Module, *, device: torch.device) -> Tensor:
@@ -81,17 +91,20 @@ def require_same(whole: Trial, placed: Trial, *, part: Callable[[str, Tensor], T
     """
     expected = {name: part(name, gradient) for name, gradient in whole.gradients.items()}
     largest = max((float(gradient.abs().max()) for gradient in whole.gradients.values()), default=0.0)
+    limits = TOLERANCE.get(whole.coarsest, HALF)
     wrong = []
     for what, before, after in (
         ("the output", whole.training, placed.training),
         ("the output in evaluation", whole.evaluation, placed.evaluation),
     ):
-        if len(before) != len(after) or any(_differ(*pair, scale=0.0) for pair in zip(before, after, strict=True)):
+        if len(before) != len(after) or any(
+            _differ(*pair, scale=0.0, limits=limits) for pair in zip(before, after, strict=True)
+        ):
             wrong.append(what)
     wrong += [
         f"the gradient of {name}"
         for name, gradient in expected.items()
-        if name not in placed.gradients or _differ(gradient, placed.gradients[name], scale=largest)
+        if name not in placed.gradients or _differ(gradient, placed.gradients[name], scale=largest, limits=limits)
     ]
     if wrong:
         raise RunError(
@@ -102,13 +115,12 @@ def require_same(whole: Trial, placed: Trial, *, part: Callable[[str, Tensor], T
         )
 
 
-def _differ(whole: Tensor, placed: Tensor, *, scale: float) -> bool:
+def _differ(whole: Tensor, placed: Tensor, *, scale: float, limits: tuple[float, float]) -> bool:
     if whole.shape != placed.shape:
         return True
     if whole.numel() == 0:
         return False
-    own, all_ = TOLERANCE.get(whole.dtype, HALF)
-    limit = own * float(whole.abs().max()) + all_ * scale
+    limit = limits[0] * float(whole.abs().max()) + limits[1] * scale
     return not float((whole - placed).abs().max()) <= limit
 
 

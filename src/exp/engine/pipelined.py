@@ -21,6 +21,7 @@ from torch import Tensor
 from exp.data.randomness import reseed
 from exp.engine.module import TrainingModule
 from exp.engine.naming import target_of
+from exp.models.graphs import flatten
 from exp.models.parts import Split
 from exp.strategies.averaging import average_gradients
 from exp.strategies.microbatches import cut, joined, micro_batches, shares
@@ -132,8 +133,6 @@ class PipelinedModule(TrainingModule):
 
 def nothing_of(output: Any) -> Tensor:
     """A 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
-    from exp.models.graphs import flatten
-
     return sum(tensor.sum() for tensor in flatten(output) if tensor.requires_grad) * 0.0
 
 

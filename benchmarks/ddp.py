@@ -64,7 +64,7 @@ def lenet() -> nn.Module:
 
 
 def by_hand(steps: int) -> tuple[float, float]:
-    """Microseconds of a step, on the wall clock and of processor time: a stock DataLoader with a DistributedSampler, and no logging."""
+    """Microseconds of a step, wall and processor: a stock DataLoader with a DistributedSampler, and no logging."""
     dataset = TensorDataset(*samples(steps))
     loader = DataLoader(dataset, batch_size=BATCH_SIZE // RANKS, sampler=DistributedSampler(dataset))
     network, clock = DistributedDataParallel(lenet(), gradient_as_bucket_view=True), Clock()

@@ -156,6 +156,7 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
     """The network without memory: its shapes, and what is built around it."""
     from exp.build import build_entries, build_network, build_objective, build_phases
     from exp.plan.shapes import examine_shapes
+    from exp.plan.term_faults import term_faults
 
     plain, _ = read(config)
     if _touched(faults, SHAPE_KEYS) or any(_holds_unknown(plain[key]) for key in SHAPE_KEYS):
@@ -180,6 +181,7 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
     more = list(seen.faults)
     if not more and len(built) == 2:
         more = _around_the_network(plain, built[1], phases, faults)
+        more += term_faults(built[0], built[1], spec, word=plain["precision"]["word"])
         if placement is not None:
             more += _phases_placed(plain, placement) if phases else []
             more += _strategy_faults(plain, built, placement, faults)

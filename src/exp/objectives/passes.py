@@ -69,7 +69,7 @@ class Passes:
             with self._as_the_step():
                 return self._run(self._runner, data)
         with torch.autocast(self._device, enabled=False):
-            return self._run(self._in_full(self.network), _full(data))
+            return self._run(self._in_full(self.network), _mapped(data, full))
 
     def call(self, part: str, *inputs: Any, precision: Precision = "step") -> Any:
         """What one part of the network gives for some inputs, such as its discriminator.
@@ -86,7 +86,7 @@ class Passes:
             with self._as_the_step():
                 return module(*inputs)
         with torch.autocast(self._device, enabled=False):
-            return self._in_full(module)(*_full(inputs))
+            return self._in_full(module)(*_mapped(inputs, full))
 
     @overload
     def gradients(self, output: Tensor, inputs: Tensor, *, create_graph: bool = ...) -> Tensor: ...
@@ -168,17 +168,16 @@ class Passes:
             return (self._scale / samples).clamp(1.0, LARGEST_FACTOR)
         return min(max(self._scale / samples, 1.0), LARGEST_FACTOR)
 
-    def _in_full(self, module: nn.Module) -> Callable[..., Any]:
-        """The module in full precision: autocast is off already, and parameters of half precision are cast."""
-        held = dict(module.named_parameters()) | dict(module.named_buffers())
-        cast = {name: tensor.float() for name, tensor in held.items() if tensor.dtype in HALF}
-        if not cast:
-            return module
-
-        def run(*inputs: Any, **named: Any) -> Any:
-            return functional_call(module, cast, inputs, named)
-
-        return run
+    def _in_full(self, module: nn.Module) -> nn.Module:
+        """The module, which is in full precision where autocast is off."""
+        for name, parameter in module.named_parameters():
+            if parameter.dtype in HALF:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise RunError(
+                    f"a term asks for precision: full, and {name} is {dtype} itself; it must be float32. Write "
+                    "precision: step, or choose a precision with float32 parameters such as precision=bf16"
+                )
+        return module
 
 
 def _leaves(data: Any, inputs: Sequence[str]) -> Any:
@@ -193,10 +192,6 @@ def _leaves(data: Any, inputs: Sequence[str]) -> Any:
 def _leaf(value: Any) -> Any:
     is_floating = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if is_floating else value
-
-
-def _full(data: Any) -> Any:
-    return _mapped(data, full)
 
 
 def _mapped(data: Any, function: Callable[[Tensor], Any]) -> Any:

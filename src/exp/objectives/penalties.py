@@ -76,6 +76,7 @@ class WGANGP(AbstractTerm):
     ) -> None:
         super().__init__(weight=weight)
         self.critic, self.real, self.fake, self.output = critic, real, fake, output
+        self.parts = (critic,)
         self.precision = checked_precision(precision)
 
     def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:

@@ -30,10 +30,12 @@ class AbstractTerm(nn.Module, ABC):
     """One part of the objective: a mean over samples, of values that it finds by name.
 
     needs: a class's attribute (or an instance's own), words of NEEDS. With any of them `forward` is given `passes`.
+    parts: the parts of the network that it calls by their dotted names; the check looks for them.
     weight: its factor in the sum.
     """
 
     needs: frozenset[str] = frozenset()
+    parts: tuple[str, ...] = ()
 
     def __init__(self, *, weight: float = 1.0) -> None:
         super().__init__()

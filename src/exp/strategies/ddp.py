@@ -170,10 +170,6 @@ class DDP(Strategy):
                 got="true with local_sgd",
                 expected="false: it makes ranks talk at every layer of every step",
             )
-        if planned.config["phases"] and (is_local or self.communication_hook is not None):
-            key = "local_sgd" if is_local else "communication_hook"
-            expected = "neither: a step of several phases averages its gradients itself"
-            yield Fault(key=f"strategy.{key}", got=f"{key} with phases", expected=expected)
         if self.inner is not None and (is_local or self.communication_hook is not None):
             key = "local_sgd" if is_local else "communication_hook"
             got, expected = f"{key} with inner=layer_split", "neither: torch has them for networks on one device"

@@ -104,7 +104,7 @@ def test_the_command_trains_a_gan_and_another_config_may_not_go_on_with_it(
     resumed = [*command, "resume=first/checkpoints/last.ckpt"]
     assert examine(compose(resumed)).faults == ()
     (fault,) = examine(compose([*resumed, "phases.generator.optimizer.lr=1"])).faults
-    assert "phases.generator.optimizer.lr was 0.0005 and is 1" in str(fault)
+    assert "phases.generator.optimizer.lr was 0.001 and is 1" in str(fault)
 
 
 GAN_PARTS = ["model=gan", "objective=[discriminator,generator]", "metrics=[]", "phases=[adversarial]"]

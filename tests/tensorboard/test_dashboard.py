@@ -42,10 +42,11 @@ def started(folder, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
         process.communicate(timeout=10)
 
 
-def fetched(address: str) -> object:
+def fetched(address: str, data: bytes | None = None) -> object:
+    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
     end = time.monotonic() + 15
     while time.monotonic() < end:
-        with urllib.request.urlopen(address, timeout=5) as reply:
+        with urllib.request.urlopen(request, timeout=5) as reply:
             if found := json.load(reply):
                 return found
         time.sleep(0.1)
@@ -93,6 +94,38 @@ def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path):
         assert process.wait(timeout=15) == 0
         assert psutil.wait_procs(family, timeout=10)[1] == []
         assert process.stderr.read() == ""
+
+
+def test_the_page_of_a_sweep_has_a_row_for_each_job_with_its_values_and_its_end(tmp_path):
+    sweep = tmp_path / "train" / "sweeps" / "2026-01-31" / "12-00-00"
+    for job in range(12):
+        logger = TensorBoardLogger(directory=sweep / str(job))
+        logger.log_hyperparams({"optimizer.lr": 10.0**-job, "data.drop_last": job % 2 == 0}, metrics=["loss/val"])
+        logger.log_metrics({"loss/val": float(job)}, 1)
+        if job < 11:
+            logger.end("completed" if job % 2 else "failed")
+        logger.finalize("success")
+    with started(tmp_path, str(sweep), "--port", "0", "--no-browser") as (_, line):
+        address = re.fullmatch(r"12 runs  (http://127\.0\.0\.1:\d+/)#hparams .*\n", line)[1]
+        question = {
+            "experimentName": "",
+            "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
+            "colParams": [{"metric": {"tag": "loss/val", "group": ""}}],
+            "startIndex": 0,
+            "sliceSize": 100,
+        }
+        fetched(f"{address}data/runs")
+        found = fetched(f"{address}data/plugin/hparams/session_groups", json.dumps(question).encode())
+    rows = {group["sessions"][0]["name"].split("/")[0]: group for group in found["sessionGroups"]}
+    assert sorted(map(int, rows)) == list(range(12))
+    for job in range(12):
+        row = rows[str(job)]
+        assert row["hparams"]["optimizer.lr"] == 10.0**-job
+        assert row["hparams"]["data.drop_last"] is (job % 2 == 0)
+        assert [value["value"] for value in row["metricValues"]] == [float(job)]
+        # No word for the one under way: TensorBoard keeps the first that it reads, to the end of its own process.
+        ended = {0: "STATUS_FAILURE", 1: "STATUS_SUCCESS"}[job % 2] if job < 11 else "STATUS_UNKNOWN"
+        assert row["sessions"][0]["status"] == ended
 
 
 def test_a_port_that_is_taken_is_one_clear_line_and_a_wider_address_a_warning(tmp_path):

@@ -65,6 +65,10 @@ def test_csv_holds_what_the_event_file_holds(tmp_path, monkeypatch):
     tags = [tag for tag in rows[0] if tag != "step"]
     found = {tag: once([(int(row["step"]), float(row[tag])) for row in rows if row[tag]]) for tag in tags}
     assert_same(found, in_events(directory))
+    # The texts are said once, not by each process.
+    read = EventAccumulator(str(directory / "tensorboard")).Reload()
+    assert {tag: len(read.Tensors(tag)) for tag in ("config", "command")} == {"config": 1, "command": 1}
+    assert "+logger=csv" in read.Tensors("command")[0].tensor_proto.string_val[0].decode()
 
 
 @pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")

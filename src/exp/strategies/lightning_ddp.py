@@ -56,7 +56,8 @@ class ExpDDPStrategy(DDPStrategy):
         if self._share is not None:
             self._classes_before = batch_norm.join_statistics(module, self._share, device_type=self.root_device.type)
         is_local = self._local_options.every_n_steps is not None
-        if module.averages_gradients:
+        # A LightningModule that is not exp's own says nothing of it.
+        if getattr(module, "averages_gradients", False):
             if is_local or self._communication_hook is not None:
                 raise RunError(
                     f"{type(module).__name__} averages its gradients itself; expected neither "

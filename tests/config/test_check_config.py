@@ -4,6 +4,7 @@ import copy
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = {"tensors": "a file", "csv": "a file", "csv_regression": "a file"}
 if not is_installed():
     NEEDS["deepspeed"] = "an extra"
+EXTRAS = ("mlflow", "wandb")
 COMMANDS = [
     *([f"model={name}"] for name in options("model") if name not in ("gpt", "gan")),
     *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
@@ -48,6 +50,7 @@ COMMANDS = [
     *([f"debug={name}"] for name in options("debug")),
     *([f"experiment={name}"] for name in options("experiment")),
     *([f"+hooks={name}"] for name in options("hooks")),
+    *([f"logger=[{name}]"] for name in options("logger") if name not in EXTRAS or find_spec(name)),
     *([f"metrics=[{name}]"] for name in ("accuracy", "f1", "auroc")),
     *(["data=diabetes", f"objective=[{name}]", f"metrics=[{metric}]"]
       for name, metric in (("mse", "mae"), ("l1", "rmse"), ("huber", "r2"))),

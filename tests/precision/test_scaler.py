@@ -247,3 +247,23 @@ def test_a_run_whose_gradients_are_never_finite_says_so(
         "step 32: the loss scale has fallen to 1.52588e-05: a gradient is infinite or not a number whatever the scale. "
         "Look with precision.report=true for the layer and keep it in fp32 (precision.keep), or train in bf16"
     ]
+
+
+def test_a_first_step_that_is_skipped_leaves_no_momentum_behind() -> None:
+    """torch's fused SGD leaves the memory of a skipped first momentum as it found it, which may be NaN."""
+
+    def weights(*, fused: bool) -> tuple[Tensor, Tensor]:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
+        scaler = CountingScaler(device="cpu", init_scale=8.0)
+        for gradient in (float("inf"), 1.0, 2.0):
+            scaler.scale(torch.zeros(()))
+            weight.grad = torch.full((3,), gradient)
+            scaler.step(optimizer)
+            if gradient == float("inf"):
+                assert not optimizer.state
+            scaler.update()
+        return weight.detach(), optimizer.state[weight]["momentum_buffer"]
+
+    for found, expected in zip(weights(fused=True), weights(fused=False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from exp.build import Parts
+from exp.errors import ConfigError
+from exp.optim.optimizer import build_optimizer
 from exp.precision.choice import build_precision
 from exp.precision.conversion import STATISTICS
 from exp.precision.faults import optimizer_faults
@@ -221,6 +224,34 @@ def test_a_resumed_run_goes_on_bit_for_bit(word: str, parts: Callable[..., Parts
     assert all(torch.equal(tensor, expected[name]) for name, tensor in second.module.network.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_in_half_precision_makes_the_steps_of_float32(kind: Any, dtype: torch.dtype) -> None:
+    """torch 2.13's fused SGD on CPU does not: `fused: null` must not choose it."""
+    ends = []
+    for each in (dtype, torch.float32):
+        torch.manual_seed(0)
+        network = nn.Linear(32, 32).to(each)
+        optimizer = build_optimizer(
+            network, functools.partial(kind, lr=0.1, fused=None, **({"eps": 1e-3} if kind != torch.optim.SGD else {})),
+            groups={}, exempt_from_decay=[],
+        )  # fmt: skip
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in network.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(each)
+            optimizer.step()
+        ends.append(network.weight.detach().float())
+    assert (ends[0] - ends[1]).abs().max() < 0.05  # three steps of 0.1; the fault was 0.9
+
+
+def test_a_fused_optimizer_that_is_wrong_is_refused() -> None:
+    network = nn.Linear(32, 32).bfloat16()
+    factory = functools.partial(torch.optim.SGD, lr=0.1, fused=True)
+    with pytest.raises(ConfigError, match="fused SGD on CPU makes wrong steps"):
+        build_optimizer(network, factory, groups={}, exempt_from_decay=[])
+
+
 def test_an_eps_that_is_nothing_in_float16_is_refused() -> None:
     adam = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
     (fault,) = optimizer_faults("fp16_true", adam)
@@ -275,3 +306,17 @@ def test_a_true_word_where_a_strategy_runs_the_layers_by_itself(strategy: str, c
     expected = ranks.train(*run, "strategy=single")
     found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=count)
     assert found.report["metrics"]["loss/train"] == pytest.approx(expected.report["metrics"]["loss/train"], rel=1e-2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_kept_layers_and_a_true_word_in_shards_and_parts(strategy: str, ranks: Any) -> None:
+    """With a test behind fit, and the last layer kept: its output meets the loss before it is rounded."""
+    run = (
+        "hooks=[]", "logger=[]", "metrics=[]", "launch.accelerator=cpu", "model=transformer", "trainer.max_steps=3",
+        "trainer.max_epochs=-1", "data.batch_size=16", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+        "optimizer=sgd", "optimizer.lr=0.01", "precision=bf16_true", "+precision.keep={LayerNorm: fp32, head: fp32}",
+    )  # fmt: skip
+    expected = ranks.train(*run, "strategy=single").report["metrics"]
+    found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=2).report["metrics"]
+    for tag in ("loss/train", "loss/test"):
+        assert found[tag] == pytest.approx(expected[tag], rel=2e-2)

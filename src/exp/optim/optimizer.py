@@ -40,9 +40,15 @@ def build_optimizer(
     )
     _check_options(factory, split, decay=bool(exempt_from_decay))
     options = dict(factory.keywords)
+    taken = [parameter for group in split for parameter in group["params"]]
+    is_right = _is_right_in_half(taken, factory)
     if _wants_fused(factory):
-        parameters = [parameter for group in split for parameter in group["params"]]
-        options["fused"] = (has_fused(parameters) and _has_fused_in_shards(parameters, factory)) or None
+        options["fused"] = (has_fused(taken) and _has_fused_in_shards(taken, factory) and is_right) or None
+    elif options.get("fused") and not is_right:
+        expected = "null or false: torch's fused SGD on CPU makes wrong steps there"
+        raise ConfigError(
+            [Fault(key="optimizer.fused", got="true for parameters in half precision", expected=expected)]
+        )
     try:
         return factory.func(split, *factory.args, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -58,6 +64,12 @@ def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
 
 def _has_fused_in_shards(parameters: Sequence[nn.Parameter], factory: functools.partial[Optimizer]) -> bool:
     return _name(factory) in FUSED_IN_SHARDS or not any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def _is_right_in_half(parameters: Sequence[nn.Parameter], factory: functools.partial[Optimizer]) -> bool:
+    """torch 2.13's fused SGD on CPU is wrong by the size of the step itself in bfloat16 and float16."""
+    half = (torch.float16, torch.bfloat16)
+    return _name(factory) != "SGD" or not any(p.device.type == "cpu" and p.dtype in half for p in parameters)
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:

@@ -49,6 +49,7 @@ class RunPrecision(Precision):
         self.numbers = WORDS[word]
         self._tf32 = TensorFloat32(allowed=word == "tf32")
         self._handles: list[Any] = []
+        self._kept: dict[str, torch.dtype] = {}
         self._has_spoken = False
 
     # --- the loss scale ---
@@ -112,14 +113,25 @@ class RunPrecision(Precision):
         return module
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self.teardown()
-        self._tf32.set()
         self.represent(module)
         network = _network(module)
-        kept = kept_layers(network, self._keep(network))
-        self._handles = attach_edges(network, self.numbers, kept, device_type=self.device_type)
+        self._kept = kept_layers(network, self._keep(network))
+        self.attach(module)
         self._speak(network)
         return module
+
+    def attach(self, module: nn.Module) -> None:
+        """Puts the hooks on the network, and sets the process's switches. Behind convert_module; again is no change.
+
+        A strategy that shards or cuts the network calls it once more afterwards, in every stage: the hooks of fsdp see
+        a layer's output then before it is cast, and layers that are elsewhere now have none.
+        """
+        self.teardown()
+        self._tf32.set()
+        network = _network(module)
+        there = {name for name, _ in network.named_modules(remove_duplicate=False)}
+        kept = {name: dtype for name, dtype in self._kept.items() if name in there}
+        self._handles = attach_edges(network, self.numbers, kept, device_type=self.device_type)
 
     def teardown(self) -> None:
         """Takes the hooks off the network, and puts the process's switches back. The dtypes stay."""

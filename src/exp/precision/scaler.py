@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 
 class CountingScaler(torch.amp.GradScaler):
@@ -56,11 +56,17 @@ class CountingScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         if optimizer not in self._unscaled:
             self.unscale_(optimizer)
+        known = len(optimizer.state)
         result = super().step(optimizer, *args, **kwargs)
         found = self._found_inf_per_device(optimizer).values()
         skip = torch.stack([tensor.to(self._scale.device) for tensor in found]).amax()
         self._skips[optimizer] = skip
         self._skipped = self._skipped + skip
+        if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
+            # A fused SGD makes its momentum by empty_like and, skipped, leaves it unwritten (torch 2.13): the next step
+            # would add what lay in that memory. Asked at the step that makes the momentum alone: it waits for the device.
+            for parameter in list(optimizer.state)[known:]:
+                del optimizer.state[parameter]
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

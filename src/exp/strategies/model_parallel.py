@@ -104,6 +104,8 @@ class ModelParallel(WholeState):
             self.is_placed = True
             self._keep_what_is_left(before)
             self._share_metrics()
+        # Again: behind the hooks that placing made, and in a second stage, for the first took them off.
+        self.precision_plugin.attach(self.lightning_module)
         if fitting and self.holds_every_name:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -85,7 +85,9 @@ def _take_panels(steps: Sequence[Recorded]) -> None:
 
 def _one_number(tag: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        raise RunError(f"{tag} is a tensor of shape {list(value.shape)}; a hook must give one number for a tag")
+        raise RunError(
+            f"{tag} is a tensor of shape {list(value.shape)}; a hook must give one number, or a panel of exp.hooks.values, for a tag"
+        )
     return value.reshape(())
 
 
@@ -93,7 +95,9 @@ def _float(tag: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise RunError(f"{tag} is {value!r}; a hook must give one number for a tag") from error
+        raise RunError(
+            f"{tag} is {value!r}; a hook must give one number, or a panel of exp.hooks.values, for a tag"
+        ) from error
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:

@@ -64,7 +64,7 @@ class CountingScaler(torch.amp.GradScaler):
         self._skipped = self._skipped + skip
         if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
             # A fused SGD makes its momentum by empty_like and, skipped, leaves it unwritten (torch 2.13): the next step
-            # would add what lay in that memory. Asked at the step that makes the momentum alone: it waits for the device.
+            # would add what lay in that memory. Only at the step that makes the momentum, for it waits for the device.
             for parameter in list(optimizer.state)[known:]:
                 del optimizer.state[parameter]
         return result

@@ -14,6 +14,8 @@ from torch import Tensor
 from exp.errors import RunError
 from exp.hooks.values import Panel, on_host
 
+EXPECTED = "a hook must give one number, or a panel of exp.hooks.values, for a tag"
+
 
 @dataclass(slots=True)
 class Recorded:

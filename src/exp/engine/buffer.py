@@ -87,9 +87,7 @@ def _take_panels(steps: Sequence[Recorded]) -> None:
 
 def _one_number(tag: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        raise RunError(
-            f"{tag} is a tensor of shape {list(value.shape)}; a hook must give one number, or a panel of exp.hooks.values, for a tag"
-        )
+        raise RunError(f"{tag} is a tensor of shape {list(value.shape)}; {EXPECTED}")
     return value.reshape(())
 
 

@@ -77,7 +77,7 @@ def test_help_lists_every_group_with_its_options():
         if directory.is_dir():
             for option in directory.glob("[!_]*.yaml"):
                 assert option.stem in text
-    assert max(map(len, text.splitlines())) < 160
+    assert max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

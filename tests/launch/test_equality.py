@@ -64,7 +64,7 @@ def test_the_run_directory_of_several_ranks_holds_one_more_log_and_nothing_of_th
 def test_torchrun_runs_a_frozen_directory(double, tmp_path):
     frozen = tmp_path / "frozen"
     frozen.mkdir()
-    for name in ("config.yaml", "overrides.yaml"):
+    for name in ("config.yaml", "overrides.yaml", "provenance.json"):
         (frozen / name).write_text((double[2] / name).read_text())
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "exp.worker", str(frozen)]
     done = subprocess.run(

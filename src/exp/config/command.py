@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 
 from exp.config.compose import composition_of
@@ -15,6 +16,7 @@ from exp.config.overrides import for_hydra
 from exp.errors import ConfigError, Fault
 
 PROGRAM = "python -m exp.train"
+HELP_WIDTH = 100
 HELP = """\
 {program} [flags] [overrides]
 
@@ -104,11 +106,17 @@ def help_text(vocabulary: Vocabulary) -> str:
         for group in groups:
             options = vocabulary.options(group) if group in vocabulary.groups else []
             if options:
-                rows.append(f"  {group:<11} {title:<15} {', '.join(options)}")
+                rows += _row(group, title, options)
     extra = [group for group in vocabulary.groups if group not in (*ONE, *MANY, *AXIS)]
-    rows += [f"  {group:<11} {'one of':<15} {', '.join(vocabulary.options(group))}" for group in extra]
-    keys = [key for key in vocabulary.keys if key not in vocabulary.groups]
-    return HELP.format(program=PROGRAM, groups="\n".join(rows), keys="  " + ", ".join(keys)).rstrip()
+    rows += [line for group in extra for line in _row(group, "one of", vocabulary.options(group))]
+    keys = ", ".join(key for key in vocabulary.keys if key not in vocabulary.groups)
+    keys = textwrap.fill(keys, width=HELP_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return HELP.format(program=PROGRAM, groups="\n".join(rows), keys=keys).rstrip()
+
+
+def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
+    head = f"  {group:<11} {title:<15} "
+    return textwrap.wrap(", ".join(options), width=HELP_WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:

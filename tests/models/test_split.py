@@ -140,6 +140,51 @@ def test_a_module_of_the_users_own_is_traced():
         split(Undecidable(), count=2, layers=None, inputs=())
 
 
+class Dropping(Branching):
+    def forward(self, x):
+        return self.head(nn.functional.dropout(self.body(x), training=self.training) + torch.ones(6))
+
+
+class DroppingLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.lin(x), training=self.training)
+
+
+def test_a_forward_that_asks_for_the_mode_is_refused_and_its_modes_are_restored():
+    """torch.fx would write `training=True` into the parts, and an evaluation would drop."""
+    network = nn.Sequential(Dropping(), nn.Linear(2, 2))
+    network[0].body.eval()
+    modes = [module.training for module in network.modules()]
+    with pytest.raises(ConfigError, match=r"torch\.nn\.Dropout as a layer"):
+        split(network, count=2, layers=None, inputs=())
+    assert [module.training for module in network.modules()] == modes
+
+
+class Adding(Branching):
+    def forward(self, x):
+        return self.head(self.body(x) + torch.ones(6))
+
+
+def test_layers_ask_for_the_mode_themselves():
+    x = torch.randn(64, 6)
+    # A tensor that the forward makes is the same in both modes.
+    require_equal_to_the_whole(Adding(), 2, x)
+    for network in (
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6)),
+        # Of a container a module of the user's own is a layer, which no graph looks into.
+        SequentialModel(layers={"a": DroppingLayer(), "b": nn.Linear(6, 6)}),
+    ):
+        parts = split(network, count=2, layers=None, inputs=(x,))
+        network.eval()
+        torch.testing.assert_close(run(network, parts, x), network(x), rtol=0, atol=0)
+        network.train()
+        assert not torch.equal(run(network, parts, x), run(network, parts, x))
+
+
 def test_a_layer_that_is_replaced_later_runs():
     network = SequentialModel(layers={"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     parts = split(network, count=2, layers=None, inputs=())

@@ -106,3 +106,42 @@ def test_what_cannot_be_split_is_said_before_it_starts(tmp_path, monkeypatch, ca
     text = capsys.readouterr().err
     assert f"  {key}: " in text
     assert said in text
+
+
+NETS = textwrap.dedent(
+    """
+    import torch
+    from torch.nn import functional
+
+    class Right(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.head = torch.nn.Linear(64, 32), torch.nn.Linear(32, 10)
+            self.dropout = torch.nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.head(self.dropout(self.hidden(x.flatten(1))))
+
+    class Functional(Right):
+        def forward(self, x):
+            return self.head(functional.dropout(self.hidden(x.flatten(1)), training=self.training))
+    """
+)
+
+
+def test_functional_dropout_of_a_network_of_ones_own_is_refused(tmp_path, monkeypatch, capsys):
+    """The parts would drop in evaluation, too."""
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    for kind in ("Right", "Functional"):
+        text = f"# A network of one's own: model={kind.lower()}\n_target_: nets_that_drop.{kind}\n"
+        (tmp_path / "conf" / "model" / f"{kind.lower()}.yaml").write_text(text)
+    (tmp_path / "nets_that_drop.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for strategy in ("strategy=layer_split", "strategy=pipeline"):
+        assert check(["model=right", strategy, "launch.devices=2"]) == 0
+        capsys.readouterr()
+        assert check(["model=functional", strategy, "launch.devices=2"]) == 2
+        text = capsys.readouterr().err
+        assert "  strategy.name: " in text
+        assert "torch.nn.Dropout as a layer" in text

@@ -17,19 +17,57 @@ TENSOR = "tensor"
 Kind = Any
 
 
+class DependsOnMode(ValueError):
+    """A network whose graph in training is another one than in evaluation; torch.fx writes either down, not both."""
+
+
 def graph_of(network: nn.Module) -> fx.Graph:
     """The graph that a container's program is, or that torch.fx makes of any other module; its leaves are layers.
 
-    Raises: ValueError with torch's reason where a module cannot be traced.
+    torch.fx follows `self.training` while it traces, and writes down what it was: so a functional dropout would stay
+    on in evaluation. A leaf keeps its flag.
+
+    Raises: ValueError with torch's reason where a module cannot be traced; DependsOnMode.
     """
     if isinstance(network, ProgramModel):
         return network.graph_module().graph
+    modes = {module: module.training for module in network.modules()}
     try:
-        return fx.symbolic_trace(network).graph
+        evaluated, constants = _traced(network, training=False)
+        # The constants of this trace, so that those of the next one have the same names.
+        for name in constants:
+            delattr(network, name)
+        trained, others = _traced(network, training=True)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    same = str(evaluated) == str(trained) and constants.keys() == others.keys()
+    if not (same and all(_equal(constants[name], others[name]) for name in constants)):
+        raise DependsOnMode("its operations in training are not those in evaluation")
+    return trained
+
+
+def _traced(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, Any]]:
+    """The graph in one mode, and the tensors that torch.fx set as attributes of the network for it."""
+    # Not by `train`, which a user's network may give a meaning of its own.
+    for module in network.modules():
+        module.training = training
+    before = set(vars(network))
+    try:
+        graph = fx.symbolic_trace(network).graph
     except Exception as error:  # a user's own forward may raise anything
         raise ValueError(
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         ) from error
+    return graph, {name: value for name, value in vars(network).items() if name not in before}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two constants are the same; without numbers, on the meta device, as far as shapes say."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return bool(one == other)
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and (one.is_meta or other.is_meta or torch.equal(one, other))
 
 
 def kinds_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[str, Kind]:

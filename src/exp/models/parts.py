@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from exp.errors import ConfigError, Fault
-from exp.models.graphs import TENSOR, Kind, graph_of, holds_tensor, kinds_of
+from exp.models.graphs import TENSOR, DependsOnMode, Kind, graph_of, holds_tensor, kinds_of
 from exp.models.split import Patterns, assign, unit_name
 
 MODULE_KEY = "strategy.name"
@@ -77,6 +77,11 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
     """
     try:
         graph = graph_of(network)
+    except DependsOnMode as error:
+        got = f"{type(network).__name__}, where {error}: a part would compute in evaluation what it does in training"
+        expected = "a network whose forward does not ask self.training; its layers may"
+        cure = "Use torch.nn.Dropout as a layer, not the function, or a container with a forward program"
+        raise ConfigError([Fault(key=MODULE_KEY, got=got, expected=expected, cure=cure)]) from error
     except ValueError as error:
         got = f"{type(network).__name__}, which torch.fx cannot trace ({error})"
         expected = "a network whose layers run in one straight line: model=sequential and the like, or an nn.Sequential"

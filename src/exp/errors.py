@@ -69,14 +69,16 @@ class Interrupted(ExpError):
     """A signal ended the run at a clean point, with its state saved.
 
     command: goes on with the run; None until whoever knows how it was started says so.
+    detail: ranks that did not leave, and where they hang.
     """
 
-    def __init__(self, *, signum: int, checkpoint: str | None) -> None:
-        self.signum, self.checkpoint = signum, checkpoint
+    def __init__(self, *, signum: int, checkpoint: str | None, detail: str = "") -> None:
+        self.signum, self.checkpoint, self.detail = signum, checkpoint, detail
         self.exit_status = 128 + signum
         self.command: str | None = None
         where = f"the state is in {checkpoint}" if checkpoint else "no state was saved: no step had been done"
         super().__init__(f"interrupted by signal {signum}; {where}")
 
     def __str__(self) -> str:
-        return super().__str__() + (f". It goes on with\n  {self.command}" if self.command else "")
+        text = super().__str__() + (f". It goes on with\n  {self.command}" if self.command else "")
+        return f"{text}\n{self.detail}" if self.detail else text

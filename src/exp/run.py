@@ -47,7 +47,13 @@ def fit(config: DictConfig) -> Report:
         return run(directory)
     ongoing = _ongoing(directory, config, world_size=placement.world_size)
     try:
-        launch(directory, placement=placement, max_restarts=restarts, threads=config.runtime.threads)
+        launch(
+            directory,
+            placement=placement,
+            max_restarts=restarts,
+            threads=config.runtime.threads,
+            grace_seconds=config.launch.grace_seconds,
+        )
     except ExpError as error:
         _say_how_to_go_on(ongoing, error)
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.

@@ -37,7 +37,8 @@ from exp.engine.launch import launch
 from exp.errors import ExpError
 from exp.strategies.placement import Machine, placement
 try:
-    launch(sys.argv[1], placement=placement("ddp", machine=Machine(gpus=0)), worker="rank_program")
+    placed = placement("ddp", machine=Machine(gpus=0))
+    launch(sys.argv[1], placement=placed, grace_seconds=float(sys.argv[2]), worker="rank_program")
 except ExpError as error:
     print(error)
     sys.exit(error.exit_status)
@@ -49,10 +50,10 @@ def parent(tmp_path, run_directory, write_program):
     """A function that starts a launching process over a rank program, and waits until both ranks run."""
     started = []
 
-    def parent(body: str) -> tuple[subprocess.Popen, list[int]]:
+    def parent(body: str, *, grace: float = 30) -> tuple[subprocess.Popen, list[int]]:
         write_program(body)
         process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, str(run_directory)],
+            [sys.executable, "-c", PARENT, str(run_directory), str(grace)],
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
             stdout=subprocess.PIPE,
             text=True,
@@ -104,6 +105,62 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(parent):
     process.communicate(timeout=10)
     assert process.returncode == 130
     assert gone(pids, seconds=2)
+
+
+STUCK = """
+flags = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda signum, frame: flags.append(signum))
+torch = joined(rank)
+torch.distributed.barrier()
+note(rank, os.getpid())
+def blocked():
+    while True:
+        time.sleep(0.05)
+def waits_in_a_collective():
+    torch.distributed.all_reduce(torch.ones(1))
+blocked() if rank.global_rank == 1 else waits_in_a_collective()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_hang_are_killed_when_their_grace_is_over_and_named_with_where_they_stood(parent, signum):
+    process, pids = parent(STUCK, grace=1)
+    began = time.monotonic()
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=30)
+    assert 1 < time.monotonic() - began < 10
+    assert process.returncode == 128 + signum
+    assert f"interrupted by signal {int(signum)}" in output
+    first, second = (output.index(f"rank {rank} did not leave within 1 s") for rank in (0, 1))
+    assert first < output.index("in waits_in_a_collective") < second < output.index("in blocked")
+    assert gone(pids, seconds=2)
+
+
+def test_a_rank_that_hangs_while_the_other_has_left_is_named_alone(parent, run_directory):
+    body = PATIENT.replace("time.sleep(0.3)", "time.sleep(60 if rank.global_rank else 0)")
+    process, pids = parent(body, grace=1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert str(run_directory / "saved") in output
+    assert "rank 1 did not leave" in output
+    assert "rank 0 did" not in output
+    assert gone(pids, seconds=2)
+
+
+def test_a_checkpoint_that_is_being_written_is_written_to_its_end(parent, run_directory):
+    grow = """(directory / "checkpoints").mkdir(exist_ok=True)
+for _ in range(8):
+    with (directory / "checkpoints" / f".part{rank.global_rank}").open("a") as file:
+        file.write("state")
+    time.sleep(0.4)"""
+    process, _ = parent(PATIENT.replace("time.sleep(0.3)", grow), grace=1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "did not leave" not in output
+    assert (run_directory / "checkpoints" / ".part0").read_text() == "state" * 8
 
 
 def test_a_signal_to_one_rank_alone_counts_as_an_interruption_of_the_run(launched, run_directory):

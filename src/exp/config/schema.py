@@ -197,6 +197,7 @@ SCHEMA: dict[str, Any] = {
         "accelerator": one_of("auto", "cpu", "cuda", "mps"),
         "max_restarts": integer(0),
         "timeout_seconds": number(above=0.0),
+        "grace_seconds": number(above=0.0),
         "backend": one_of("auto", "gloo", "nccl"),
         "network_interface": maybe(text()),
         "high_priority_stream": boolean(),

@@ -52,7 +52,7 @@ class Failure:
     def error(self) -> ExpError:
         """The exception that the parent raises for it."""
         if self.kind == "interrupted" and self.signum is not None:
-            return Interrupted(signum=self.signum, checkpoint=self.checkpoint)
+            return Interrupted(signum=self.signum, checkpoint=self.checkpoint, detail=self.detail)
         if self.kind == "config" and self.faults:
             return ConfigError([Fault(**fault) for fault in self.faults])
         error = RankError(rank=self.rank, reason=self.reason, detail=self.detail)

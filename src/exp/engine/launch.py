@@ -25,7 +25,7 @@ from pathlib import Path
 
 from exp.engine.failure import Failure
 from exp.engine.spawn import start_ranks
-from exp.engine.supervise import collected_signals, supervise
+from exp.engine.supervise import Grace, collected_signals, supervise
 from exp.errors import Interrupted, RunError
 from exp.strategies.placement import Placement
 
@@ -47,6 +47,7 @@ def launch(
     placement: Placement,
     max_restarts: int = 0,
     threads: int | None = None,
+    grace_seconds: float = 30.0,
     worker: str = "exp.worker",
 ) -> None:
     """Starts the ranks of a frozen run on this machine and returns when all of them have ended well.
@@ -56,6 +57,7 @@ def launch(
 
     max_restarts: how often all ranks are started again, from checkpoints/last.ckpt, after one of them died.
     threads: of each rank's operators; None shares the cores.
+    grace_seconds: how long ranks have to save and leave after a signal, before they are killed; see `Grace`.
     Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
         Interrupted after SIGINT, SIGTERM or SIGHUP, to this process or to a rank; RunError for several nodes.
     """
@@ -64,7 +66,9 @@ def launch(
         raise RunError(_several_nodes(directory, placement))
     resume: Path | None = None
     for restart in itertools.count():
-        failure = _once(directory, placement, threads=threads, worker=worker, resume=resume)
+        failure = _once(
+            directory, placement, threads=threads, grace_seconds=grace_seconds, worker=worker, resume=resume
+        )
         if failure is None:
             return
         if failure.kind in FINAL or restart >= max_restarts:
@@ -80,7 +84,13 @@ def launch(
 
 
 def _once(
-    directory: Path, placement: Placement, *, threads: int | None, worker: str, resume: Path | None
+    directory: Path,
+    placement: Placement,
+    *,
+    threads: int | None,
+    grace_seconds: float,
+    worker: str,
+    resume: Path | None,
 ) -> Failure | None:
     exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
     command = ["-m", worker, str(directory), *([] if resume is None else ["--resume", str(resume)])]
@@ -93,8 +103,9 @@ def _once(
                 threads=threads,
                 command=command,
             )
-            failure = supervise(ranks, exchange=exchange, received=received)
             last = directory / LAST_CHECKPOINT
+            grace = Grace(seconds=grace_seconds, checkpoints=last.parent)
+            failure = supervise(ranks, exchange=exchange, received=received, grace=grace)
             saved = str(last) if last.is_file() else None
             if failure is None and received:
                 # The run was done before the signal came to it; whoever sent it asked for the end all the same.

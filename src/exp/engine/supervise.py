@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.5
 COMPLAINT_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
-# Ranks that were interrupted leave together, after the last of them has saved.
-TOGETHER_SECONDS = 60.0
 LOG_TAIL_LINES = 20
 
 
@@ -47,10 +45,52 @@ def collected_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int]) -> Failure | None:
+class Grace:
+    """The time that ranks have after a signal, to save and to leave together; a second one ends it at once.
+
+    A rank that waits in a collective for one that hangs hears no signal, for its handlers are Python's.
+
+    seconds: from the signal on, and again from each moment at which a file of a checkpoint grew.
+    checkpoints: the folder in which they are written.
+    """
+
+    def __init__(self, *, seconds: float, checkpoints: Path) -> None:
+        self.seconds = seconds
+        self._checkpoints = checkpoints
+        self._written: dict[str, tuple[int, int]] = {}
+        self._ends: float | None = None
+
+    def begin(self) -> None:
+        """From now on; a second call changes nothing."""
+        if self._ends is None:
+            self._written = self._seen()
+            self._ends = time.monotonic() + self.seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has begun, and ended."""
+        if self._ends is None or time.monotonic() < self._ends:
+            return False
+        before, self._written = self._written, self._seen()
+        if self._written == before:
+            return True
+        self._ends = time.monotonic() + self.seconds
+        return False
+
+    def _seen(self) -> dict[str, tuple[int, int]]:
+        seen = {}
+        for path in self._checkpoints.rglob("*"):
+            with suppress(FileNotFoundError):  # a whole file takes the place of the one that was written
+                status = path.stat()
+                seen[str(path)] = (status.st_size, status.st_mtime_ns)
+        return seen
+
+
+def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> Failure | None:
     """Waits until every rank has ended, and says why the run failed; None where it did not.
 
     received: signals that came to this process; the first is passed on, the second ends the ranks at once.
+    grace: how long ranks have to leave after the first.
     """
     passed_on = 0
     try:
@@ -58,24 +98,28 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
             if len(received) > passed_on:
                 _signal_ranks(ranks, received[0] if passed_on == 0 else signal.SIGKILL)
                 passed_on = len(received)
-            if any(rank.process.poll() not in (None, 0) for rank in ranks):
+                grace.begin()
+            if grace.is_over or any(rank.process.poll() not in (None, 0) for rank in ranks):
                 break
             time.sleep(POLL_SECONDS)
-        failures = _hear(ranks, exchange=exchange, received=received)
+        failures = _hear(ranks, exchange=exchange, received=received, grace=grace)
         silent = [rank.rank for rank in ranks if rank.process.poll() is None]
+        hanging = _hanging(ranks, silent, exchange, grace) if grace.is_over else ""
         if received:
-            return _after_signal(failures, received[0])
+            return _after_signal(failures, received[0], hanging=hanging)
         if not failures:
             return None
         cause = first_cause(failures, silent=silent)
         if cause.rank in silent:
-            return dataclasses.replace(cause, detail=_stack(ranks[cause.rank], exchange))
+            return dataclasses.replace(cause, detail=_stacks([ranks[cause.rank]], exchange)[0])
+        if cause.kind == "interrupted":
+            return dataclasses.replace(cause, detail=hanging)
         return cause
     finally:
         _end(ranks)
 
 
-def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int]) -> list[Failure]:
+def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> list[Failure]:
     """What the ranks that ended have to say, once one of them has ended otherwise than well.
 
     The others get a moment: interrupted ranks leave together when all have saved, and a complaint about a neighbour may
@@ -89,20 +133,19 @@ def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[in
         kinds = {failure.kind for failure in failures}
         if kinds != heard:
             heard = kinds
-            deadline = time.monotonic() + _patience(kinds)
+            deadline = time.monotonic() + (COMPLAINT_SECONDS if kinds == {"neighbour"} else SETTLE_SECONDS)
+        if kinds == {"interrupted"}:
+            grace.begin()
+            is_late = grace.is_over
+        else:
+            is_late = time.monotonic() >= deadline
         running = any(rank.process.poll() is None for rank in ranks)
-        if not running or time.monotonic() >= deadline or len(received) > max(1, signals):
+        if not running or is_late or len(received) > max(1, signals):
             return _failures(ranks, exchange)
         time.sleep(POLL_SECONDS)
 
 
-def _patience(kinds: set[str]) -> float:
-    if kinds == {"interrupted"}:
-        return TOGETHER_SECONDS
-    return COMPLAINT_SECONDS if kinds == {"neighbour"} else SETTLE_SECONDS
-
-
-def _after_signal(failures: Sequence[Failure], signum: int) -> Failure | None:
+def _after_signal(failures: Sequence[Failure], signum: int, *, hanging: str) -> Failure:
     """What a signal came to: a failure while saving is told, everything else is an interruption."""
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
@@ -114,6 +157,7 @@ def _after_signal(failures: Sequence[Failure], signum: int) -> Failure | None:
         time=time.time(),
         kind="interrupted",
         reason=f"was interrupted by signal {signum}",
+        detail=hanging,
         exit_status=128 + signum,
         signum=signum,
         checkpoint=saved[0] if saved else None,
@@ -155,12 +199,23 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
             rank.process.send_signal(signum)
 
 
-def _stack(rank: RankProcess, exchange: Path) -> str:
-    """Where a rank hangs: it writes its stack on SIGUSR2, whatever it is doing."""
-    path = exchange / f"rank{rank.rank}.stack"
-    rank.process.send_signal(signal.SIGUSR2)
+def _hanging(ranks: Sequence[RankProcess], silent: Sequence[int], exchange: Path, grace: Grace) -> str:
+    """Which ranks did not leave after a signal, and where each of them is."""
+    if not silent:
+        return ""
+    stacks = _stacks([ranks[rank] for rank in silent], exchange)
+    late = f"did not leave within {grace.seconds:g} s (launch.grace_seconds), and was killed"
+    return "\n".join(f"rank {rank} {late}\n{stack}".rstrip() for rank, stack in zip(silent, stacks, strict=True))
+
+
+def _stacks(ranks: Sequence[RankProcess], exchange: Path) -> list[str]:
+    """Where ranks hang: each writes its stack on SIGUSR2, whatever it is doing."""
+    paths = [exchange / f"rank{rank.rank}.stack" for rank in ranks]
+    for rank, path in zip(ranks, paths, strict=True):
+        if path.is_file():  # before it is there, the signal would end the rank
+            rank.process.send_signal(signal.SIGUSR2)
     time.sleep(SETTLE_SECONDS)
-    return path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else ""
+    return [path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else "" for path in paths]
 
 
 def _tail(log: Path | None) -> str:

@@ -38,6 +38,8 @@ DDP = [
             "strategy.static_graph", "one of the two"),
     request("precision=fp16 strategy=ddp strategy.local_sgd.every_n_steps=4",
             "strategy.local_sgd", "a loss scale of its own", "precision=bf16"),
+    request("callbacks=[ema] strategy=ddp strategy.local_sgd.every_n_steps=4",
+            "callbacks.ema", "with local_sgd", "weights of its own", "every_n_steps=null"),
     request("phases=[body_and_head] strategy=ddp strategy.communication_hook=bf16",
             "strategy.communication_hook", "with phases", "expected null"),
     request("strategy=ddp strategy.communication_hook=int8", "strategy.communication_hook", "fp16, bf16, powersgd"),
@@ -62,6 +64,12 @@ SHARDS = [
     request("strategy=fsdp strategy.cpu_offload=true", "strategy.cpu_offload", "on a run on CPU"),
     request("strategy=hybrid strategy.tensor=2 launch.devices=3", "launch.devices", "3 ranks", "a multiple of 2"),
     request("strategy=hybrid strategy.tensor=2 strategy.pipeline=2 launch.devices=4", "strategy.pipeline", "one of"),
+    request("strategy=hybrid strategy.schedule=nonsense", "strategy.schedule", "with pipeline=1", "expected 1f1b"),
+    request("strategy=hybrid strategy.layers=[[hidden],[head]]", "strategy.layers", "expected null"),
+    request(
+        "strategy=hybrid strategy.tensor=1 strategy.pipeline=2 strategy.plan={nothing:zzz}", "strategy.plan", "auto"
+    ),
+    request("strategy=hybrid strategy.tensor=1 strategy.pipeline=2 strategy.verify=false", "strategy.verify", "true"),
 ]
 LAYERS = [
     request("strategy=layer_split strategy.layers=[[conv9,hidden,hidden2],[head]]", "strategy.layers.0", "'conv9'"),

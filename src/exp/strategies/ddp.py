@@ -170,6 +170,8 @@ class DDP(Strategy):
                 got="true with local_sgd",
                 expected="false: it makes ranks talk at every layer of every step",
             )
+        if is_local:
+            yield from _averaging_faults(planned)
         if self.inner is not None and (is_local or self.communication_hook is not None):
             key = "local_sgd" if is_local else "communication_hook"
             got, expected = f"{key} with inner=layer_split", "neither: torch has them for networks on one device"
@@ -186,4 +188,18 @@ class DDP(Strategy):
                 key="strategy.communication_hook",
                 got="powersgd on cpu ranks of a machine with a GPU",
                 expected="bf16, fp16 or null: torch's hook waits for the GPU",
+            )
+
+
+def _averaging_faults(planned: Planned) -> Iterator[Fault]:
+    for entry, callback in planned.config["callbacks"].items():
+        target = str(callback["_target_"])
+        # exp's own and Lightning's.
+        if target.startswith("exp.engine.averaging.") or target.endswith("WeightAveraging"):
+            yield Fault(
+                key=f"callbacks.{entry}",
+                got=f"{target} with local_sgd",
+                expected="no average of the weights: between two meetings each rank would average weights of its own, "
+                "and a checkpoint would hold rank 0's",
+                cure="Write strategy.local_sgd.every_n_steps=null, or leave the callback out",
             )

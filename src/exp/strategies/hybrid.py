@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from exp.errors import ConfigError, Fault
 from exp.strategies.pipeline import SCHEDULES, Pipeline
@@ -28,6 +29,8 @@ class Hybrid(Strategy):
         (with tensor).
     plan, divide, sequence, vocabulary, verify: with tensor, see exp.strategies.tensor_parallel.
     schedule, stages_per_rank, microbatches, layers: with pipeline, see exp.strategies.pipeline.
+
+    Raises: ConfigError, also for an option of the one that is not used.
     """
 
     def __init__(
@@ -48,13 +51,18 @@ class Hybrid(Strategy):
         layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
         super().__init__(name=name)
+        of_tensor = {"plan": plan, "divide": divide, "sequence": sequence, "vocabulary": vocabulary, "verify": verify}
+        of_pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
+        of_pipeline |= {"microbatches": microbatches, "layers": layers}
         faults = _faults_of_sizes(tensor, pipeline, data)
+        if not faults:
+            faults = _idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline)
         if faults:
             raise ConfigError(faults)
         self.data = data
         self.together = tensor * pipeline
         self.is_pipelined = pipeline > 1
-        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary, verify=verify)
+        self.tensor = TensorOptions(**of_tensor)
         self.pipeline: Pipeline | None = None
         if pipeline > 1:
             known = SCHEDULES.get(schedule)
@@ -88,6 +96,22 @@ class Hybrid(Strategy):
 
         kind = ShardedTensorStrategy if self.data == "shard" else TensorParallelStrategy
         return kind(placement=placement, tensor=self.tensor, name=self.name)
+
+
+def _idle(axis: str, options: Mapping[str, Any]) -> list[Fault]:
+    """The options of the axis that is not used, where they ask for something: they would be ignored in silence."""
+    defaults = inspect.signature(Hybrid.__init__).parameters
+    cure = f"Leave it out, or write strategy.{axis}=2 and the other factor 1"
+    return [
+        Fault(key=key, got=f"{value!r}, with {axis}=1", expected=_word(defaults[key].default), cure=cure)
+        for key, value in options.items()
+        if value != defaults[key].default
+    ]
+
+
+def _word(default: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[default] if default is None or isinstance(default, bool) else str(default)
 
 
 def _faults_of_sizes(tensor: int, pipeline: int, data: str) -> list[Fault]:

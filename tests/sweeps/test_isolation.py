@@ -58,6 +58,38 @@ def test_everything_a_job_may_change_is_put_back(tmp_path, monkeypatch):
     assert state() == before
 
 
+class OfWidth(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, width), torch.nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_every_job_compiles_its_network_however_many_widths_came_before():
+    """torch counts by the code of a class: it compiled widths of later jobs as dynamic ones, and from the eighth on none."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    from exp.engine.compiling import compile_network
+
+    torch._dynamo.reset()
+    before, compiled = torch._dynamo.config.skip_nnmodule_hook_guards, []
+    for width in range(8, 13):
+        counters.clear()
+        with isolated():
+            network = OfWidth(width)
+            compile_network(network, backend="aot_eager", needs=frozenset())
+            for mode in (True, False):
+                for rows in (5, 6):
+                    network.train(mode)(torch.zeros(rows, 4)).sum().backward()
+        compiled.append(counters["frames"]["ok"])
+    assert compiled == [compiled[0]] * 5
+    assert compiled[0] > 0
+    assert torch._dynamo.config.skip_nnmodule_hook_guards == before
+
+
 def test_a_process_group_left_open_is_closed(tmp_path):
     with isolated():
         torch.distributed.init_process_group(

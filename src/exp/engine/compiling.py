@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 EAGER = TWICE | {"retained_graph"}
 # What inductor looks for on a machine without a GPU, behind the environment's CXX.
 COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
+# torch's switch for hooks, as the first network of this process found it.
+_found: list[bool] = []
 
 
 def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) -> None:
@@ -36,6 +38,8 @@ def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) 
     """
     import torch._dynamo  # takes 0.9 s, and only a run that compiles needs it
 
+    if not _found:
+        _found.append(torch._dynamo.config.skip_nnmodule_hook_guards)
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
     # Where inductor lays a CPU's convolutions out anew, a LeNet's lost their gradients for a batch of 41 (torch 2.13).
@@ -46,6 +50,16 @@ def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) 
             "terms of the objective need %s, which a compiled network cannot give: their steps run it uncompiled",
             ", ".join(sorted(needs & EAGER)),
         )
+
+
+def forget_compiled() -> None:
+    """Leaves nothing compiled in this process, and torch's switch as it was found.
+
+    torch counts what it compiled by the code of a class, whose networks of eight widths are all that it compiles.
+    """
+    torch.compiler.reset()
+    if _found:
+        torch._dynamo.config.skip_nnmodule_hook_guards = _found.pop()
 
 
 def is_compiled(network: nn.Module) -> bool:

@@ -22,8 +22,8 @@ def isolated() -> Iterator[None]:
     """Puts the process back as it was, whatever happens inside.
 
     Covers environment variables, working directory, log handlers, warning filters, signal handlers, the random states
-    of Python, NumPy and torch, torch's threads, determinism, precision switches and default dtype, and a process group
-    left open.
+    of Python, NumPy and torch, torch's threads, determinism, precision switches and default dtype, what was compiled,
+    and a process group left open.
     """
     environment = dict(os.environ)
     directory = os.getcwd()
@@ -48,6 +48,7 @@ def isolated() -> Iterator[None]:
             for action in put_back:
                 action()
             _close_process_group()
+            _forget_compiled()
             gc.collect()
 
 
@@ -94,6 +95,13 @@ def _torch() -> Iterator[Callable[[], Any]]:
             torch.cuda.empty_cache()
 
     yield put_back
+
+
+def _forget_compiled() -> None:
+    if "torch._dynamo" in sys.modules:  # whose import takes a second
+        from exp.engine.compiling import forget_compiled
+
+        forget_compiled()
 
 
 def _close_process_group() -> None:

@@ -73,6 +73,39 @@ def test_ranks_take_the_first_ones_buffers_and_keep_their_parameters(ranks: Any)
     assert ranks.call(buffers_after_a_broadcast, ranks=2) == [[3.0, 3.0], [3.0, 6.0]]
 
 
+def broadcasts(rank: Any, *, directory: str) -> int:
+    """How many tensors ranks take from rank 0 while they live a run."""
+    import torch.distributed as dist
+
+    from exp import run
+
+    real, count = dist.broadcast, 0
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        return real(*arguments, **named)
+
+    dist.broadcast = counted
+    run.run(directory, rank=rank)
+    return count
+
+
+def test_buffers_are_sent_at_each_step_unless_the_strategy_is_told_not_to(ranks: Any) -> None:
+    command = (
+        *("model=resnet", "phases=[body_and_head]", "phases.body.parameters=['*']", "strategy=ddp", "test=false"),
+        *("trainer.max_epochs=null", "trainer.limit_val_batches=1", "hooks=[]", "logger=[]"),
+    )
+    counts = {}
+    for words in ("true", "false"):
+        for steps in (2, 4):
+            flag = f"strategy.broadcast_buffers={words}"
+            directory = ranks.freeze(*command, flag, f"trainer.max_steps={steps}")
+            counts[words, steps] = ranks.call(broadcasts, ranks=2, directory=str(directory))[1]
+    assert counts["true", 4] > counts["true", 2]
+    assert counts["false", 4] == counts["false", 2]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_wasserstein_gan_with_gradient_penalty_trains(ranks: Any, precision: str) -> None:
     run = ranks.train(

@@ -128,7 +128,9 @@ class PhasedModule(TrainingModule):
 
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1
-        broadcast_buffers(self.network)
+        # Only exp's ddp may be told not to.
+        if getattr(self.trainer.strategy, "broadcasts_buffers", True):
+            broadcast_buffers(self.network)
         precision: RunPrecision = self.trainer.precision_plugin
         losses: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}

@@ -21,6 +21,13 @@ from exp.strategies.placement import Placement
 from exp.strategies.single import Single
 
 SHOWN = 4
+# Options of ddp that tell DistributedDataParallel's reducer what to do, and their defaults.
+OF_THE_REDUCER = {
+    "find_unused_parameters": False,
+    "gradient_as_bucket_view": True,
+    "static_graph": False,
+    "bucket_cap_mb": None,
+}
 
 
 def phase_faults(
@@ -109,6 +116,17 @@ def strategy_faults(strategy: Any, placement: Placement) -> Iterator[Fault]:
                     got="set, with phases, which average their gradients after each backward themselves",
                     expected="false" if key == "sync_batchnorm" else "null",
                 )
+        for key, default in OF_THE_REDUCER.items():
+            if strategy.options[key] != default:
+                yield Fault(
+                    key=f"strategy.{key}",
+                    got=f"{_word(strategy.options[key])}, with phases, which run without ddp's reducer",
+                    expected=f"{_word(default)}: it would do nothing",
+                )
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def placement_word(strategy: Any) -> str:

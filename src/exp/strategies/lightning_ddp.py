@@ -23,6 +23,7 @@ class ExpDDPStrategy(DDPStrategy):
     Of that one, parameters and buffers start as rank 0's, and nothing else is done: DistributedDataParallel's reducer
     counts one backward a forward, which phases with several do not keep.
 
+    broadcasts_buffers: whether rank 0's buffers go to all ranks before each forward; of phases, before each step.
     The other parameters are those of exp.strategies.ddp.DDP. Lightning registers a communication hook on CUDA alone,
     so it is done here.
 
@@ -49,6 +50,7 @@ class ExpDDPStrategy(DDPStrategy):
         self._local_options = local_sgd
         self._local: LocalSteps | None = None
         self._waits_for_a_graph = options["static_graph"]
+        self.broadcasts_buffers: bool = options["broadcast_buffers"]
 
     def configure_ddp(self) -> None:
         """Raises: RunError where the module averages its own gradients, and an option is about how ddp does it."""

@@ -92,6 +92,7 @@ def test_values_are_moved_to_where_the_next_layers_are(tmp_path):
     ("launch.devices=1", "launch.devices", "strategy=single"),
     ("launch.devices=4", "strategy.layers", "at most 3"),
     ("runtime.compile=true;runtime.compile_backend=aot_eager", "runtime.compile", "one by one"),
+    ("+callbacks.added={_target_:lightning.pytorch.callbacks.WeightAveraging}", "callbacks.added", "callbacks=[ema]"),
     ("strategy=ddp;strategy.inner=layers", "strategy.inner", "layer_split"),
     ("strategy=ddp;strategy.inner=layer_split;launch.devices=3", "launch.devices", "multiple of 2"),
     ("strategy=ddp;strategy.layers=[[hidden],[hidden2,head]]", "strategy.layers", "strategy.inner=layer_split"),

@@ -140,10 +140,17 @@ def test_from_the_command_line(tmp_path):
     assert (report.status, report.strategy, report.world_size) == ("completed", "pipeline", 2)
 
 
+def _callback(kind, *options):
+    """The words that add one of Lightning's callbacks."""
+    return f"+callbacks.added={{{','.join([f'_target_:lightning.pytorch.callbacks.{kind}', *options])}}}"
+
+
 @pytest.mark.parametrize(("command", "key", "said"), [
     ("strategy.schedule=1f2b", "strategy.schedule", "1f1b"),
     ("strategy.microbatches=0", "strategy.microbatches", "1 or more"),
     ("strategy.microbatches=1", "strategy.microbatches", "one a stage, for 1f1b"),
+    ("strategy.microbatches=1", "strategy.microbatches", "Write strategy.schedule=gpipe"),
+    ("model=resnet", "strategy.microbatches", "(strategy.schedule=gpipe takes one)"),
     ("strategy.stages=3;launch.devices=2", "launch.devices", "multiple of 3"),
     ("strategy.stages_per_rank=2", "strategy.stages_per_rank", "1: 1f1b"),
     ("strategy.schedule=interleaved_1f1b;strategy.stages=3", "strategy.stages", "multiple of 2"),
@@ -161,6 +168,12 @@ def test_from_the_command_line(tmp_path):
      "~optimizer.weight_decay;~optimizer.amsgrad", "optimizer._target_", "updates each parameter"),
     ("runtime.compile=true;runtime.compile_backend=aot_eager", "runtime.compile", "stages are not compiled"),
     ("callbacks=[ema]", "callbacks.ema", "average of the weights"),
+    ("phases=[body_and_head]", "phases", "one backward a step"),
+    (_callback("LearningRateFinder"), "callbacks.added", "leave weights and optimizer"),
+    (_callback("BatchSizeFinder"), "callbacks.added", "leave weights and optimizer"),
+    (_callback("BackboneFinetuning"), "callbacks.added", "leave weights and optimizer"),
+    (_callback("ModelPruning", "pruning_fn:l1_unstructured"), "callbacks.added", "leave weights and optimizer"),
+    (_callback("EMAWeightAveraging"), "callbacks.added", "average of the weights"),
     ("objective.cross_entropy.loss.ignore_index=3", "objective", "means over samples"),
 ])  # fmt: skip
 def test_what_a_pipeline_cannot_do_is_said_before_it_starts(tmp_path, monkeypatch, capsys, command, key, said):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault
+from exp.strategies.cut_faults import DEVICES, cut_faults
 from exp.strategies.placement import CPU_RANKS, Demand
 from exp.strategies.strategy import Planned, Strategy
 
@@ -97,27 +98,12 @@ def split_faults(planned: Planned, *, count: int, layers: Sequence[Sequence[str]
     """Why the network cannot be cut into so many parts, and what of a run only a whole network can do."""
     from exp.models.parts import split
 
-    faults = _run_faults(planned)
+    name = planned.config["strategy"]["name"]
+    faults = cut_faults(planned, DEVICES, name=name, meets=frozenset({"retained_graph"}))
     try:
         split(planned.network, count=count, layers=layers, inputs=stand_ins(planned.config))
     except ConfigError as error:
         faults += error.faults
-    return faults
-
-
-def _run_faults(planned: Planned) -> list[Fault]:
-    name, config, faults = planned.config["strategy"]["name"], planned.config, []
-    again = planned.needs - {"retained_graph"}
-    if again:
-        got = f"terms that need {', '.join(sorted(again))}, with layers split over devices ({name})"
-        expected = "terms of one forward pass: others call the network's layers themselves"
-        faults.append(Fault(key="objective", got=got, expected=expected))
-    if config["phases"]:
-        expected = "none: a phase calls parts of the network itself"
-        faults.append(Fault(key="phases", got=f"phases, with layers split over devices ({name})", expected=expected))
-    if config["runtime"]["compile"]:
-        got = f"true, with layers split over devices ({name})"
-        faults.append(Fault(key="runtime.compile", got=got, expected="false: the parts run one by one"))
     return faults
 
 
@@ -137,14 +123,7 @@ def stand_ins(config: Mapping[str, Any]) -> tuple[Tensor, ...]:
     from exp.models.inference import example_inputs
     from exp.types import DataSpec
 
-    data = config["data"]
-    spec = DataSpec(
-        input_shape=tuple(data["input_shape"]),
-        input_dtype=data["input_dtype"],
-        num_classes=data["num_classes"],
-        num_outputs=data["num_outputs"],
-    )
-    return example_inputs(spec, device="meta")
+    return example_inputs(DataSpec.of(config["data"]), device="meta")
 
 
 def _is_part(part: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from exp.errors import ConfigError, Fault
 from exp.models.parts import split
 from exp.strategies.batch_norm import batch_norms
+from exp.strategies.cut_faults import STAGES, cut_faults
 from exp.strategies.strategy import Planned
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def pipeline_faults(plan: Pipeline, planned: Planned, *, inputs: Sequence[Tensor
     if placement.world_size == 1:
         expected = "2 or more: each rank holds a part of the network"
         return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
-    faults = [*_run_faults(planned), *_batch_faults(plan, planned, ranks)]
+    faults = [*cut_faults(planned, STAGES, name=plan.name), *_run_faults(planned)]
+    faults += _batch_faults(plan, planned, ranks)
     try:
         split(planned.network, count=ranks * plan.stages_per_rank, layers=plan.layers, inputs=inputs)
     except ConfigError as error:
@@ -34,29 +36,14 @@ def pipeline_faults(plan: Pipeline, planned: Planned, *, inputs: Sequence[Tensor
     return faults
 
 
-def _run_faults(planned: Planned) -> list[Fault]:
-    config, faults = planned.config, []
-    if planned.needs:
-        got = f"terms that need {', '.join(sorted(planned.needs))}"
-        faults.append(_refused("objective", got, "terms of one forward and one backward, which a schedule orders"))
+def _run_faults(planned: Planned) -> Iterator[Fault]:
     if planned.weighed:
         got = f"{', '.join(planned.weighed)} divides by weights of its targets (class weights, ignored targets)"
         cure = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
-        faults.append(_refused("objective", got, "means over samples, which micro-batches add up to", cure=cure))
-    if config["phases"]:
-        faults.append(_refused("phases", "phases", "none: a schedule makes one backward a step"))
-    if config["runtime"]["compile"]:
-        faults.append(_refused("runtime.compile", "true", "false: stages are not compiled"))
-    if str(config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
+        yield _refused("objective", got, "means over samples, which micro-batches add up to", cure=cure)
+    if str(planned.config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
         expected = "an optimizer that updates each parameter by itself: no rank has all of them"
-        faults.append(_refused("optimizer._target_", "LBFGS", expected))
-    for entry, callback in config["callbacks"].items():
-        target = str(callback["_target_"])
-        # exp's own and Lightning's two.
-        if target.startswith("exp.engine.averaging.") or target.endswith("WeightAveraging"):
-            expected = "no average of the weights: rank 0 would keep that of its own layers alone"
-            faults.append(_refused(f"callbacks.{entry}", target, expected))
-    return faults
+        yield _refused("optimizer._target_", "LBFGS", expected)
 
 
 def _batch_faults(plan: Pipeline, planned: Planned, ranks: int) -> list[Fault]:
@@ -71,7 +58,9 @@ def _batch_faults(plan: Pipeline, planned: Planned, ranks: int) -> list[Fault]:
     word = plan.schedule_word
     if plan.schedule.needs_filling and count < stages:
         expected = f"{stages} or more, one a stage, for {word}"
-        faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected, cure="schedule=gpipe"))
+        faults.append(
+            Fault(key="strategy.microbatches", got=str(count), expected=expected, cure="Write strategy.schedule=gpipe")
+        )
     if plan.schedule.in_rounds and count % max(1, count // ranks):
         expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
         faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected))
@@ -86,7 +75,7 @@ def _batch_norm_faults(planned: Planned, count: int) -> list[Fault]:
     layers = f"{normed[0]} and {len(normed) - 1} more layers of batch normalisation"
     cure = "Or take a model with layer or group normalisation"
     if count > 1:
-        expected = "1: they would normalise over each micro-batch (schedule=gpipe takes one)"
+        expected = "1: they would normalise over each micro-batch (strategy.schedule=gpipe takes one)"
         return [Fault(key="strategy.microbatches", got=f"{count}, with {layers}", expected=expected, cure=cure)]
     pipelines = planned.placement.data_ranks
     if pipelines > 1:

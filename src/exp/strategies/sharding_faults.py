@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import Fault
-from exp.spelling import among
+from exp.strategies.cut_faults import SHARDS, cut_faults
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop",
 )  # fmt: skip
-# Of Lightning's callbacks: they copy the module, replace its weights, or change what the optimizer holds.
-REPLACING = (
-    "StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning", "BackboneFinetuning",
-    "LambdaFinetuning", "LearningRateFinder", "BatchSizeFinder",
-)  # fmt: skip
 
 
 def sharding_faults(planned: Planned, *, name: str, meets: frozenset[str] = frozenset()) -> list[Fault]:
@@ -30,16 +25,10 @@ def sharding_faults(planned: Planned, *, name: str, meets: frozenset[str] = froz
     name: of the strategy, for the messages.
     meets: what an objective may need of it beside one forward and one backward.
     """
-    faults = [*_optimizer_faults(planned.config["optimizer"], name), *_group_faults(planned.config, name)]
-    faults += _callback_faults(planned.config["callbacks"], name)
-    unmet = planned.needs - meets
-    if unmet:
-        got = f"terms that need {', '.join(sorted(unmet))}, with strategy={name}"
-        expected = "terms of one forward and one backward" + (
-            f", or that need {', '.join(sorted(meets))}" if meets else ""
-        )
-        faults.append(Fault(key="objective", got=got, expected=expected, cure="Or write strategy=ddp"))
-    return faults
+    return [
+        *_optimizer_faults(planned.config["optimizer"], name),
+        *cut_faults(planned, SHARDS, name=name, meets=meets),
+    ]
 
 
 def _optimizer_faults(optimizer: Mapping[str, Any], name: str) -> list[Fault]:
@@ -60,32 +49,6 @@ def _optimizer_faults(optimizer: Mapping[str, Any], name: str) -> list[Fault]:
             cure="Or write strategy=ddp",
         )
     ]
-
-
-def _group_faults(config: Mapping[str, Any], name: str) -> list[Fault]:
-    """Steps of several backwards, and compiled ones."""
-    faults = []
-    if config.get("phases"):
-        got = f"{among(config['phases'])} with strategy={name}"
-        expected = "none: gradients of parts are put together once a step"
-        faults.append(Fault(key="phases", got=got, expected=expected, cure="Or write strategy=ddp"))
-    if config["runtime"].get("compile"):
-        got = f"true with strategy={name}"
-        expected = "false: a compiled network was not seen to gather its parts in time"
-        faults.append(Fault(key="runtime.compile", got=got, expected=expected, cure="Or write strategy=ddp"))
-    return faults
-
-
-def _callback_faults(callbacks: Mapping[str, Any], name: str) -> list[Fault]:
-    faults = []
-    for callback, node in callbacks.items():
-        package, _, kind = str(node["_target_"]).rpartition(".")
-        if package.startswith("lightning.") and kind in REPLACING:
-            got = f"{kind} with strategy={name}, which has parts of the weights in each rank"
-            cure = "callbacks=[ema] averages parts, too" if "Averaging" in kind else "Or write strategy=ddp"
-            expected = "callbacks that leave weights and optimizer where they are"
-            faults.append(Fault(key=f"callbacks.{callback}", got=got, expected=expected, cure=cure))
-    return faults
 
 
 def tied_faults(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[Fault]:

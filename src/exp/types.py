@@ -36,6 +36,16 @@ class DataSpec:
     num_classes: int | None
     num_outputs: int
 
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> DataSpec:
+        """That of a plain data node whose four keys are filled in."""
+        return cls(
+            input_shape=tuple(data["input_shape"]),
+            input_dtype=data["input_dtype"],
+            num_classes=data["num_classes"],
+            num_outputs=data["num_outputs"],
+        )
+
 
 class Batch(NamedTuple):
     """This rank's share of one global batch.

@@ -168,7 +168,7 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
         return _Shapes(faults=more)
     # Phases may take the optimizer and the schedule at the top.
     phases = [] if _touched(faults, OPTIMIZATION_KEYS) else build_phases(plain)
-    spec = _spec(plain["data"])
+    spec = DataSpec.of(plain["data"])
 
     def network() -> nn.Module:
         try:
@@ -266,15 +266,6 @@ def _limit(trainer: Mapping[str, Any], name: str) -> int:
 
 def _holds_unknown(value: Any) -> bool:
     return value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
-
-
-def _spec(data: Mapping[str, Any]) -> DataSpec:
-    return DataSpec(
-        input_shape=tuple(data["input_shape"]),
-        input_dtype=data["input_dtype"],
-        num_classes=data["num_classes"],
-        num_outputs=data["num_outputs"],
-    )
 
 
 def _faults_raised(call: Callable[[], Any]) -> list[Fault]:

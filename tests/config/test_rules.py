@@ -60,3 +60,13 @@ def test_the_check_of_a_sweep_writes_nothing_where_it_starts(capsys, monkeypatch
     assert check(["-m", "seed=0,1"]) == 0
     assert list(Path.cwd().iterdir()) == []
     assert [path for path in made if path.resolve().is_relative_to(Path.cwd())] == []
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp32", "fp16_true"])
+def test_a_setting_of_the_loss_scale_is_a_fault_with_a_word_that_scales_no_loss(word, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check([f"precision={word}", "precision.scaler.init_scale=1e9", "precision.scaler.growth_interval=5"]) == 2
+    said = capfd.readouterr().err
+    assert "precision.scaler.init_scale: 1000000000.0" in said
+    assert "precision.scaler.growth_interval: 5" in said
+    assert "choose precision=fp16" in said

@@ -68,7 +68,7 @@ class OfWidth(torch.nn.Module):
 
 
 def test_every_job_compiles_its_network_however_many_widths_came_before():
-    """torch counts by the code of a class: it compiled widths of later jobs as dynamic ones, and from the eighth on none."""
+    """torch counts by the code of a class: later jobs had what the first ones left, and from the eighth on none."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 

@@ -23,6 +23,9 @@ from exp.config.values import Values
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, show
 
+# The settings of a loss scale as every option of precision has them.
+SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
 
 def rule_faults(plain: dict[str, Any]) -> list[Fault]:
     """The faults of all rules."""
@@ -143,6 +146,16 @@ def scaler_fits_word(values: Values) -> Iterator[Fault]:
             expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
             cure=f"Choose precision={word}, which sets both",
         )
+    elif isinstance(word, str) and word != "fp16":
+        for name, default in SCALER.items():
+            value = values[f"precision.scaler.{name}"]
+            if isinstance(value, int | float) and value != default:
+                yield Fault(
+                    key=f"precision.scaler.{name}",
+                    got=f"{show(value)} with {word}, which scales no loss",
+                    expected=f"{default}, as it is",
+                    cure="Leave it out, or choose precision=fp16",
+                )
 
 
 def plateau_is_watched(values: Values) -> Iterator[Fault]:

@@ -44,7 +44,9 @@ class DigitDomains(Tensors):
             entries = {
                 "input": torch.cat([images[source], changed]),
                 "target": torch.cat([classes[source], torch.full((len(unlabelled),), UNLABELLED)]),
-                "domain": torch.cat([torch.zeros(len(source), dtype=torch.int64), torch.ones(600, dtype=torch.int64)]),
+                "domain": torch.cat(
+                    [torch.zeros(len(source), dtype=torch.int64), torch.ones(len(unlabelled), dtype=torch.int64)]
+                ),
             }
         else:
             own = val if part == "val" else test

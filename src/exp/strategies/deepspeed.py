@@ -123,7 +123,9 @@ class DeepSpeed(Strategy):
                     expected="true: hooks see the gradients that are gathered for them",
                     cure=f"Or take the hook out with ~hooks.{name}",
                 )
-            elif self.stage == 3 and (target not in WITHOUT_WEIGHTS or node.get("modules", ["*"]) != ["*"]):
+            elif self.stage == 3 and (
+                target not in WITHOUT_WEIGHTS or ("modules" in node and node["modules"] != ["*"])
+            ):
                 yield Fault(
                     key=f"hooks.{name}",
                     got=f"{target} with strategy.stage=3",

@@ -214,6 +214,37 @@ def test_ranks_that_hold_parts_of_one_model_skip_together(ranks: Any, has_gradie
     assert ranks.call(skip_together, ranks=2, has_gradient=has_gradient) == [(True, 2.0, True)] * 2
 
 
+def skip_with_nothing_to_train(rank: Any, *, fused: bool, is_finite: bool) -> list[tuple[bool, float, float]]:
+    """Rank 0's part of the model has no parameter that learns, and no loss."""
+    import torch.distributed as dist
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, fused=fused)
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["params"] = []
+    plugin = build_precision("fp16", device_type="cpu", init_scale=4.0, enabled=True)
+    plugin.agree_over(dist.group.WORLD)
+    found = []
+    for _ in range(2):
+        weight.grad = torch.full((2,), 1.0 if is_finite else torch.inf)
+        plugin.unscale(optimizer)
+        plugin.step(optimizer)
+        plugin.update()
+        found.append((plugin.skipped(optimizer), float(plugin.loss_scale), round(float(weight[0].detach()), 4)))
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_rank_with_nothing_to_train_agrees_on_a_skip_like_any_other(ranks: Any, fused: bool, is_finite: bool) -> None:
+    first, second = ranks.call(skip_with_nothing_to_train, ranks=2, fused=fused, is_finite=is_finite)
+    if is_finite:
+        assert first == [(False, 4.0, 1.0)] * 2
+        assert second == [(False, 4.0, 0.5), (False, 4.0, 0.0)]
+    else:
+        assert first == second == [(True, 2.0, 1.0), (True, 1.0, 1.0)]
+
+
 def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     watch, skipped = ScaleWatch(), 0
     for step in (1, 2, 4, 8, 16, 50, 100):  # a good start: 16 skips, then a few

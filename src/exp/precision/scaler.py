@@ -15,8 +15,9 @@ class CountingScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that counts the steps it skips because a gradient was infinite or not a number.
 
     The counts stay on the scaler's device: reading one waits for the device, keeping them does not. `step` unscales
-    where nobody did, fused optimizers included, and an optimizer without a gradient passes through.
-    Relies on `_found_inf_per_device(optimizer)` and `_scale` of torch.amp.GradScaler, seen in torch 2.13.
+    where nobody did, fused optimizers included. An optimizer without a gradient, or on a rank of a pipeline without a
+    parameter, passes through, and still agrees with the others.
+    Relies on `_found_inf_per_device(optimizer)`, `_scale` and `_device` of torch.amp.GradScaler, seen in torch 2.13.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -36,10 +37,10 @@ class CountingScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         if not self.is_enabled():
             return
-        device = next(p.device for group in optimizer.param_groups for p in group["params"])
         if self._scale is None:
-            # A rank whose part of the model has no loss never scaled one.
-            self.scale(torch.zeros((), device=device))
+            # A rank whose part of the model has no loss never scaled one; nor need it have anything to train.
+            held = (p.device for group in optimizer.param_groups for p in group["params"])
+            self.scale(torch.zeros((), device=next(held, self._device)))
         super().unscale_(optimizer)
         found = self._found_inf_per_device(optimizer)
         if not found:
@@ -57,7 +58,9 @@ class CountingScaler(torch.amp.GradScaler):
         if optimizer not in self._unscaled:
             self.unscale_(optimizer)
         known = len(optimizer.state)
-        result = super().step(optimizer, *args, **kwargs)
+        has_parameters = any(group["params"] for group in optimizer.param_groups)
+        # A fused step looks at its first parameter, and a rank may hold none that learns.
+        result = super().step(optimizer, *args, **kwargs) if has_parameters else None
         found = self._found_inf_per_device(optimizer).values()
         skip = torch.stack([tensor.to(self._scale.device) for tensor in found]).amax()
         self._skips[optimizer] = skip

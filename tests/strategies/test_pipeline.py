@@ -211,3 +211,31 @@ def test_automatic_micro_batches_cut_a_share_without_a_rest(batch, ranks, least,
 def test_stages_go_round_the_ranks_or_down_and_up():
     assert Pipeline(schedule="interleaved_1f1b", stages=6).owners(3) == [0, 1, 2, 0, 1, 2]
     assert Pipeline(schedule="dualpipe_v", stages=6).owners(3) == [0, 1, 2, 2, 1, 0]
+
+
+def collected_beside_nccl(rank):
+    """What a strategy of NCCL ranks gathers of whole tensors on the CPU, and by which group."""
+    import torch.distributed as dist
+
+    from exp.strategies.lightning_pipeline import PipelineStrategy
+    from exp.strategies.placement import Placement
+    from exp.strategies.whole_state import Whole
+
+    class Beside(PipelineStrategy):
+        global_rank, is_global_zero = rank.global_rank, rank.global_rank == 0
+
+    placed = Placement(
+        strategy="pipeline", accelerator="cuda", backend="nccl", nodes=1, ranks_per_node=2, model_ranks=2
+    )
+    strategy = Beside(placement=placed, plan=Pipeline(stages=2))
+    strategy._make_groups()
+    strategy.whole = {name: Whole(shape=torch.Size([2]), dtype=torch.float32) for name in ("part0", "part1")}
+    found = strategy._collected({f"part{rank.global_rank}": torch.full((2,), float(rank.global_rank))})
+    apart = strategy.host_group is not strategy.model_group
+    return apart, dist.get_backend(strategy.host_group), {name: value.tolist() for name, value in found.items()}
+
+
+def test_whole_checkpoints_are_gathered_over_the_cpu(ranks):
+    """NCCL would gather them in the memory of rank 0's device. Here the ranks are on CPU, the groups as beside NCCL."""
+    whole = {"part0": [0.0, 0.0], "part1": [1.0, 1.0]}
+    assert ranks.call(collected_beside_nccl, ranks=2) == [(True, "gloo", whole), (True, "gloo", {})]

@@ -35,6 +35,8 @@ class WholeState(DDPStrategy, ABC):
 
     holds_every_name: every rank holds a part of every parameter; False where a rank holds some of them and not the
         others, as a stage of a pipeline does.
+    host_group: the ranks of one model, for what goes from CPU to CPU: NCCL would put a checkpoint of the whole model,
+        pickled, into the memory of rank 0's device.
     whole: everything in the whole module's state dict, by name. None before the module is placed.
     """
 
@@ -44,6 +46,7 @@ class WholeState(DDPStrategy, ABC):
         super().__init__(process_group_backend=placement.backend)
         self.placement = placement
         self.model_group: dist.ProcessGroup | None = None
+        self.host_group: dist.ProcessGroup | None = None
         self.whole: dict[str, Whole] | None = None
         # Names of the whole module's parameters: by optimizer, by group.
         self._groups: list[list[list[str]]] = []
@@ -168,7 +171,7 @@ class WholeState(DDPStrategy, ABC):
         if self.placement.data_rank(self.global_rank) != 0:
             return {}
         everyone: list[Any] | None = [None] * self.placement.model_ranks if self.is_global_zero else None
-        dist.gather_object(mine, everyone, dst=0, group=self.model_group)
+        dist.gather_object(mine, everyone, dst=0, group=self.host_group)
         found = {name: value for one in everyone or () for name, value in one.items()}
         return {name: found[name] for name in [*self.whole, *found] if name in found}
 

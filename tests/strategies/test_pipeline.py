@@ -239,3 +239,74 @@ def test_whole_checkpoints_are_gathered_over_the_cpu(ranks):
     """NCCL would gather them in the memory of rank 0's device. Here the ranks are on CPU, the groups as beside NCCL."""
     whole = {"part0": [0.0, 0.0], "part1": [1.0, 1.0]}
     assert ranks.call(collected_beside_nccl, ranks=2) == [(True, "gloo", whole), (True, "gloo", {})]
+
+
+def sent_and_received(rank, *, directory):
+    """What a rank's evaluations send and receive, in order: (is sent, which group, the other rank)."""
+    import torch.distributed as dist
+
+    from exp import run
+    from exp.strategies import pipeline_stages
+
+    seen = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(dist, name)
+
+        def isend(self, tensor, *, dst, group):
+            seen.append((True, group.group_name, dst))
+            return dist.isend(tensor, dst=dst, group=group)
+
+        def recv(self, tensor, *, src, group):
+            seen.append((False, group.group_name, src))
+            return dist.recv(tensor, src=src, group=group)
+
+    pipeline_stages.dist = Watched()
+    run.run(directory, rank=rank)
+    return seen
+
+
+def ends(orders, *, queue_of):
+    """Whether all of it is sent where nothing is sent before it is received, and each queue of a rank keeps its order.
+
+    What a rank sends waits for all that it has received before, of which it may be made.
+    """
+    done = [[False] * len(order) for order in orders]
+
+    def is_ready(rank, place):
+        _, group, other = orders[rank][place]
+        return not any(
+            not done[rank][earlier] and (not is_sent or (queue_of(name), to) == (queue_of(group), other))
+            for earlier, (is_sent, name, to) in enumerate(orders[rank][:place])
+        )
+
+    def ready(rank, is_sent):
+        places = range(len(orders[rank]))
+        return [at for at in places if not done[rank][at] and orders[rank][at][0] == is_sent and is_ready(rank, at)]
+
+    while True:
+        for sender, receiver in ((0, 1), (1, 0)):
+            pairs = [
+                (one, other)
+                for one in ready(sender, True)
+                for other in ready(receiver, False)
+                if orders[sender][one][1] == orders[receiver][other][1]
+            ]
+            if pairs:
+                done[sender][pairs[0][0]] = done[receiver][pairs[0][1]] = True
+                break
+        else:
+            return all(all(rank) for rank in done)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
+def test_two_ranks_that_send_to_each_other_do_not_wait_for_ever(ranks, schedule):
+    """NCCL keeps the order of all that goes between two ranks by one group, and may send nothing before it is read."""
+    short = ("trainer.max_steps=1", "trainer.limit_val_batches=1", "hooks=[]", "strategy.microbatches=4")
+    directory = ranks.freeze(*TWO, *short, f"strategy.schedule={schedule}")
+    orders = ranks.call(sent_and_received, ranks=2, directory=str(directory))
+    assert len(orders[0]) == len(orders[1]) > 8
+    assert ends(orders, queue_of=lambda group: group)
+    if schedule == "interleaved_1f1b":
+        assert not ends(orders, queue_of=lambda group: "one for both directions")

@@ -29,6 +29,13 @@ class PipelineStrategy(ModelParallel):
         super().__init__(placement=placement)
         self.plan = plan
         self.stages: Stages | None = None
+        self.back_group: dist.ProcessGroup | None = None
+
+    def _make_groups(self) -> None:
+        super()._make_groups()
+        ranks, together = self.placement.world_size, self.placement.model_ranks
+        models = [list(range(first, first + together)) for first in range(0, ranks, together)]
+        self.back_group, _ = dist.new_subgroups_by_enumeration(models)
 
     def model_to_device(self) -> None:
         if self.stages is not None:
@@ -43,6 +50,7 @@ class PipelineStrategy(ModelParallel):
 
     def place_model(self) -> None:
         assert self.model_group is not None
+        assert self.back_group is not None
         module, ranks = self.lightning_module, self.placement.model_ranks
         network = module.network
         owners = self.plan.owners(ranks)
@@ -61,6 +69,7 @@ class PipelineStrategy(ModelParallel):
             stages,
             owner=owners,
             group=self.model_group,
+            back_group=self.back_group,
             device=self.root_device,
             schedule=self.plan.schedule.torch_name,
         )

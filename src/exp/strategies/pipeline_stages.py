@@ -75,7 +75,9 @@ class Stages:
     """What one rank does in a pipeline.
 
     stages: those of this rank, in order. owner: of each stage of the pipeline, the place in the group.
-    group: the ranks of one pipeline. device: of this rank. schedule: torch's name of one, such as 1F1B.
+    group: the ranks of one pipeline. back_group: the same ranks, for what an evaluation sends to an earlier place: NCCL
+        has one queue for both directions of a pair, where each of two ranks may wait for what is behind in the other's.
+    device: of this rank. schedule: torch's name of one, such as 1F1B.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class Stages:
         *,
         owner: Sequence[int],
         group: dist.ProcessGroup,
+        back_group: dist.ProcessGroup,
         device: torch.device,
         schedule: str,
     ) -> None:
         self.stages, self.owner, self.group, self.device = tuple(stages), tuple(owner), group, device
+        self.back_group = back_group
         self.schedule = schedule
         self.place = dist.get_rank(group)
         self.has_output = self.stages[-1].is_last
@@ -144,20 +148,25 @@ class Stages:
             self._sent[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
             head = [tensor.to(self.device) for tensor in _told(tensors)]
         # Nothing is waited for: two ranks that send to each other would wait for ever. Held until it is sent.
-        return [(dist.isend(tensor, dst=to, group=self.group), tensor) for tensor in (*head, *tensors)]
+        group = self._between(stage.index)
+        return [(dist.isend(tensor, dst=to, group=group), tensor) for tensor in (*head, *tensors)]
 
     def _receive(self, stage: Stage, piece: Inputs) -> list[Tensor]:
-        source = dist.get_global_rank(self.group, self.owner[stage.index - 1])
         key = (stage.index - 1, _shapes(piece))
         if key not in self._sent:
-            size = self._received(torch.Size([1]), torch.int64, source)
-            self._sent[key] = _heard(self._received(torch.Size([int(size)]), torch.uint8, source))
-        return [self._received(shape, dtype, source) for shape, dtype in self._sent[key]]
+            size = self._received(torch.Size([1]), torch.int64, stage)
+            self._sent[key] = _heard(self._received(torch.Size([int(size)]), torch.uint8, stage))
+        return [self._received(shape, dtype, stage) for shape, dtype in self._sent[key]]
 
-    def _received(self, shape: torch.Size, dtype: torch.dtype, source: int) -> Tensor:
+    def _received(self, shape: torch.Size, dtype: torch.dtype, stage: Stage) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(tensor, src=source, group=self.group)
+        source = dist.get_global_rank(self.group, self.owner[stage.index - 1])
+        dist.recv(tensor, src=source, group=self._between(stage.index - 1))
         return tensor
+
+    def _between(self, index: int) -> dist.ProcessGroup:
+        """By which a stage sends to the next one: down the places of the pipeline, or back up."""
+        return self.group if self.owner[index] < self.owner[index + 1] else self.back_group
 
 
 class _Trained:

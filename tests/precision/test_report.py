@@ -64,6 +64,35 @@ def compared(word: str, *layers: nn.Module, keep: dict[str, str] | None = None, 
     )  # fmt: skip
 
 
+class Switch(nn.Module):
+    """Notes what it finds each time that it runs: matrix products, and cuDNN."""
+
+    def __init__(self, seen: list[tuple[str, bool]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        return Switch(self.seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        return x * 1.0
+
+
+@pytest.mark.parametrize(("word", "own"), [("tf32", ("high", True)), ("fp32", ("highest", False))])
+def test_the_reference_never_runs_in_tensor_float_32(
+    word: str, own: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # torch's default
+    seen: list[tuple[str, bool]] = []
+    compared(word, Switch(seen))
+    # The reference, and the chosen network with each layer once more by itself.
+    exact = ("highest", False)
+    assert seen[0] == exact
+    assert sorted(seen[1:]) == sorted([own, exact])
+    assert torch.backends.cudnn.allow_tf32
+
+
 def never(keep: Any) -> Comparison:
     raise AssertionError(f"nothing is to be kept, and {keep} was tried")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from exp.precision.edges import cast
 from exp.precision.plugin import RunPrecision
 from exp.precision.recordings import Record, gradients, outputs_of, silent_dropout
+from exp.precision.tf32 import TensorFloat32
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -62,8 +63,10 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), silent_dropout(reference, chosen):
         torch.manual_seed(seed)
         handles = outputs_of(reference, expected)
-        value32 = loss(reference)
-        value32.backward()
+        # torch lets convolutions take TensorFloat-32 unless told otherwise; the reference must be float32.
+        with TensorFloat32(allowed=False):
+            value32 = loss(reference)
+            value32.backward()
         for handle in handles:
             handle.remove()
         precision.convert_module(chosen)
@@ -97,7 +100,7 @@ def _apart(reference: nn.Module, device_type: str) -> Callable[[str, tuple[Any, 
     modules = dict(reference.named_modules())
 
     def run(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        with torch.no_grad(), torch.autocast(device_type, enabled=False), TensorFloat32(allowed=False):
             return modules[name](*cast(args, torch.float32), **cast(kwargs, torch.float32))
 
     return run

@@ -26,6 +26,12 @@ class TensorFloat32:
             torch.set_float32_matmul_precision("high" if self.allowed else "highest")
             torch.backends.cudnn.allow_tf32 = self.allowed
 
+    def __enter__(self) -> None:
+        self.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
     def put_back(self) -> None:
         """As they were before `set`. Safe to call twice."""
         if self._before is not None:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional
+from torchmetrics import MeanMetric
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
@@ -267,3 +268,34 @@ def test_data_without_a_val_part_trains_without_validation(tmp_path: Path, small
     small.fit()
     assert small.trainer.global_step == 8
     assert small.checkpointing.best is None
+
+
+class Several(nn.Module):
+    """Returns two values by name, and none called output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(x).relu()
+        return {"hidden": hidden, "logits": self.second(hidden)}
+
+
+class OfLogits(MeanMetric):
+    """The mean of what it is given by a name, which must have no graph behind it."""
+
+    def update(self, output: dict[str, torch.Tensor], target: torch.Tensor) -> None:
+        assert not any(value.requires_grad for value in output.values())
+        super().update(output["logits"])
+
+
+def test_metrics_of_training_take_an_output_that_is_a_mapping(tmp_path: Path, small_run: ModuleType) -> None:
+    terms = {"ce": Term(loss=CrossEntropy(), output="logits")}
+    small = small_run.Small(
+        tmp_path, model=Several(), terms=terms, metrics={"mean": OfLogits()}, stages=("train", "val"),
+        max_epochs=1,
+    )  # fmt: skip
+    small.fit()
+    assert {tag for tag, _ in small.values.seen} >= {"mean/train", "mean/val"}

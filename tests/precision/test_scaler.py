@@ -298,3 +298,27 @@ def test_a_first_step_that_is_skipped_leaves_no_momentum_behind() -> None:
 
     for found, expected in zip(weights(fused=True), weights(fused=False), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("interval", "asked"), [("epoch", 0), ("step", 3)])
+def test_only_a_schedule_of_steps_asks_whether_a_step_was_skipped(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, interval: str, asked: int
+) -> None:
+    """To ask waits for the device."""
+    questions: list[bool] = []
+    skipped = CountingScaler.skipped
+
+    def counted(self: CountingScaler, optimizer: Any) -> bool:
+        questions.append(skipped(self, optimizer))
+        return questions[-1]
+
+    monkeypatch.setattr(CountingScaler, "skipped", counted)
+    built = parts(
+        "precision=fp16", "model=lenet", "scheduler=step", f"scheduler.interval={interval}", "trainer.max_epochs=3",
+        "trainer.max_steps=-1", "trainer.limit_train_batches=1",
+    )  # fmt: skip
+    built.trainer.fit(built.module, datamodule=built.data)
+    assert questions == [False] * asked
+    rates = [group["lr"] for group in built.trainer.optimizers[0].param_groups]
+    assert built.trainer.global_step == 3
+    assert built.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3, rates

@@ -52,6 +52,8 @@ class LastBatch:
 class TrainingModule(LightningModule):
     """One training step is: reseed, forward, objective. Nothing in it waits for the device or logs.
 
+    Behind it, under a loss scale, a schedule with interval=step does wait, to learn whether the optimizer skipped.
+
     metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
     metric_stages: the stages whose metrics are computed.
     phases: none; see engine/phases.py.
@@ -137,7 +139,7 @@ class TrainingModule(LightningModule):
             parts = {name: part * weight for name, part in parts.items()}
         last.loss, last.parts = loss.detach(), parts
         if self._train_values.metrics and batch.size:
-            self._train_values.update_metrics(values["output"].detach(), target_of(values))
+            self._train_values.update_metrics(detached(values["output"]), target_of(values))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -190,8 +192,9 @@ class TrainingModule(LightningModule):
             scheduler.step(metric)
             return
         precision = self.trainer.precision_plugin
-        skipped = isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)
-        if not (skipped and self.optimization.interval == "step"):
+        # The interval first: to ask whether a step was skipped waits for the device.
+        counts_steps = self.optimization.interval == "step" and isinstance(precision, RunPrecision)
+        if not (counts_steps and precision.skipped(scheduler.optimizer)):
             scheduler.step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from exp.data.randomness import reseed
 from exp.engine.module import TrainingModule
 from exp.engine.naming import target_of
+from exp.engine.several_passes import detached
 from exp.models.graphs import flatten
 from exp.models.parts import Split
 from exp.strategies.averaging import average_gradients
@@ -101,7 +102,7 @@ class PipelinedModule(TrainingModule):
         last.parts = {name: sum((parts[name] for _, parts, _ in notes), zero) * ranks for name in self.objective.terms}
         for _, _, seen in notes:
             if seen is not None:
-                self._train_values.update_metrics(seen[0].detach(), seen[1])
+                self._train_values.update_metrics(detached(seen[0]), seen[1])
 
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
         reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)

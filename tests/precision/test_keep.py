@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import exp
 from exp.build import Parts
 from exp.errors import ConfigError
+from exp.models.containers import ModuleDictModel
+from exp.models.named_forward import with_forward
 from exp.precision.choice import build_precision
 from exp.precision.keep import kept_layers
 
@@ -102,6 +104,24 @@ def test_a_kept_layer_that_ends_the_network_gives_its_own_numbers_to_the_loss(tr
         assert output["output"].dtype == F32
         assert torch.equal(output["output"], plain(held[0].float()))
         assert not torch.equal(output["output"], output["output"].bfloat16().float())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_forward_of_a_network_has_ends_of_its_own(training: bool) -> None:
+    layers = {name: nn.Linear(4, 4) for name in ("body", "head", "critic")}
+    network = ModuleDictModel(
+        layers=layers,
+        forward="return head(body(x))",
+        programs={"judge": "return critic(body(x))", "inner": "return body(critic(x))"},
+    )
+    build_precision("bf16_true", device_type="cpu", keep={"head": "fp32", "critic": "fp32"}).convert_module(network)
+    views = [network, *(with_forward(network, name) for name in ("judge", "inner"))]
+    for view in views:
+        view.train(training)
+    for _ in range(2):
+        outputs = [view(torch.randn(2, 4)) for view in views]
+        assert [output.dtype for output in outputs] == [F32, F32, BF16]
+        assert not torch.equal(outputs[1], outputs[1].bfloat16().float())
 
 
 @pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_true", "fp16_true"])

@@ -8,6 +8,10 @@ import sys
 import pytest
 import torch
 
+from exp.strategies.data_parallel import DataParallel
+from exp.strategies.placement import Machine, placement
+from exp.strategies.strategy import Planned
+
 SHORT = ("optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
 
 
@@ -26,6 +30,31 @@ def test_as_a_command_it_warns_once(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("write strategy=ddp") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "keep", "key"),
+    [
+        ("bf16_true", {}, "precision.word"),
+        ("fp16_true", {}, "precision.word"),
+        ("bf16", {"head": "fp32"}, "precision.keep"),
+        ("bf16", {}, None),
+    ],
+)
+def test_what_casts_at_edges_is_refused_where_there_are_replicas(word, keep, key):
+    strategy = DataParallel()
+    config = {"runtime": {"compile": False}, "precision": {"word": word, "keep": keep}}
+    for devices, accelerator in ((2, "cuda"), (1, "cuda"), (2, "cpu")):
+        placed = placement(
+            "data_parallel",
+            devices=devices,
+            accelerator=accelerator,
+            demand=strategy.demand,
+            machine=Machine(gpus=2, mps=False),
+        )
+        planned = Planned(network=torch.nn.Linear(1, 1), placement=placed, batch_size=4, precision=word, config=config)
+        refused = key if (devices, accelerator) == (2, "cuda") else None
+        assert [fault.key for fault in strategy.faults(planned)] == ([refused] if refused else [])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel needs two GPUs")

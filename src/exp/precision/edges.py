@@ -44,22 +44,27 @@ class Ends:
     """What kept layers gave before it was rounded to the dtype around them, for those that end the network.
 
     A layer's output is held until the network returns only where it was among the outputs before, or where nothing is
-    known yet: at the first call in training and in evaluation. Where a strategy runs the layers without calling the
-    network, nothing is held.
+    known yet: at the first call of each of the network's forwards, in training and in evaluation. Where a strategy
+    runs the layers without calling the network, nothing is held.
     """
 
     def __init__(self) -> None:
-        self.is_inside = False
+        self.call: tuple[bool, str | None] | None = None
         self.waiting: list[tuple[str, Tensor, Tensor]] = []
-        self.known: dict[bool, set[str]] = {}
+        self.known: dict[tuple[bool, str | None], set[str]] = {}
 
-    def hold(self, name: str, notes: list[tuple[Tensor, Tensor]], *, training: bool) -> None:
-        if self.is_inside and (training not in self.known or name in self.known[training]):
+    def begin(self, *, training: bool, forward: str | None) -> None:
+        """The network is called. forward: the name of the forward that it is seen through; None is its own."""
+        self.call = training, forward
+
+    def hold(self, name: str, notes: list[tuple[Tensor, Tensor]]) -> None:
+        if self.call is not None and (self.call not in self.known or name in self.known[self.call]):
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
-    def restore(self, output: Any, *, training: bool) -> Any:
+    def restore(self, output: Any) -> Any:
         """The network's output with the full numbers of kept layers, in float32, for the loss."""
-        waiting, self.waiting, self.is_inside = self.waiting, [], False
+        waiting, self.waiting = self.waiting, []
+        call, self.call = self.call, None
         found: set[str] = set()
 
         def full(part: Any) -> Any:
@@ -70,8 +75,8 @@ class Ends:
             return part if isinstance(part, Tensor) else _mapped(part, full)
 
         restored = full(output) if waiting else output
-        if output is not None:  # else the forward raised, and nothing is known of it
-            self.known.setdefault(training, found)
+        if output is not None and call is not None:  # else the forward raised, and nothing is known of it
+            self.known.setdefault(call, found)
         return restored
 
 
@@ -112,5 +117,5 @@ class Edge:
             return cast(output, self.around)
         notes: list[tuple[Tensor, Tensor]] = []
         output = cast(output, self.around, notes=notes)
-        self.ends.hold(self.name, notes, training=module.training)
+        self.ends.hold(self.name, notes)
         return output

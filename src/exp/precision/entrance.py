@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exp.models.named_forward import forward_name
 from exp.precision.edges import Ends, cast
 from exp.precision.words import HALF
 
@@ -33,7 +34,7 @@ class Entrance:
 
     @torch.compiler.disable
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self.ends.is_inside = True
+        self.ends.begin(training=module.training, forward=forward_name(module))
         self.defaults.append(torch.get_default_dtype())
         torch.set_default_dtype(self.dtype)
         return cast(args, self.dtype), cast(kwargs, self.dtype)
@@ -42,4 +43,4 @@ class Entrance:
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.defaults:
             torch.set_default_dtype(self.defaults.pop())
-        return self.ends.restore(output, training=module.training) if self.dtype in HALF else output
+        return self.ends.restore(output) if self.dtype in HALF else output

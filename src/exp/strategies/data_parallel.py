@@ -39,7 +39,7 @@ class DataParallel(Strategy):
         return Demand(devices=None)
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        """Several nodes, and a compiled network."""
+        """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
         return list(self._faults(planned))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
@@ -65,3 +65,18 @@ class DataParallel(Strategy):
                 expected="false",
                 cure="Or write strategy=ddp",
             )
+        if placement.accelerator == "cuda" and placement.devices_per_rank > 1:
+            yield from self._precision_faults(planned)
+
+    def _precision_faults(self, planned: Planned) -> Iterator[Fault]:
+        # Their hooks remember a forward from its start to its end, and the replicas run at once, in threads.
+        reason = "with data_parallel, whose replicas would share what casts their numbers"
+        if planned.precision in ("bf16_true", "fp16_true"):
+            yield Fault(
+                key="precision.word",
+                got=f"{planned.precision} {reason}",
+                expected=planned.precision.removesuffix("_true"),
+                cure="Or write strategy=ddp",
+            )
+        if keep := planned.config["precision"]["keep"]:
+            yield Fault(key="precision.keep", got=f"{dict(keep)} {reason}", expected="{}", cure="Or write strategy=ddp")

@@ -1,0 +1,66 @@
+"""Every command of README.md and docs/ passes the check, or is refused for the one reason that its page gives."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from exp.check import main as check
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check)(?P<arguments>.*)$", re.MULTILINE)
+# What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
+REFUSED = {
+    "strategy=deepspeed": "needs the package deepspeed",
+    "+logger=mlflow": "needs the package mlflow",
+    "+logger=wandb": "needs the package wandb",
+    "'launch.devices=[1]'": "launch.devices: [1]",
+    "/checkpoints/": "resume: ",
+    "optimizer.lr=abc": "; expected ",
+    "optimzer=sgd": "; expected ",
+    "ckpt_path=last.ckpt": "A checkpoint is resume=PATH",
+    "trainer=ddp": "Write strategy=ddp",
+    "model=mine": "model: there is no option 'mine'",
+}
+
+
+def documented() -> list[tuple[str, str]]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [(page.name, match["arguments"]) for page in pages for match in COMMAND.finditer(page.read_text("utf-8"))]
+    lines: dict[str, str] = {}
+    for page, line in found:
+        lines.setdefault(line.split("  ")[0].strip(), page)
+    return [(page, line) for line, page in lines.items()]
+
+
+def test_the_commands_are_found() -> None:
+    assert len(documented()) > 60
+
+
+@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented()])
+def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch, capfd) -> None:
+    # The files that docs/extending.md has its reader write.
+    shutil.copytree(ROOT / ".ci" / "newcomer", tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "spirals", raising=False)
+    # The same on every machine; what it says of devices is of machines with GPUs.
+    on = [] if "launch.accelerator=" in line or "launch.devices=[" in line else ["launch.accelerator=cpu"]
+    status = check([*shlex.split(line, comments=True), *on])
+    said = capfd.readouterr()
+    reasons = [reason for part, reason in REFUSED.items() if part in line]
+    if status == 0:
+        missing = [reason for reason in reasons if "needs the package" not in reason and "launch.devices" not in reason]
+        assert not missing, f"{page}: the command is not refused any more"
+        return
+    assert status == 2, said.err
+    assert reasons, f"{page}: {said.err}"
+    faults = [fault for fault in said.err.splitlines() if re.match(r" {2}\S", fault)]
+    assert faults
+    others = [fault for fault in faults if not any(reason in fault for reason in reasons)]
+    assert not others, f"{page}: {others}"

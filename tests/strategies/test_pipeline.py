@@ -231,8 +231,11 @@ def collected_beside_nccl(rank):
     strategy._make_groups()
     strategy.whole = {name: Whole(shape=torch.Size([2]), dtype=torch.float32) for name in ("part0", "part1")}
     found = strategy._collected({f"part{rank.global_rank}": torch.full((2,), float(rank.global_rank))})
-    apart = strategy.host_group is not strategy.model_group
-    return apart, dist.get_backend(strategy.host_group), {name: value.tolist() for name, value in found.items()}
+    return (
+        strategy.host_group is not None,
+        dist.get_backend(strategy.host_group),
+        {name: value.tolist() for name, value in found.items()},
+    )
 
 
 def test_whole_checkpoints_are_gathered_over_the_cpu(ranks):

@@ -82,9 +82,9 @@ class ModelParallel(WholeState):
         alike = [list(range(place, ranks, together)) for place in range(together)]
         self.model_group, _ = dist.new_subgroups_by_enumeration(models)
         self.data_group, _ = dist.new_subgroups_by_enumeration(alike)
-        self.host_group = self.model_group
         if self.placement.backend == "nccl" and not self.holds_every_name:
-            self.host_group, _ = dist.new_subgroups_by_enumeration(models, backend="gloo")
+            # Of all ranks: those outside of a group split NCCL's communicator, and gloo's members do not (torch 2.13).
+            self.host_group = dist.new_group(backend="gloo")
 
     def setup(self, trainer: Trainer) -> None:
         """In the place of DDPStrategy's, which wraps the module and sends rank 0's numbers to all."""

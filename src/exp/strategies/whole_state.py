@@ -35,8 +35,8 @@ class WholeState(DDPStrategy, ABC):
 
     holds_every_name: every rank holds a part of every parameter; False where a rank holds some of them and not the
         others, as a stage of a pipeline does.
-    host_group: the ranks of one model, for what goes from CPU to CPU: NCCL would put a checkpoint of the whole model,
-        pickled, into the memory of rank 0's device.
+    host_group: all ranks, for what goes from CPU to CPU: NCCL would put a checkpoint of the whole model, pickled, into
+        the memory of rank 0's device. None is the run's own group.
     whole: everything in the whole module's state dict, by name. None before the module is placed.
     """
 
@@ -170,9 +170,14 @@ class WholeState(DDPStrategy, ABC):
             return mine if self.is_global_zero else {}
         if self.placement.data_rank(self.global_rank) != 0:
             return {}
-        everyone: list[Any] | None = [None] * self.placement.model_ranks if self.is_global_zero else None
-        dist.gather_object(mine, everyone, dst=0, group=self.host_group)
-        found = {name: value for one in everyone or () for name, value in one.items()}
+        if not self.is_global_zero:
+            dist.send_object_list([mine], dst=0, group=self.host_group)
+            return {}
+        found = dict(mine)
+        for source in range(1, self.placement.model_ranks):
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=source, group=self.host_group)
+            found |= received[0]
         return {name: found[name] for name in [*self.whole, *found] if name in found}
 
     def _names(self) -> dict[int, str]:

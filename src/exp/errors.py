@@ -58,11 +58,18 @@ class RunError(ExpError):
 
 
 class RankError(RunError):
-    """A rank died. The message is that rank's own, not a neighbour's "connection closed"."""
+    """A rank died. The message is that rank's own, not a neighbour's "connection closed".
+
+    command: goes on with the run; None until whoever knows how it was started says so, and where nothing was saved.
+    """
 
     def __init__(self, *, rank: int, reason: str, detail: str = "") -> None:
         self.rank, self.reason, self.detail = rank, reason, detail
+        self.command: str | None = None
         super().__init__(f"rank {rank} {reason}" + (f"\n{detail}" if detail else ""))
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\nIt goes on with\n  {self.command}" if self.command else "")
 
 
 class Interrupted(ExpError):

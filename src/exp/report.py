@@ -71,6 +71,7 @@ class Ongoing:
     def __init__(self, directory: Path, config: Any, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         _forget_peak_memory()
+        self.directory = directory
         self._overrides = list(overrides)
         self._facts = {
             "directory": str(directory),

@@ -13,11 +13,11 @@ from exp.build import Parts, build, build_network, build_objective, network_on_m
 from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.checkpoint import read_checkpoint
-from exp.engine.console import run_log
-from exp.engine.launch import in_process, launch
+from exp.engine.launch import in_process, last_checkpoint, launch
 from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
-from exp.errors import ConfigError, ExpError, Interrupted, RunError
+from exp.engine.train_log import run_log
+from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
 from exp.loggers.run_logger import Description, RunLogger
 from exp.loggers.texts import texts
 from exp.plan.precision import report_precision
@@ -89,10 +89,7 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
             if rank.is_first:
                 _end(parts, report)
         except OSError as error:
-            told = RunError(
-                f"{error.filename or directory}: {error.strerror or error}. The run ends here; "
-                "what it had saved before is good, and resume=PATH goes on from it"
-            )
+            told = RunError(_unwritable(ongoing, error))
             if rank.is_first:
                 _end_badly(ongoing, parts, told)
             raise told from error
@@ -201,6 +198,18 @@ def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> N
 def _say_how_to_go_on(ongoing: Ongoing, error: BaseException) -> None:
     if isinstance(error, Interrupted) and error.checkpoint is not None:
         error.command = ongoing.resume_command(error.checkpoint)
+    elif isinstance(error, RankError) and (saved := last_checkpoint(ongoing.directory)) is not None:
+        error.command = ongoing.resume_command(str(saved))
+
+
+def _unwritable(ongoing: Ongoing, error: OSError) -> str:
+    what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
+    saved = last_checkpoint(ongoing.directory)
+    if saved is None:
+        return f"{what}, before anything was saved. Make room there, or choose another place with hydra.run.dir"
+    return f"{what}; what it had saved before is good. With room again, it goes on with\n  " + ongoing.resume_command(
+        str(saved)
+    )
 
 
 def _status(error: BaseException) -> Status:

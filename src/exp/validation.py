@@ -181,7 +181,8 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
     more = list(seen.faults)
     if not more and len(built) == 2:
         more = _around_the_network(plain, built[1], phases, faults)
-        more += term_faults(built[0], built[1], spec, word=plain["precision"]["word"])
+        if not _touched(faults, ("precision",)):
+            more += term_faults(built[0], built[1], spec, word=plain["precision"]["word"])
         if placement is not None:
             more += _phases_placed(plain, placement) if phases else []
             more += _strategy_faults(plain, built, placement, faults)

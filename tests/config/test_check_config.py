@@ -37,6 +37,9 @@ NEEDS = {"tensors": "a file", "csv": "a file", "csv_regression": "a file"}
 if not is_installed():
     NEEDS["deepspeed"] = "an extra"
 EXTRAS = ("mlflow", "wandb")
+NEEDS["fp8"] = "a Hopper GPU; tests/precision/test_fp8.py"
+# Adam's own eps is 0 in float16.
+PRECISIONS = {"fp16_true": ["optimizer.eps=1e-4"]}
 COMMANDS = [
     *([f"model={name}"] for name in options("model") if name not in ("gpt", "gan")),
     *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
@@ -44,7 +47,7 @@ COMMANDS = [
     *([f"data={name}", "model=mlp"] for name in ("wine", "breast_cancer", "diabetes")),
     *([f"optimizer={name}", f"scheduler={schedule}"]
       for name, schedule in zip(options("optimizer") * 2, options("scheduler"), strict=False)),
-    *([f"precision={name}"] for name in options("precision")),
+    *([f"precision={name}", *PRECISIONS.get(name, [])] for name in options("precision") if name not in NEEDS),
     *([f"strategy={name}"] for name in options("strategy") if name not in NEEDS),
     *([f"+callbacks={name}"] for name in options("callbacks")),
     *([f"debug={name}"] for name in options("debug")),

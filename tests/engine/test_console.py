@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from exp.engine import console
-from exp.engine.console import Bar, Lines, Progress, progress, run_log
+from exp.engine.console import Bar, Lines, Progress, progress
+from exp.engine.train_log import run_log
 from exp.strategies.rank import ALONE, Rank
 
 pytestmark = [
@@ -156,3 +157,11 @@ def test_a_view_of_a_test_stage(tmp_path: Path, small_run: ModuleType, monkeypat
     small = small_run.Small(tmp_path, callbacks=(Progress(Keep()),))
     small.trainer.test(small.module, datamodule=small.data, verbose=False)
     assert views == [("test", 1, 1)]
+
+
+def test_a_log_on_a_full_disk_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    with run_log(tmp_path, rank=ALONE):
+        for number in range(3):
+            logging.getLogger("exp").info("line %d", number)
+    assert capsys.readouterr().err == f"{tmp_path / 'train.log'} ends here: No space left on device\n"

@@ -172,3 +172,19 @@ def test_what_libraries_do_at_exit_happens_in_a_rank_that_is_done(launched, run_
     """Relies on atexit._run_exitfuncs, private to Python 3.11: a rank leaves by os._exit, which runs none of them."""
     launched("import atexit; atexit.register(note, rank, 'left'); note(rank, 'there')")
     assert [json.loads((run_directory / f"note{rank}").read_text()) for rank in (0, 1)] == ["left", "left"]
+
+
+def test_a_rank_that_cannot_write_why_it_failed_is_not_started_again(launched, run_directory, capfd):
+    """As on a full disk: no word is taken."""
+    with pytest.raises(RankError, match="could not write why it failed") as raised:
+        launched(
+            """
+            if rank.global_rank:
+                time.sleep(60)
+            (pathlib.Path(os.environ["EXP_EXCHANGE"]) / "rank0.json").mkdir()
+            raise RunError("the disk is full")
+            """,
+            max_restarts=3,
+        )
+    assert raised.value.rank == 0
+    assert "rank 0 failed: the disk is full" in capfd.readouterr().err

@@ -26,6 +26,8 @@ NEIGHBOUR = re.compile(
     r"collective operation timeout|store.*(timeout|timed out)",
     re.IGNORECASE,
 )
+# The exit status of a rank that could not even write its failure down: EX_IOERR of sysexits.h.
+UNWRITABLE = 74
 TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -98,6 +100,9 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
         reason = f"was killed by {_signal_name(number)}"
         if number == signal.SIGKILL:
             reason += " (the system does so when the memory is used up)"
+    elif returncode == UNWRITABLE:
+        reason = "could not write why it failed, as on a full disk: its output above, or its log, says it"
+        return Failure(rank=rank, time=time.time(), kind="known", reason=reason, detail=detail)
     else:
         reason = f"ended with status {returncode} without a word"
     return Failure(rank=rank, time=time.time(), kind="death", reason=reason, detail=detail)

@@ -75,12 +75,17 @@ def launch(
             raise failure.error()
         # What an attempt reported is not what the next one will have done.
         (directory / "report.json").unlink(missing_ok=True)
-        last = directory / LAST_CHECKPOINT
-        resume = last if last.is_file() else None
+        resume = last_checkpoint(directory)
         log.warning(
             "rank %d %s; restart %d of %d from %s",
             *(failure.rank, failure.reason, restart + 1, max_restarts, resume or "the start"),
         )
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """checkpoints/last.ckpt of a run directory; None where there is none yet."""
+    last = directory / LAST_CHECKPOINT
+    return last if last.is_file() else None
 
 
 def _once(
@@ -103,10 +108,10 @@ def _once(
                 threads=threads,
                 command=command,
             )
-            last = directory / LAST_CHECKPOINT
-            grace = Grace(seconds=grace_seconds, checkpoints=last.parent)
+            grace = Grace(seconds=grace_seconds, checkpoints=(directory / LAST_CHECKPOINT).parent)
             failure = supervise(ranks, exchange=exchange, received=received, grace=grace)
-            saved = str(last) if last.is_file() else None
+            last = last_checkpoint(directory)
+            saved = None if last is None else str(last)
             if failure is None and received:
                 # The run was done before the signal came to it; whoever sent it asked for the end all the same.
                 raise Interrupted(signum=received[0], checkpoint=saved)

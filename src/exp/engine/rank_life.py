@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from exp.ending import heed
-from exp.engine.failure import Failure, failure_of, write_failure
+from exp.engine.failure import UNWRITABLE, Failure, failure_of, write_failure
 from exp.engine.spawn import EXCHANGE, PARENT, SUPERVISED
 from exp.errors import Interrupted
 from exp.strategies.group import meet
@@ -58,7 +58,11 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         meet()
     except BaseException as error:
         failure = failure_of(error, rank=rank.global_rank)
-        _tell(failure, error)
+        try:
+            _tell(failure, error)
+        except OSError as second:
+            print(f"rank {failure.rank} {failure.reason}\nIt cannot write that down: {second}", file=sys.stderr)
+            return UNWRITABLE
         return failure.exit_status
     return 0
 

@@ -244,5 +244,6 @@ def _process() -> tuple[str, int]:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return "; ".join(str(fault) for fault in error.faults)
-    lines = str(error).strip().splitlines()
+    # Without the command that goes on with the run, which a table has no room for.
+    lines = str(error.args[0] if isinstance(error, ExpError) else error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

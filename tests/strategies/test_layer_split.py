@@ -146,3 +146,29 @@ def test_functional_dropout_of_a_network_of_ones_own_is_refused(tmp_path, monkey
         text = capsys.readouterr().err
         assert "  strategy.name: " in text
         assert "torch.nn.Dropout as a layer" in text
+
+
+def run_network_after_a_run(rank, *, directory):
+    """Whether what a step calls is the network itself once the run's strategy is torn down."""
+    from exp import run
+    from exp.strategies.lightning_layer_split import LayerSplitStrategy
+
+    found = []
+    teardown = LayerSplitStrategy.teardown
+
+    def watched(self):
+        module = self.lightning_module
+        before = type(module.run_network).__name__
+        teardown(self)
+        found.append((before, module.run_network is module.network))
+
+    LayerSplitStrategy.teardown = watched
+    run.run(directory, rank=rank)
+    return found
+
+
+def test_the_network_is_whole_again_behind_each_stage(ranks):
+    directory = ranks.freeze("strategy=layer_split", "trainer.max_epochs=null", "trainer.max_steps=2", "hooks=[]")
+    (found,) = ranks.call(run_network_after_a_run, ranks=1, directory=str(directory))
+    # Of fit, and of test, which is over the devices again.
+    assert found == [("SplitNetwork", True)] * 2

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from exp.errors import RunError
+from exp.strategies.parts import local
 
 T = TypeVar("T", bound=Tensor)
 # As much as DistributedDataParallel sends at once.
@@ -49,7 +49,7 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     for bucket in _buckets(tensors):
-        pieces = [_local(tensor) for tensor in bucket]
+        pieces = [local(tensor) for tensor in bucket]
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
         for piece, mean in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
@@ -73,7 +73,7 @@ def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None
 def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for tensor in tensors:
-        dist.broadcast(_local(tensor).detach(), src=source, group=group)
+        dist.broadcast(local(tensor).detach(), src=source, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
-        size = _local(tensor).numel() * tensor.element_size()
+        size = local(tensor).numel() * tensor.element_size()
         bucket, filled = open_buckets.get(kind, ([], 0))
         if bucket and filled + size > BUCKET_BYTES:
             yield bucket
@@ -109,8 +109,8 @@ def _send(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> _S
             raise RunError(
                 "a gradient is sparse; expected dense ones, which ranks can average. Write sparse: false in its layer"
             )
-        local = _local(parameter if parameter.grad is None else parameter.grad).detach()
-        pieces.append(torch.zeros_like(local).reshape(-1) if parameter.grad is None else local.reshape(-1))
+        held = local(parameter if parameter.grad is None else parameter.grad).detach()
+        pieces.append(torch.zeros_like(held).reshape(-1) if parameter.grad is None else held.reshape(-1))
     first = pieces[0]
     had = torch.tensor([float(p.grad is not None) for p in parameters], dtype=first.dtype, device=first.device)
     flat = torch.cat([*pieces, had])
@@ -128,16 +128,11 @@ def _receive(sent: _Sent) -> None:
     elsewhere = had.tolist() if missing else []
     for parameter, mean in zip(sent.parameters, means, strict=True):
         if parameter.grad is not None:
-            local = _local(parameter.grad)
-            local.copy_(mean.view_as(local))
+            held = local(parameter.grad)
+            held.copy_(mean.view_as(held))
     for index in missing:
         if elsewhere[index]:
             parameter = sent.parameters[index]
             parameter.grad = torch.zeros_like(parameter)
-            local = _local(parameter.grad)
-            local.copy_(means[index].view_as(local))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies here; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            held = local(parameter.grad)
+            held.copy_(means[index].view_as(held))

@@ -63,21 +63,27 @@ class OverDevices:
     _split: Split | None = None
 
     def setup(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
         if self._split is None:
-            module = trainer.lightning_module
             self._split = split(
                 module.network,
                 count=len(self.devices),
                 layers=self.layers,
                 inputs=example_inputs(trainer.datamodule.data.spec, device="meta"),
             )
-            module.__dict__["run_network"] = SplitNetwork(
-                module.network,
-                self._split,
-                self.devices,
-                cast=self.precision_plugin.cast_inputs,  # type: ignore[attr-defined]
-            )
+        module.__dict__["run_network"] = SplitNetwork(
+            module.network,
+            self._split,
+            self.devices,
+            cast=self.precision_plugin.cast_inputs,  # type: ignore[attr-defined]
+        )
         super().setup(trainer)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        module = self.lightning_module  # type: ignore[attr-defined]
+        if module is not None:
+            module.__dict__["run_network"] = module.network
+        super().teardown()  # type: ignore[misc]
 
     def model_to_device(self) -> None:
         module: LightningModule = self.lightning_module  # type: ignore[attr-defined]

@@ -255,7 +255,15 @@ def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixtu
         skipped += 50
         watch.see(step=step, loss_scale=2.0, skipped_steps=skipped)
     (record,) = caplog.records
-    assert record.message.startswith("step 150: the last 50 steps were all skipped, the loss scale is 2: a gradient is")
+    said = "step 150: in the last 50 steps optimizers skipped 50 updates, the loss scale is 2: a gradient is"
+    assert record.message.startswith(said)
+    caplog.clear()
+    watch = ScaleWatch()
+    for step in (1, 11, 21, 31):  # two phases: one is always skipped, the other at every second step
+        watch.see(step=step, loss_scale=2.0, skipped_steps=1.5 * (step - 1))
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "step 21: in the last 20 steps optimizers skipped 30 updates"
+    ]
     caplog.clear()
     watch = ScaleWatch()
     watch.see(step=1000, loss_scale=4.0, skipped_steps=500.0)  # resumed: the skips were before it

@@ -20,13 +20,15 @@ class ScaleWatch:
     def __init__(self) -> None:
         self._seen: tuple[int, float] | None = None
         self._row = 0
+        self._skips = 0.0
         self._has_warned = False
 
     def see(self, *, step: int, loss_scale: float, skipped_steps: float) -> None:
-        """step: the optimizer steps so far, counted from 1."""
+        """step: of the run, counted from 1. skipped_steps: of all optimizers, of which phases have several a step."""
         if self._seen is not None:
             steps, skips = step - self._seen[0], skipped_steps - self._seen[1]
-            self._row = self._row + steps if skips >= steps > 0 else 0
+            is_row = skips >= steps > 0
+            self._row, self._skips = (self._row + steps, self._skips + skips) if is_row else (0, 0.0)
         self._seen = step, skipped_steps
         if self._has_warned:
             return
@@ -36,6 +38,6 @@ class ScaleWatch:
         elif self._row >= SKIPS_IN_A_ROW:
             self._has_warned = True
             log.warning(
-                "step %d: the last %d steps were all skipped, the loss scale is %g: %s",
-                step, self._row, loss_scale, CURE,
+                "step %d: in the last %d steps optimizers skipped %d updates, the loss scale is %g: %s",
+                step, self._row, self._skips, loss_scale, CURE,
             )  # fmt: skip

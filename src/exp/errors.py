@@ -83,7 +83,8 @@ class Interrupted(ExpError):
         self.signum, self.checkpoint, self.detail = signum, checkpoint, detail
         self.exit_status = 128 + signum
         self.command: str | None = None
-        where = f"the state is in {checkpoint}" if checkpoint else "no state was saved: no step had been done"
+        why = "a rank hung" if detail else "no step had been done"
+        where = f"the state is in {checkpoint}" if checkpoint else f"no state was saved: {why}"
         super().__init__(f"interrupted by signal {signum}; {where}")
 
     def __str__(self) -> str:

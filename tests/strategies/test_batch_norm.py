@@ -102,3 +102,33 @@ def test_a_run_of_two_ranks_keeps_the_statistics_of_one(ranks, tmp_path):
     # Weights of two ranks are those of one process: they are tested as such.
     tested = ranks.train("model=normed", "hooks=[]", "train=false", f"resume={two.directory}/checkpoints/last.ckpt")
     assert tested.report["metrics"]["loss/test"] == pytest.approx(two.report["metrics"]["loss/test"], abs=1e-5)
+
+
+def classes_of_norms(rank, *, directory):
+    """The classes of the network's batch normalisations before and behind the end of each stage of a run."""
+    from exp import run
+    from exp.strategies.fully_sharded import FullyShardedStrategy
+
+    found = []
+    teardown = FullyShardedStrategy.teardown
+
+    def watched(self):
+        network = self.lightning_module.network
+        found.append(sorted({type(part).__name__ for part in network.modules() if "BatchNorm" in type(part).__name__}))
+        teardown(self)
+        found.append(sorted({type(part).__name__ for part in network.modules() if "BatchNorm" in type(part).__name__}))
+
+    FullyShardedStrategy.teardown = watched
+    run.run(directory, rank=rank)
+    return found
+
+
+@pytest.mark.parametrize("shard", [(), ("strategy.shard=['norm']",)])
+def test_fsdp_gives_the_layers_back(ranks, shard):
+    short = ("model=resnet", "trainer.max_epochs=null", "trainer.max_steps=1", "trainer.limit_val_batches=1")
+    command = (*short, "strategy=fsdp", "strategy.sync_batchnorm=true", "hooks=[]", "trainer.limit_test_batches=1")
+    directory = ranks.freeze(*command, *shard)
+    found = ranks.call(classes_of_norms, ranks=2, directory=str(directory))[0]
+    # One that fully_shard has wrapped keeps its class: fully_shard cannot be undone.
+    wrapped = ["FSDPGlobalBatchNorm"] if shard else []
+    assert found == [[*wrapped, "GlobalBatchNorm"], ["BatchNorm2d", *wrapped]] * 2

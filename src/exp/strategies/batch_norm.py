@@ -111,6 +111,8 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
     """
     before: dict[nn.Module, type[nn.Module]] = {}
     for _, part in batch_norms(network):
+        if isinstance(part, CudaBatchNorm | GlobalBatchNorm):
+            continue
         before[part] = type(part)
         part.__class__ = CudaBatchNorm if device_type == "cuda" else GlobalBatchNorm
         part.share = share
@@ -120,8 +122,10 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
 
 
 def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
-    """Undoes join_statistics."""
+    """Undoes join_statistics, but for a layer whose class fully_shard has replaced since: it stays as it is."""
     for part, kind in before.items():
+        if type(part) not in (CudaBatchNorm, GlobalBatchNorm):
+            continue
         part.__class__ = kind
         del part.share
         if kind is not nn.SyncBatchNorm:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import Trainer
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from exp.strategies.batch_norm import Share, join_statistics
+from exp.strategies.batch_norm import Share, join_statistics, part_statistics
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Placement
 from exp.strategies.recomputing import recompute
@@ -33,12 +35,22 @@ class FullyShardedStrategy(ModelParallel):
         super().__init__(placement=placement)
         self.options = options
         self._share = Share() if options.sync_batchnorm else None
+        self._classes_before: dict[nn.Module, type[nn.Module]] = {}
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        # In a second stage the network is placed, and the end of the first took them off.
+        self._join_statistics()
+
+    def teardown(self) -> None:
+        super().teardown()
+        part_statistics(self._classes_before)
+        self._classes_before = {}
 
     def place_model(self) -> None:
         network, options = self.lightning_module.network, self.options
         recompute(matched(network, options.activation_checkpointing, key="strategy.activation_checkpointing").values())
-        if self._share is not None:
-            join_statistics(network, self._share, device_type=self.root_device.type)
+        self._join_statistics()
         settings = {
             "mesh": self._mesh(),
             "reshard_after_forward": options.reshard_after_forward,
@@ -84,6 +96,11 @@ class FullyShardedStrategy(ModelParallel):
             yield
         finally:
             network.set_requires_gradient_sync(True)
+
+    def _join_statistics(self) -> None:
+        if self._share is not None and not self._classes_before:
+            network, kind = self.lightning_module.network, self.root_device.type
+            self._classes_before = join_statistics(network, self._share, device_type=kind)
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.root_device.type, (self.placement.world_size,), mesh_dim_names=("data",))

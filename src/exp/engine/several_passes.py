@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exp.engine.compiling import as_needed
 from exp.engine.naming import input_names
+from exp.nested import mapped
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
 
@@ -60,17 +61,9 @@ def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
 
 def _outside_inference(data: Any) -> Any:
     """Evaluation reads its batches in inference mode, whose tensors no gradient can pass."""
-    if isinstance(data, Tensor):
-        return data.clone() if data.is_inference() else data
-    if isinstance(data, Mapping):
-        return {name: _outside_inference(value) for name, value in data.items()}
-    if isinstance(data, tuple | list):
-        return type(data)([_outside_inference(value) for value in data])
-    return data
+    return mapped(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 def detached(output: Any) -> Any:
-    """What a network gave, without the graph that led to it: a tensor, or a mapping of them."""
-    if isinstance(output, Mapping):
-        return {name: detached(value) for name, value in output.items()}
-    return output.detach() if isinstance(output, Tensor) else output
+    """What a network gave, without the graph that led to it."""
+    return mapped(output, Tensor.detach)

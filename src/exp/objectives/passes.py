@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from exp.errors import RunError
+from exp.nested import mapped, rebuilt
 from exp.objectives.values import HALF, full
 
 Precision = Literal["step", "full"]
@@ -69,7 +70,7 @@ class Passes:
             with self._as_the_step():
                 return self._run(self._runner, data)
         with torch.autocast(self._device, enabled=False):
-            return self._run(self._in_full(self.network), _mapped(data, full))
+            return self._run(self._in_full(self.network), mapped(data, full))
 
     def call(self, part: str, *inputs: Any, precision: Precision = "step") -> Any:
         """What one part of the network gives for some inputs, such as its discriminator.
@@ -86,7 +87,7 @@ class Passes:
             with self._as_the_step():
                 return module(*inputs)
         with torch.autocast(self._device, enabled=False):
-            return self._in_full(module)(*_mapped(inputs, full))
+            return self._in_full(module)(*mapped(inputs, full))
 
     @overload
     def gradients(self, output: Tensor, inputs: Tensor, *, create_graph: bool = ...) -> Tensor: ...
@@ -145,7 +146,7 @@ class Passes:
                 return functional_call(self.network, parameters, inputs, named)
 
             with self._as_the_step():
-                values = self._run(runner, _mapped(sample, lambda tensor: tensor.unsqueeze(0)))
+                values = self._run(runner, mapped(sample, lambda tensor: tensor.unsqueeze(0)))
             with torch.autocast(self._device, enabled=False):
                 value = full(term(values))
             return value if factor is None else value * factor
@@ -186,23 +187,12 @@ def _leaves(data: Any, inputs: Sequence[str]) -> Any:
         return _leaf(data)
     if isinstance(data, Mapping):
         return {name: _leaf(value) if name in inputs else value for name, value in data.items()}
-    return type(data)([_leaf(data[0]), *data[1:]])
+    return rebuilt(data, [_leaf(data[0]), *data[1:]])
 
 
 def _leaf(value: Any) -> Any:
     is_floating = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if is_floating else value
-
-
-def _mapped(data: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The function's results in the same structure: a tensor, a mapping, a pair."""
-    if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, Mapping):
-        return {name: _mapped(value, function) for name, value in data.items()}
-    if isinstance(data, tuple | list):
-        return type(data)(_mapped(value, function) for value in data)
-    return data
 
 
 def _require_differentiable(tensor: Tensor, output: Tensor) -> None:

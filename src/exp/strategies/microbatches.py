@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from exp.nested import mapped, rebuilt
+
 # Micro-batches a rank of the pipeline: GPipe's paper finds the idle time small from 4 on (Huang 2019, section 2.3).
 WISH = 4
 
@@ -69,28 +71,21 @@ def joined(outputs: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {name: joined([output[name] for output in outputs]) for name in first}
     if isinstance(first, list | tuple):
-        return type(first)(joined(items) for items in zip(*outputs, strict=True))
+        return rebuilt(first, [joined(items) for items in zip(*outputs, strict=True)])
     return first
 
 
 def cut(output: Any, size: int) -> Any:
     """The first `size` samples of an output."""
-    if isinstance(output, Tensor):
-        return output[:size] if output.dim() else output
-    if isinstance(output, Mapping):
-        return {name: cut(value, size) for name, value in output.items()}
-    if isinstance(output, list | tuple):
-        return type(output)(cut(value, size) for value in output)
-    return output
+    return mapped(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
 
 
 def _slice(data: Any, *, start: int, stop: int, size: int, each: int) -> Any:
-    if isinstance(data, Tensor) and data.dim() and data.shape[0] == size:
-        piece = data[start:stop]
+    def sliced(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != size:
+            return tensor
+        piece = tensor[start:stop]
         missing = each - (stop - start)
-        return torch.cat([piece, data[size - 1 :].expand(missing, *data.shape[1:])]) if missing else piece
-    if isinstance(data, Mapping):
-        return {name: _slice(v, start=start, stop=stop, size=size, each=each) for name, v in data.items()}
-    if isinstance(data, list | tuple):
-        return type(data)(_slice(value, start=start, stop=stop, size=size, each=each) for value in data)
-    return data
+        return torch.cat([piece, tensor[size - 1 :].expand(missing, *tensor.shape[1:])]) if missing else piece
+
+    return mapped(data, sliced)

@@ -38,6 +38,8 @@ DATA_KEYS = ("data", "seed", "security")
 DECLARED_KEYS = ("data.input_shape", "data.input_dtype", "data.num_classes", "data.num_outputs")
 PLACEMENT_KEYS = ("strategy", "launch")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
+# What a strategy may have to refuse.
+STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", *OPTIMIZATION_KEYS)
 ANY_LENGTH = 1_000_000_000
 
 
@@ -142,7 +144,7 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
         return None, []
     found: list[Placement] = []
     more = _faults_raised(lambda: found.append(place(plain)))
-    if more or _touched(faults, ("precision",)):
+    if more or _touched(faults, ("precision", "phases")):
         return None, more
     from exp.precision.faults import device_faults, report_faults
 
@@ -236,7 +238,7 @@ def _strategy_faults(
     from exp.strategies.strategy import Planned, Strategy
 
     strategy = build_strategy(plain)
-    if _touched(faults, ("precision", "trainer", "objective")) or not isinstance(strategy, Strategy):
+    if _touched(faults, STRATEGY_KEYS) or not isinstance(strategy, Strategy):
         return []
     planned = Planned(
         network=built[1],

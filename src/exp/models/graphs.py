@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from exp.models.containers import ProgramModel
+from exp.nested import mapped
 
 # Where a structure holds a tensor.
 TENSOR = "tensor"
@@ -139,13 +140,7 @@ def holds_tensor(kind: Kind) -> bool:
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same structure with its tensors on a device; a copy from another one does not wait for it."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return _like(value, [moved(item, device) for item in value])
-    return value
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _like(value: Any, items: list[Any]) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exp.nested import rebuilt
+
 
 def cast(data: Any, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Any:
     """The same structure with its floating tensors in `dtype`; all else as it is.
@@ -28,15 +30,10 @@ def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
     """A tuple, list or mapping with its parts changed; one that holds nothing to change is returned itself."""
     if isinstance(data, Mapping):
         parts = {name: change(value) for name, value in data.items()}
-        if all(parts[name] is data[name] for name in parts):
-            return data
-        return parts if type(data) is dict else type(data)(parts)
+        return data if all(parts[name] is data[name] for name in parts) else rebuilt(data, list(parts.values()))
     if isinstance(data, list | tuple):
         changed = [change(value) for value in data]
-        if all(new is old for new, old in zip(changed, data, strict=True)):
-            return data
-        # A namedtuple takes its parts one by one.
-        return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
+        return data if all(new is old for new, old in zip(changed, data, strict=True)) else rebuilt(data, changed)
     return data
 
 

@@ -7,7 +7,7 @@ a run finds without any error. Outputs and gradients of a stand-in batch tell.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.nested import tensors_in
 from exp.spelling import among
 from exp.types import DataSpec
 
@@ -126,12 +127,4 @@ def _differ(whole: Tensor, placed: Tensor, *, scale: float, limits: tuple[float,
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Every floating-point tensor in an output."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+    return (tensor for tensor in tensors_in(value) if tensor.is_floating_point())

@@ -39,7 +39,7 @@ DECLARED_KEYS = ("data.input_shape", "data.input_dtype", "data.num_classes", "da
 PLACEMENT_KEYS = ("strategy", "launch")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 # What a strategy may have to refuse.
-STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", *OPTIMIZATION_KEYS)
+STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
 ANY_LENGTH = 1_000_000_000
 
 
@@ -238,7 +238,8 @@ def _strategy_faults(
     from exp.strategies.strategy import Planned, Strategy
 
     strategy = build_strategy(plain)
-    if _touched(faults, STRATEGY_KEYS) or not isinstance(strategy, Strategy):
+    hidden = _touched(faults, STRATEGY_KEYS) or "_target_" not in plain["optimizer"]
+    if hidden or not isinstance(strategy, Strategy):
         return []
     planned = Planned(
         network=built[1],

@@ -99,7 +99,7 @@ def _value_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
         siblings = [str(key) for key in node if key != "hydra"]
         target = str(node["_target_"]) if "_target_" in node else None
         return missing_key_fault(line, dotted_keys(config), parent=parent, siblings=siblings, target=target)
-    return missing_key_fault(line, dotted_keys(config), parent=parent, siblings=[], target=None)
+    return missing_key_fault(line, dotted_keys(config), parent=parent, siblings=None, target=None)
 
 
 def _longest_part(config: DictConfig, key: str) -> tuple[str, object]:

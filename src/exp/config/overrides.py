@@ -185,19 +185,24 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
 
 
 def missing_key_fault(
-    line: Line, keys: Sequence[str], *, parent: str, siblings: Sequence[str], target: str | None
+    line: Line, keys: Sequence[str], *, parent: str, siblings: Sequence[str] | None, target: str | None
 ) -> Fault:
     """A fault for a key that the composed config does not hold.
 
-    keys: all dotted keys of the config; parent: the longest part of the key that is there; siblings: what it holds.
+    keys: all dotted keys of the config; parent: the longest part of the key that is there; siblings: what it holds,
+        None where it is no mapping.
     target: the class below whose node the key was meant to be.
     """
     last = line.key.rpartition(".")[2]
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key
+    is_empty, siblings = siblings is not None and not siblings, siblings or ()
     near = nearest(word, siblings)
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
     cure, habit = None, _near_habit(line.key)
-    if near:
+    if is_empty and line.sign == "":
+        # A mapping by names, such as precision.keep: what is not there is added.
+        cure = f"To add it, write +{line.text}"
+    elif near:
         cure = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?"
     elif elsewhere:
         cure = f"Did you mean {elsewhere[0]}?"

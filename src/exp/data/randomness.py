@@ -25,9 +25,7 @@ def seed_for(*parts: int | str) -> int:
     return int.from_bytes(_digest(parts, size=8), "little")
 
 
-def reseed(
-    *, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()
-) -> None:
+def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()) -> None:
     """Sets Python's, NumPy's and torch's generators to the stream of one step. About 10 us.
 
     turn: which of several passes over the batch it is, such as the phase and its repeat; empty for the first.

@@ -73,6 +73,8 @@ COMMANDS = [
 def empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # A module beside somebody's conf, of another test's folder.
+    monkeypatch.delitem(sys.modules, "spirals", raising=False)
     return tmp_path
 
 

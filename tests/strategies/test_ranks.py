@@ -27,3 +27,13 @@ def test_ddp_of_two_ranks(ranks):
     assert two.report["world_size"] == 2
     assert len(two.losses) == 30
     assert two.losses == pytest.approx(one.losses, abs=1e-5)
+
+
+DOUBLE = ("precision=fp64", "data.batch_size=100")  # a short last batch of 57
+
+
+def test_in_double_precision(ranks):
+    one = ranks.train(*COMMAND, *DOUBLE, "strategy=single")
+    for options in (["strategy=ddp"], ["strategy=ddp", "strategy.inner=layer_split", "launch.devices=4"]):
+        two = ranks.train(*COMMAND, *DOUBLE, *options, ranks=2)
+        assert two.losses == pytest.approx(one.losses, rel=0, abs=1e-10), options

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -24,6 +25,11 @@ def mapped(data: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(data, list | tuple) and not isinstance(data, Size):
         return rebuilt(data, [mapped(value, function) for value in data])
     return data
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """The same structure on a device; copies from pinned memory run beside the computation."""
+    return mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def rebuilt(data: Any, parts: list[Any]) -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 
 from exp.data.data import Data
 from exp.data.loader import Loader
 from exp.engine.length import refuse_late_validation
 from exp.engine.position import next_batch
 from exp.errors import RunError
+from exp.nested import moved
 from exp.types import Batch, Stage
 
 
@@ -123,16 +123,3 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to load."""
-
-
-def moved(data: Any, device: torch.device) -> Any:
-    """The same structure on a device; copies from pinned memory run beside the computation."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return {name: moved(value, device) for name, value in data.items()}
-    if isinstance(data, tuple) and type(data) is not tuple:
-        return type(data)(*(moved(value, device) for value in data))
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return type(data)(moved(value, device) for value in data)
-    return data

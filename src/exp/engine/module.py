@@ -232,26 +232,28 @@ class TrainingModule(LightningModule):
 
     def _forward_with_passes(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
         with needing(self._needs, self.network):
-            passes = self.passes(batch, self._needs)
+            passes = self.passes(batch, self._needs, network=self.network, run=self._run, runner=self.run_network)
             values = passes.run()
             loss, parts = self.objective(values, batch, passes)
         if not self.training:
             values = {**values, "output": detached(values["output"])}
         return values, loss, parts
 
-    def passes(self, batch: Batch, needs: frozenset[str], *, run_network: Callable[..., Any] | None = None) -> Passes:
+    def passes(
+        self, batch: Batch, needs: frozenset[str], *, network: nn.Module, run: Any, runner: Callable[..., Any]
+    ) -> Passes:
         """What an objective with these needs is given for a batch; made inside `needing`.
 
-        run_network: by default this module's.
+        network, run, runner: as Passes takes them.
         """
         precision = self._trainer.precision_plugin
         is_scaled = isinstance(precision, RunPrecision) and precision.is_scaled
         return make_passes(
             needs,
-            network=self.network,
-            run=self._run,
+            network=network,
+            run=run,
             data=batch.data,
-            runner=run_network or self.run_network,
+            runner=runner,
             loss_scale=precision.loss_scale if is_scaled else None,
         )
 

@@ -30,12 +30,13 @@ from exp.data.randomness import reseed
 from exp.engine.clipping import clip
 from exp.engine.module import TrainingModule
 from exp.engine.naming import forward_by_name, target_of
-from exp.engine.several_passes import detached, make_passes, needing
+from exp.engine.several_passes import detached, needing
 from exp.models.named_forward import with_forward
 from exp.optim.groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
 from exp.precision.plugin import RunPrecision
 from exp.strategies.averaging import average_gradients, broadcast_buffers
+from exp.strategies.lightning_ddp import ExpDDPStrategy
 from exp.types import Batch
 
 
@@ -129,7 +130,8 @@ class PhasedModule(TrainingModule):
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1
         # Only exp's ddp may be told not to.
-        if getattr(self.trainer.strategy, "broadcasts_buffers", True):
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ExpDDPStrategy) or strategy.broadcasts_buffers:
             broadcast_buffers(self.network)
         precision: RunPrecision = self.trainer.precision_plugin
         losses: dict[str, Tensor] = {}
@@ -212,16 +214,8 @@ class PhasedModule(TrainingModule):
         if not objective.needs:
             values = run(runner, batch.data) if values is None else values
             return values, *objective(values, batch)
-        precision = self.trainer.precision_plugin
         with needing(objective.needs, network):
-            passes = make_passes(
-                objective.needs,
-                network=network,
-                run=run,
-                data=batch.data,
-                runner=runner,
-                loss_scale=precision.loss_scale if precision.is_scaled and self.training else None,
-            )
+            passes = self.passes(batch, objective.needs, network=network, run=run, runner=runner)
             values = passes.run()
             return values, *objective(values, batch, passes)
 

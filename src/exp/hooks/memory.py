@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from exp.hooks.hook import Hook, Step
+from exp.nested import tensors_in
 from exp.strategies.parts import local
 
 MIB = 2**20
@@ -39,7 +40,7 @@ class Memory(Hook):
         network = step.network
         # Batches of data in memory are views of one storage: each counts for its own part of it.
         given: Counter[int] = Counter()
-        for tensor in _tensors(step.data):
+        for tensor in tensors_in(step.data):
             given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
         return _SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, self._keep_largest)
 
@@ -50,7 +51,7 @@ class Memory(Hook):
     def after_step(self, step: Step) -> dict[str, float]:
         values = {
             "memory/parameters_mib": mebibytes(step.network.parameters()),
-            "memory/optimizer_mib": mebibytes(_tensors([optimizer.state for optimizer in step.optimizers])),
+            "memory/optimizer_mib": mebibytes(tensors_in([optimizer.state for optimizer in step.optimizers])),
             "memory/activations_mib": self._activations / MIB,
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
         }
@@ -107,15 +108,3 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The size in bytes of each storage of `tensors`, by its address."""
     found = (local(tensor).untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in found}
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested mappings and sequences, as optimizers keep them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for part in value:
-            yield from _tensors(part)

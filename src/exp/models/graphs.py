@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from exp.models.containers import ProgramModel
-from exp.nested import mapped
 
 # Where a structure holds a tensor.
 TENSOR = "tensor"
@@ -136,11 +135,6 @@ def holds_tensor(kind: Kind) -> bool:
     if type(kind) is tuple and len(kind) == 2 and kind[0] == "plain":
         return False
     return isinstance(kind, list | tuple) and any(map(holds_tensor, kind))
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on a device; a copy from another one does not wait for it."""
-    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _like(value: Any, items: list[Any]) -> Any:

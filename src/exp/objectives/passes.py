@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from exp.errors import RunError
+from exp.models.normalisation import ANY_BATCH_NORM
 from exp.nested import mapped, rebuilt
 from exp.objectives.values import HALF, full
 
@@ -214,7 +215,7 @@ def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
 def _refuse_mixing(network: nn.Module) -> None:
     """Raises: RunError for batch norm, which has no gradient of one sample by itself while it trains."""
     for name, module in network.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, ANY_BATCH_NORM) and module.training:
             raise RunError(
                 f"{name} is a {type(module).__name__}, which mixes the samples of a batch: there is no gradient of one "
                 "sample by itself. Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place"

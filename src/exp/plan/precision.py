@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.engine.data import moved
 from exp.engine.naming import forward_by_name
+from exp.nested import moved
 from exp.objectives.objective import Objective
 from exp.precision.advice import print_comparison, proposed_keep, write_comparison
 from exp.precision.choice import build_precision

@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# What the three, and a user's own variants, have in common. The same class in torch.nn.modules.batchnorm has no public
-# name; nn.SyncBatchNorm.convert_sync_batchnorm looks for it, too (seen in torch 2.13).
-ANY_BATCH_NORM = nn.BatchNorm2d.__mro__[1]
+from exp.models.normalisation import ANY_BATCH_NORM
 
 
 class Share:

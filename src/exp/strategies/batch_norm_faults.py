@@ -15,7 +15,8 @@ def batch_norm_faults(planned: Planned, *, sync_batchnorm: bool) -> Iterator[Fau
     """What of a network cannot be, or has to be, normalised over the global batch."""
     from torch import nn
 
-    from exp.strategies.batch_norm import CONVERTIBLE, batch_norms
+    from exp.models.normalisation import BATCH_NORMS
+    from exp.strategies.batch_norm import batch_norms
 
     layers = list(batch_norms(planned.network))
     if not sync_batchnorm:
@@ -34,7 +35,7 @@ def batch_norm_faults(planned: Planned, *, sync_batchnorm: bool) -> Iterator[Fau
             expected="false",
         )
     for name, layer in layers:
-        if type(layer) not in CONVERTIBLE:
+        if type(layer) not in BATCH_NORMS:
             yield Fault(
                 key="strategy.sync_batchnorm",
                 got=f"true, and {name} is a {type(layer).__name__}, whose forward is its own",

@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from exp.models.graphs import moved
 from exp.models.inference import example_inputs
 from exp.models.parts import Split, split
 from exp.models.split import Patterns
+from exp.nested import moved
 from exp.strategies.lightning_ddp import ExpDDPStrategy
 
 

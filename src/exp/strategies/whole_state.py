@@ -105,7 +105,7 @@ class WholeState(DDPStrategy, ABC):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As one process's `optimizer.state_dict()`, whole on rank 0. Every rank must call it."""
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         members = self._groups[self.optimizers.index(optimizer)]
         names = self._names()
         entries = {

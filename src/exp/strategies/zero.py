@@ -181,7 +181,7 @@ class ZeroStrategy(ModelParallel):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         self._link_state()
         held, flat = self._members(), self._flat()
         state: dict[int, dict[str, Any]] = {}

@@ -7,7 +7,7 @@ has the names of the config. Nothing is traced or compiled: whatever runs is dra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,8 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.versions_pb2 import VersionDef
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
+
+from exp.nested import tensors_in
 
 INPUT, OUTPUT = "input", "output"
 
@@ -43,7 +45,7 @@ def draw(network: nn.Module, inputs: tuple[Tensor, ...]) -> GraphDef:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-    for place, tensor in enumerate(found := list(_tensors(output))):
+    for place, tensor in enumerate(found := list(tensors_in(output))):
         recorder.add(f"{OUTPUT}/{place}" if len(found) > 1 else OUTPUT, "Output", [tensor], None)
     return GraphDef(node=recorder.nodes, versions=VersionDef(producer=22))
 
@@ -71,9 +73,9 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        sources = [tensor for tensor in _tensors([args, kwargs]) if id(tensor) in self._made_by]
+        sources = [tensor for tensor in tensors_in([args, kwargs]) if id(tensor) in self._made_by]
         # What is changed in place, or handed through, is from here on this call's.
-        if sources and any(True for _ in _tensors(result)):
+        if sources and any(True for _ in tensors_in(result)):
             self.add("/".join(filter(None, [self._scopes[-1], _title(func)])), _title(func), sources, result)
         return result
 
@@ -83,7 +85,7 @@ class _Recorder(TorchFunctionMode):
             name = f"{name}_{self._names[name]}"
         given = dict.fromkeys(self._made_by[id(tensor)][1] for tensor in sources if id(tensor) in self._made_by)
         node = NodeDef(name=name, op=operator, input=list(given))
-        tensors = list(_tensors(result))
+        tensors = list(tensors_in(result))
         shapes = [TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in one.shape]) for one in tensors]
         node.attr["_output_shapes"].CopyFrom(AttrValue(list=AttrValue.ListValue(shape=shapes)))
         if tensors:
@@ -97,14 +99,3 @@ def _title(func: Any) -> str:
     """`linear` for torch.nn.functional.linear, `add` for Tensor.__add__."""
     name = resolve_name(func) or getattr(func, "__name__", type(func).__name__)
     return name.rpartition(".")[2].strip("_") or "function"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)

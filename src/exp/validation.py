@@ -47,7 +47,7 @@ ANY_LENGTH = 1_000_000_000
 class Examination:
     """What the check found.
 
-    faults: none where the config can run. notes: what could not be looked at, and why.
+    faults: none where the config can run. notes: what could not be looked at, and why; and what a resume changes.
     placement, parameters: where it will run, and how many numbers the network holds; None where a fault hides it.
     """
 
@@ -87,8 +87,10 @@ def examine(config: DictConfig) -> Examination:
     faults += more
     shapes = _shapes(config, faults, placement)
     faults = [*faults, *shapes.faults]
-    faults = located(config, once([*faults, *_resume(config, faults)]))
-    return Examination(faults=tuple(faults), notes=shapes.notes, placement=placement, parameters=shapes.parameters)
+    more, notes = _resume(config, faults)
+    faults = located(config, once([*faults, *more]))
+    notes = (*shapes.notes, *notes)
+    return Examination(faults=tuple(faults), notes=notes, placement=placement, parameters=shapes.parameters)
 
 
 def compare_with_data(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
@@ -111,17 +113,18 @@ def compare_with_data(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]
     return [], ()
 
 
-def _resume(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
-    """Of a config that is right by itself: does it go with the checkpoint that it names?"""
+def _resume(config: DictConfig, faults: Sequence[Fault]) -> tuple[Sequence[Fault], Sequence[str]]:
+    """Faults and notes of a config that is right by itself: does it go with the checkpoint that it names?"""
     if faults or config.resume is None:
-        return []
-    from exp.plan.resuming import resume_faults
+        return [], []
+    from exp.plan.resuming import examine_resume
 
     plain, _ = read(config)
     try:
-        return resume_faults(plain)
+        resuming = examine_resume(plain)
     except RunError as error:
-        return [Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
+        return [Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote")], []
+    return resuming.faults, resuming.notes
 
 
 def _data_faults(config: DictConfig, first: Sequence[Fault]) -> tuple[list[Fault], bool]:

@@ -178,12 +178,23 @@ def test_samples_that_workers_change_at_random_are_the_same_after_a_kill(tmp_pat
     assert_equal_runs(whole, part, values)
 
 
-def test_a_resumed_run_that_was_complete_does_nothing(tmp_path: Path, small_run: ModuleType) -> None:
-    for limits in ({}, {"max_steps": 17}):
+def test_a_resumed_run_that_was_complete_does_nothing_and_says_how_to_train_longer(
+    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    for limits, done, longer in (
+        ({}, "4 epochs of trainer.max_epochs=4", "trainer.max_epochs=8"),
+        ({"max_steps": 17}, "17 steps of trainer.max_steps=17", "trainer.max_steps=34"),
+        ({"max_time": 0.001}, "trainer.max_time", "trainer.max_time="),
+    ):
+        caplog.clear()
         whole = small_run.Small(tmp_path / str(limits), **limits)
         whole.fit()
+        assert "nothing is left" not in caplog.text
         again = small_run.Small(tmp_path / f"again {limits}", **limits)
         again.fit(resume=whole.last)
+        assert f"nothing is left to train: {whole.last} has done" in caplog.text
+        assert done in caplog.text
+        assert f"To train longer: {longer}" in caplog.text
         assert not again.values.seen
         assert again.trainer.global_step == whole.trainer.global_step
         assert again.recording.metrics == whole.recording.metrics

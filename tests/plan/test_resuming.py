@@ -3,6 +3,7 @@
 import pytest
 
 import exp
+from exp.validation import examine
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +53,35 @@ def test_a_damaged_file_is_told(tmp_path):
 def test_what_fits_passes_and_evaluation_asks_for_the_model_alone(finished):
     exp.validate(exp.compose([f"resume={finished}", "model=lenet", "trainer.max_epochs=4", "data.batch_size=32"]))
     exp.validate(exp.compose([f"resume={finished}", "model=lenet", "train=false", "optimizer.lr=0.1"]))
+
+
+def notes(*overrides):
+    examined = examine(exp.compose(list(overrides)))
+    assert not examined.faults
+    return examined.notes
+
+
+def test_what_changes_the_steps_is_noted_and_what_does_not_is_not(finished):
+    same = [f"resume={finished}", "model=lenet", "trainer.max_epochs=4"]
+    assert not notes(*same, "data.num_workers=2", "hooks=[]", "precision.report=true")
+    (note,) = notes(*same, "precision=bf16_true", "strategy=single", "seed=1")
+    assert "precision.word was fp32 and is bf16_true" in note
+    assert "strategy.name was auto and is single" in note
+    assert "seed was 0 and is 1" in note
+    assert "its losses may be others" in note
+    (note,) = notes(*same, "trainer.gradient_clip_val=1", "trainer.accumulate_grad_batches=2", "data.batch_size=32")
+    assert "trainer.gradient_clip_val was None and is 1" in note
+    # Evaluation takes no step.
+    assert not notes(f"resume={finished}", "model=lenet", "train=false", "precision=bf16")
+
+
+def test_the_run_goes_on_in_another_precision_and_says_so(finished, caplog):
+    same = ["model=lenet", "test=false", "trainer.limit_train_batches=2"]
+    report = exp.fit(exp.compose([f"resume={finished}", *same, "trainer.max_epochs=3", "precision=bf16_true"]))
+    assert "precision.word was fp32 and is bf16_true" in caplog.text
+    assert (report.epochs, report.precision) == (3, "bf16_true")
+    # And back: the states of float32 are made from those of bfloat16.
+    last = f"{report.directory}/checkpoints/last.ckpt"
+    report = exp.fit(exp.compose([f"resume={last}", *same, "trainer.max_epochs=4", "precision=fp16"]))
+    assert "precision.word was bf16_true and is fp16" in caplog.text
+    assert report.epochs == 4

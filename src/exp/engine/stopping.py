@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -18,6 +19,8 @@ from exp.types import Batch
 STATE = "exp_seconds"
 # Ranks ask each other about so often; in between, no step pays for a collective.
 AGREE_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class Stopping(Callback):
@@ -36,6 +39,7 @@ class Stopping(Callback):
         self._signals = SignalFlag()
         self._agreed = 0
         self._restored_step = 0
+        self._is_restored = False
         self._seconds_before = 0.0
         self._started: float | None = None
         self._countdown = self._interval = 1
@@ -49,7 +53,27 @@ class Stopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
+        self._is_restored = False
         self._started = time.monotonic()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_restored:  # and no training began
+            self._is_restored = False
+            log.warning("%s", self._complete(trainer))
+
+    def _complete(self, trainer: Trainer) -> str:
+        """Which limit leaves nothing to train, and how to train longer. The limits count the whole run."""
+        steps, limits = trainer.global_step, self.limits
+        if limits.max_steps is not None and steps >= limits.max_steps:
+            done, longer = f"{steps} steps of trainer.max_steps={limits.max_steps}", f"max_steps={2 * steps}"
+        elif limits.max_seconds is not None and self._seconds_before >= limits.max_seconds:
+            spent = self._seconds_before
+            done = f"{spent:.0f} s of trainer.max_time, which is {limits.max_seconds:.0f} s"
+            longer = f"max_time={2 * max(1, round(spent))}"
+        else:
+            epochs = trainer.current_epoch
+            done, longer = f"{epochs} epochs of trainer.max_epochs={trainer.max_epochs}", f"max_epochs={2 * epochs}"
+        return f"nothing is left to train: {trainer.ckpt_path} has done {done}. To train longer: trainer.{longer}"
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -157,6 +181,7 @@ class Stopping(Callback):
         checkpoint[STATE] = self.seconds
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._is_restored = trainer.state.fn == "fit"
         if trainer.state.fn == "fit" and STATE in checkpoint:
             self._seconds_before = checkpoint[STATE]
             self._restored_step = checkpoint["global_step"]

@@ -1,8 +1,12 @@
-"""Can a run go on from this checkpoint? Its model must be the same, and its optimizer's values must not change."""
+"""Can a run go on from this checkpoint? Its model must be the same, and its optimizer's values must not change.
+
+Of what else changes the numbers it may take another value: the run goes on, and a note names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,36 @@ from exp.errors import Fault
 # Which of several kernels computes the same step is not part of the state.
 INCIDENTAL = ("fused", "foreach", "monitor")
 SHOWN = 3
+# What steps are computed from, beside what must be the same. Of data and runtime only what changes the numbers.
+NUMERIC = (
+    "precision",
+    "strategy",
+    "seed",
+    "launch.devices",
+    "launch.nodes",
+    "objective",
+    "data.dataset",
+    "data.batch_size",
+    "data.drop_last",
+    "trainer.accumulate_grad_batches",
+    "trainer.gradient_clip_val",
+    "trainer.gradient_clip_algorithm",
+    "trainer.limit_train_batches",
+)
+# Of these nodes: what no step depends on, and the class where a name says the same.
+BESIDE = ("precision.report", "strategy.verify", "strategy._target_")
 
 
-def resume_faults(config: Mapping[str, Any]) -> list[Fault]:
-    """The faults of `resume`, for a plain and resolved config whose `resume` names a file.
+@dataclass(frozen=True, kw_only=True)
+class Resuming:
+    """faults: why the run cannot go on from there. notes: what may make other steps from there on."""
+
+    faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def examine_resume(config: Mapping[str, Any]) -> Resuming:
+    """What `resume` comes to, for a plain and resolved config whose `resume` names a file.
 
     A checkpoint that says nothing of its config is not judged: it can be evaluated only, and the engine says so.
 
@@ -28,7 +58,7 @@ def resume_faults(config: Mapping[str, Any]) -> list[Fault]:
     path = Path(config["resume"])
     checkpoint = read_checkpoint(path)
     if CONFIG not in checkpoint or POSITION not in checkpoint:
-        return []
+        return Resuming()
     before = yaml.safe_load(checkpoint[CONFIG])
     faults = _other_values(before, config, "model", path)
     if config["train"]:
@@ -37,25 +67,37 @@ def resume_faults(config: Mapping[str, Any]) -> list[Fault]:
         # A checkpoint of before there were phases had none.
         faults += _other_values({"phases": {}, **before}, config, "phases", path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
-    return faults
+    return Resuming(faults=tuple(faults), notes=_notes(before, config, path) if config["train"] else ())
+
+
+def _notes(before: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    told = _differences(_leaves(before, ""), _leaves(config, ""), NUMERIC)
+    if not told:
+        return ()
+    return (f"{path}: {told}. The run goes on from the same place; from there on its losses may be others",)
 
 
 def _other_values(before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path) -> list[Fault]:
-    saved, now = dict(_leaves(before[node], node)), dict(_leaves(config[node], node))
-    keys = [key for key in {**saved, **now} if key.rpartition(".")[2] not in INCIDENTAL]
-    other = [key for key in keys if saved.get(key) != now.get(key)]
-    if not other:
+    told = _differences(_leaves(before[node], node), _leaves(config[node], node), (node,))
+    if not told:
         return []
-    told = [f"{key} was {saved.get(key, 'not there')} and is {now.get(key, 'not there')}" for key in other[:SHOWN]]
-    more = f", and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
     return [
         Fault(
             key="resume",
-            got=f"a checkpoint of another {node}: {'; '.join(told)}{more}",
+            got=f"a checkpoint of another {node}: {told}",
             expected=f"the {node} that it was trained with, whose state it holds",
             cure=_cure(path),
         )
     ]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequence[str]) -> str:
+    """The keys at or below these names that have another value, the first few of them by name; empty: none."""
+    keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
+    keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
+    other = [key for key in keys if saved.get(key) != now.get(key)]
+    told = [f"{key} was {saved.get(key, 'not there')} and is {now.get(key, 'not there')}" for key in other[:SHOWN]]
+    return "; ".join(told) + (f", and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
 
 
 def _cure(path: Path) -> str:
@@ -80,7 +122,9 @@ def _epochs(trainer: Mapping[str, Any], *, done: int) -> list[Fault]:
     ]
 
 
-def _leaves(node: Any, key: str) -> list[tuple[str, Any]]:
+def _leaves(node: Any, key: str) -> dict[str, Any]:
+    """Every value of a node that holds no other, by its dotted key."""
     if isinstance(node, Mapping) and node:
-        return [leaf for name, value in node.items() for leaf in _leaves(value, f"{key}.{name}")]
-    return [(key, node)]
+        below = [_leaves(value, f"{key}.{name}" if key else name) for name, value in node.items()]
+        return {name: value for part in below for name, value in part.items()}
+    return {key: node}

@@ -77,7 +77,7 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         limits=limits,
         **more,
     )
-    recording = Recording(hooks=build_entries(plain, "hooks"))
+    recording = Recording(hooks=build_entries(plain, "hooks"), directory=directory)
     checkpointing = Checkpointing(
         directory=directory,
         monitor=plain["monitor"],

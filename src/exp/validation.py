@@ -29,8 +29,10 @@ from exp.types import DataSpec
 if TYPE_CHECKING:
     from torch import nn
 
+    from exp.hooks.hook import Hook
     from exp.optim.phase import Phase
     from exp.strategies.placement import Placement
+    from exp.strategies.strategy import Planned
 
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
@@ -40,6 +42,7 @@ PLACEMENT_KEYS = ("strategy", "launch")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 # What a strategy may have to refuse.
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
+HOOK_KEYS = ("hooks", "phases", "precision", "runtime", "trainer", "security")
 ANY_LENGTH = 1_000_000_000
 
 
@@ -190,7 +193,9 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
             more += term_faults(built[0], built[1], spec, word=plain["precision"]["word"])
         if placement is not None:
             more += _phases_placed(plain, placement) if phases else []
-            more += _strategy_faults(plain, built, placement, faults)
+            planned = _planned(plain, built, placement)
+            more += _strategy_faults(plain, planned, faults)
+            more += _hook_faults(plain, planned, faults)
             more += _compile_faults(plain, built[1], placement, faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
@@ -205,9 +210,8 @@ def _phases_placed(plain: Mapping[str, Any], placement: Placement) -> list[Fault
 def _around_the_network(
     plain: Mapping[str, Any], network: nn.Module, phases: Sequence[Phase], faults: Sequence[Fault]
 ) -> list[Fault]:
-    """What optimizer and schedule refuse, and patterns that match no parameter and no module of the network."""
+    """What optimizer and schedule refuse, and patterns that match no parameter of the network."""
     from exp.build import build_optimization
-    from exp.hooks.hook import matching
     from exp.plan.phases import phase_faults
     from exp.precision.faults import network_faults, optimizer_faults
 
@@ -225,26 +229,39 @@ def _around_the_network(
         precision = plain["precision"]
         more += network_faults(precision["word"], network, precision["keep"])
         more += [fault for optimizer in made for fault in optimizer_faults(precision["word"], optimizer)]
-    for name, hook in plain["hooks"].items() if not _touched(faults, ("hooks",)) else ():
-        patterns = hook.get("modules")
-        if isinstance(patterns, list) and not _holds_unknown(patterns):
-            key = f"hooks.{name}.modules"
-            more += _faults_raised(lambda key=key, patterns=patterns: matching(network, patterns, key=key))
     return more
 
 
-def _strategy_faults(
-    plain: Mapping[str, Any], built: Sequence[Any], placement: Placement, faults: Sequence[Fault]
-) -> list[Fault]:
-    """What the strategy cannot do with this run. built: its objective and its network."""
+def _strategy_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequence[Fault]) -> list[Fault]:
+    """What the strategy cannot do with this run."""
     from exp.build import build_strategy
-    from exp.strategies.strategy import Planned, Strategy
+    from exp.strategies.strategy import Strategy
 
     strategy = build_strategy(plain)
     hidden = _touched(faults, STRATEGY_KEYS) or "_target_" not in plain["optimizer"]
-    if hidden or not isinstance(strategy, Strategy):
+    return list(strategy.faults(planned)) if isinstance(strategy, Strategy) and not hidden else []
+
+
+def _hook_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequence[Fault]) -> list[Fault]:
+    """What the hooks cannot do with this run."""
+    from exp.build import build_entries
+
+    if _touched(faults, HOOK_KEYS) or any(_holds_unknown(plain[key]) for key in HOOK_KEYS):
         return []
-    planned = Planned(
+    more: list[Fault] = []
+    hooks: dict[str, Hook] = {}
+    more += _faults_raised(lambda: hooks.update(build_entries(plain, "hooks")))
+    for name, hook in hooks.items():
+        hook.name = name
+        more += hook.faults(planned)
+    return more
+
+
+def _planned(plain: Mapping[str, Any], built: Sequence[Any], placement: Placement) -> Planned:
+    """built: the run's objective and its network."""
+    from exp.strategies.strategy import Planned
+
+    return Planned(
         network=built[1],
         placement=placement,
         batch_size=plain["data"]["batch_size"],
@@ -253,7 +270,6 @@ def _strategy_faults(
         needs=built[0].needs,
         weighed=built[0].weighed,
     )
-    return list(strategy.faults(planned))
 
 
 def _compile_faults(

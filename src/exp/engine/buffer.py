@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -74,6 +74,17 @@ class StepBuffer:
         # Not all steps have all terms: a phase need not run in each.
         ends = list(accumulate(len(step.losses) for step in steps))
         return [(step, numbers[end - len(step.losses) : end]) for step, end in zip(steps, ends, strict=True)]
+
+
+def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Panel]]:
+    """What hooks gave, by tag: the numbers as floats, and the panels, all on the host."""
+    panels = {tag: value for tag, value in values.items() if isinstance(value, Panel)}
+    numbers = {
+        tag: _one_number(tag, value).item() if isinstance(value, Tensor) else _float(tag, value)
+        for tag, value in values.items()
+        if tag not in panels
+    }
+    return numbers, dict(zip(panels, on_host(list(panels.values())), strict=True)) if panels else {}
 
 
 def _take_panels(steps: Sequence[Recorded]) -> None:

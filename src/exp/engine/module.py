@@ -33,12 +33,17 @@ class LastBatch:
 
     loss: the objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
         detached. parts: its terms, weighted alike.
+    seen, passed, after_clipping, evaluated: what hooks ask to be called with: the values of a forward; a boundary of
+        the step; nothing, when gradients are clipped; the values of a batch of an evaluation. None: nobody asks.
     around_each, phase, is_recorded: of a module with phases: what makes such a context for one micro-batch's data, the
         phase under way, and whether this run of it, its last in the step, is the one that is recorded.
     """
 
     # Not attributes of the module: setting one of those costs as much as a small operator.
-    __slots__ = ("around", "around_each", "is_recorded", "loss", "parts", "phase")
+    __slots__ = (
+        "after_clipping", "around", "around_each", "evaluated", "is_recorded", "loss", "parts", "passed", "phase",
+        "seen",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.loss: Tensor | None = None
@@ -47,6 +52,10 @@ class LastBatch:
         self.around_each: Callable[[Any], AbstractContextManager[Any] | None] | None = None
         self.phase: str | None = None
         self.is_recorded = True
+        self.seen: Callable[[Mapping[str, Any]], None] | None = None
+        self.passed: Callable[[str], None] | None = None
+        self.after_clipping: Callable[[], None] | None = None
+        self.evaluated: Callable[[Stage, Mapping[str, Any]], None] | None = None
 
 
 class TrainingModule(LightningModule):
@@ -133,6 +142,8 @@ class TrainingModule(LightningModule):
         else:
             with last.around:
                 values, loss, parts = self._forward(batch)
+        if last.seen is not None:
+            last.seen(values)
         weight = batch.weight
         if weight != 1.0:
             loss = loss * weight
@@ -185,6 +196,8 @@ class TrainingModule(LightningModule):
             algorithm=gradient_clip_algorithm,
             strategy=self.trainer.strategy,
         )
+        if self.last.after_clipping is not None:
+            self.last.after_clipping()
 
     def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
         """Not where the loss scale had the optimizer skip its step: the schedule counts updates of the weights."""
@@ -221,6 +234,8 @@ class TrainingModule(LightningModule):
         epoch_values = self.values_of(stage)
         target = target_of(values) if epoch_values.metrics else None
         epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
+        if self.last.evaluated is not None and batch.size and not self._trainer.sanity_checking:
+            self.last.evaluated(stage, values)
 
     def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
         """The values by name, the objective, and its terms."""

@@ -181,6 +181,8 @@ class PhasedModule(TrainingModule):
                     loss = loss / shares
                     parts = {name: part / shares for name, part in parts.items()}
                 precision.scale(loss).backward()
+                if self.last.passed is not None:
+                    self.last.passed("backward")
                 loss = loss.detach()
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 part_sums = {name: part_sums[name] + part if part_sums else part for name, part in parts.items()}
@@ -198,6 +200,8 @@ class PhasedModule(TrainingModule):
                 stack.enter_context(around)
             stack.enter_context(self.trainer.precision_plugin.train_step_context())
             values, loss, parts = self._forward_phase(phase, batch)
+        if self.last.seen is not None:
+            self.last.seen(values)
         # The metrics of training look at the first phase of a step that gives the network's own output.
         if self._metrics_wait and phase.forward is None and batch.size:
             self._train_values.update_metrics(detached(values["output"]), target_of(values))
@@ -250,7 +254,11 @@ class PhasedModule(TrainingModule):
             algorithm=phase.gradient_clip_algorithm,
             strategy=trainer.strategy,
         )
+        if self.last.after_clipping is not None:
+            self.last.after_clipping()
         precision.step(optimizer)
+        if self.last.passed is not None:
+            self.last.passed("optimizer")
 
     @contextmanager
     def _training_only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """The one callback that runs the hooks and feeds the loggers.
 
 for each training batch                                      what Recording does
-    on_train_batch_start                                     around_forward of hooks that are due
-    forward, objective, backward
+    on_train_batch_start                                     hooks that are due: at their modules, around_forward
+    forward, objective, backward                             after_forward
     on_before_optimizer_step  (gradients true, not clipped)  after_backward of hooks that are due; learning rates
-    clipping, optimizer step, schedule
+    clipping, optimizer step, schedule                       after_clipping
     on_train_batch_end                                       after_step of hooks that are due; buffers the step
 every trainer.log_every_n_steps steps, before a validation,  the buffer to the host and to the loggers; a loss that
 a checkpoint and the end                                     is not a number ends the run
@@ -13,25 +13,22 @@ a checkpoint and the end                                     is not a number end
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from exp.engine.buffer import Recorded, StepBuffer
+from exp.engine.buffer import Recorded, StepBuffer, on_host_values
 from exp.engine.lost import refuse_lost
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
 from exp.engine.rates import Rates
+from exp.engine.step_hooks import StepHooks
 from exp.engine.writing import begin, save, write
-from exp.hooks.around import around
-from exp.hooks.hook import Hook, Step
-from exp.optim.phase import stepping
+from exp.hooks.hook import Hook
 from exp.precision.plugin import RunPrecision
-from exp.strategies.model_parallel import ModelParallel
 from exp.types import Batch, Stage
 
 STATE = "exp_recording"
@@ -42,18 +39,17 @@ class Recording(Callback):
 
     It must stand before callbacks that look at `trainer.callback_metrics`.
 
-    hooks: by name.
+    hooks: by name. directory: of the run, where hooks write files.
     """
 
-    def __init__(self, *, hooks: Mapping[str, Hook] | None = None) -> None:
+    def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
         super().__init__()
         self.hooks = dict(hooks or {})
         self.metrics: dict[str, float] = {}
         self.latest: dict[str, float] = {}
-        self._around = [hook for hook in self.hooks.values() if hook.overrides("around_forward")]
-        self._backward = [hook for hook in self.hooks.values() if hook.overrides("after_backward")]
-        self._after = [hook for hook in self.hooks.values() if hook.overrides("after_step")]
-        self._pausing = [hook for hook in self.hooks.values() if hook.overrides("pause")]
+        self._step_hooks = StepHooks(self.hooks, directory=directory)
+        if not any(hook.overrides("passed") for hook in self.hooks.values()):
+            self.on_after_backward = None  # engine/overhead.py: what does nothing is not called
         self._buffer = StepBuffer()
         self._epoch_sum = self._epoch_size = 0.0
         self._index = self._first = 0
@@ -62,9 +58,9 @@ class Recording(Callback):
     def _start_window(self) -> None:
         """A window is the batches of one optimizer step."""
         self._values: dict[str, Any] | None = None
-        self._step: Step | None = None
         self._size = 0
-        self._data: Any = None
+        # What each phase behind the first gave.
+        self._later: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
         self._rates = Rates()
 
@@ -74,8 +70,10 @@ class Recording(Callback):
         lighten(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, hook in self.hooks.items():
-            hook.attach(pl_module.network, name=name)
+        self._step_hooks.attach(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.attach(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._index = self._first = trainer.global_step
@@ -87,48 +85,40 @@ class Recording(Callback):
         self.flush(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
+        self._step_hooks.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        for hook in self.hooks.values():
-            hook.detach()
+        self._step_hooks.failed(exception)
+        self._step_hooks.detach()
 
     # --- the step ---
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         self._size += batch.global_size
-        self._data = batch.data
-        index = self._index + 1
-        due = [hook for hook in self._around if hook.due(index)]
-        if pl_module.phases:
-            pl_module.last.around_each = partial(self._around_one, due, trainer, pl_module) if due else None
-        else:
-            pl_module.last.around = self._context(due, trainer, pl_module) if due else None
+        self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if pl_module.last.passed is not None:
+            pl_module.last.passed("backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Any) -> None:
         phase = pl_module.last.phase
         if phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
-        values = self._values = {} if self._values is None else self._values
         if not pl_module.last.is_recorded:
             return
-        index = self._index + 1
-        ending = "" if phase is None else f"/{phase}"
-        for hook in self._backward:
-            if hook.due(index):
-                step = self._step_now(trainer, pl_module)
-                step.phase = phase
-                found = hook.after_backward(step)
-                if found:
-                    values.update({tag + ending: value for tag, value in found.items()} if ending else found)
-        values.update(self._rates.of(optimizer, phase=phase, is_written=self._is_flush(trainer, index)))
+        found = self._step_hooks.before_step(phase)
+        if self._values is None:
+            # The same mapping: what hooks give after clipping comes into it, too.
+            self._values = found
+        else:
+            self._later.append(found)
+        found.update(self._rates.of(optimizer, phase=phase, is_written=self._is_flush(trainer, self._index + 1)))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
+        self._step_hooks.end_batch()
         last = pl_module.last
         values = self._values
         if pl_module.phases and values is None:
@@ -142,16 +132,14 @@ class Recording(Callback):
                 return
             losses = [loss / self._size for loss in losses]
         index = self._index + 1
-        for hook in self._after:
-            if hook.due(index):
-                found = hook.after_step(self._step_now(trainer, pl_module))
-                if found:
-                    values.update(found)
+        for found in self._later:
+            values.update(found)
+        values.update(self._step_hooks.end_step())
         self._buffer.add(Recorded(index, self._size, losses, values, tuple(last.parts) if pl_module.phases else None))
         self._index = index
-        self._values, self._step, self._size, self._data = None, None, 0, None
-        if self._losses:
-            self._losses = []
+        self._values, self._size = None, 0
+        if self._losses or self._later:
+            self._losses, self._later = [], []
         if self._is_flush(trainer, index):
             self._add_scale(trainer, values)
             self.flush(trainer)
@@ -159,37 +147,6 @@ class Recording(Callback):
     def _accumulated(self, losses: list[Tensor], size: int) -> list[Tensor]:
         weighted = [loss * size for loss in losses]
         return [a + b for a, b in zip(self._losses, weighted, strict=True)] if self._losses else weighted
-
-    def _step_now(self, trainer: Trainer, pl_module: TrainingModule) -> Step:
-        if self._step is None:
-            self._step = Step(
-                index=self._index + 1,
-                network=pl_module.network,
-                optimizers=stepping(trainer.optimizers),
-                batch_size=self._size,
-                device=trainer.strategy.root_device,
-            )
-            if isinstance(trainer.strategy, ModelParallel):
-                self._step.norms = trainer.strategy.norms
-        self._step.batch_size = self._size
-        self._step.loss = pl_module.last.loss
-        self._step.data = self._data
-        self._step.phase = None
-        return self._step
-
-    def _around_one(
-        self, due: list[Hook], trainer: Trainer, pl_module: TrainingModule, data: Any
-    ) -> AbstractContextManager[Any] | None:
-        """For one forward of a phase: each has a context of its own."""
-        self._data = data
-        return self._context(due, trainer, pl_module)
-
-    def _context(
-        self, due: list[Hook], trainer: Trainer, pl_module: TrainingModule
-    ) -> AbstractContextManager[Any] | None:
-        step = self._step_now(trainer, pl_module)
-        step.loss = None
-        return around(due, step)
 
     def _add_scale(self, trainer: Trainer, values: dict[str, Any]) -> None:
         precision = trainer.precision_plugin
@@ -233,7 +190,7 @@ class Recording(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self.flush(trainer)
-        self._pause()
+        self._step_hooks.pause()
         values = pl_module.values_of("train")
         metrics = values.finish(trainer.strategy) if values.names else {}
         if metrics:
@@ -246,7 +203,7 @@ class Recording(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
-        self._pause()
+        self._step_hooks.pause()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._finish("val", trainer, pl_module)
@@ -258,7 +215,9 @@ class Recording(Callback):
         values = pl_module.values_of(stage).finish(trainer.strategy)
         if trainer.sanity_checking:
             return
-        write(trainer, values, self._index)
+        found, panels = on_host_values(self._step_hooks.finish(stage, trainer))
+        values |= found
+        write(trainer, values, self._index, panels)
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -270,16 +229,12 @@ class Recording(Callback):
         self.latest.update(values)
         trainer.callback_metrics.update(_tensors(values))
 
-    def _pause(self) -> None:
-        for hook in self._pausing:
-            hook.pause()
-
     # --- checkpoints ---
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.flush(trainer)
         save(trainer)
-        self._pause()
+        self._step_hooks.pause()
         checkpoint[STATE] = {
             "metrics": dict(self.metrics),
             "epoch_sum": self._epoch_sum,

@@ -1,4 +1,4 @@
-"""The contexts of several hooks around one forward pass."""
+"""Several contexts as one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from exp.hooks.hook import Hook, Step
 
-
-def around(hooks: Sequence[Hook], step: Step) -> AbstractContextManager[Any] | None:
-    """The hooks' contexts as one, to be entered once; None where they have none."""
-    contexts = [context for hook in hooks if (context := hook.around_forward(step)) is not None]
+def together(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any] | None:
+    """To be entered once; None where there are none."""
     return _together(contexts) if contexts else None
 
 

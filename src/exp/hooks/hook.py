@@ -1,25 +1,47 @@
 """What a hook is: the base class of everything that observes or transforms tensors while a network trains.
 
 A hook of one's own is one .py with a subclass that overrides one method, and one .yaml below conf/hooks that names it.
+
+    once                   setup
+    each micro-batch       passed("batch")
+                           around_forward: forward_pre, forward at the modules that match; the objective
+                           after_forward, passed("forward")
+                           tensor_gradient, full_backward, post_accumulate_grad; passed("backward")
+    once an optimizer step after_backward, clipping, after_clipping, the optimizer, passed("optimizer"), after_step
+    a checkpoint           state_dict_save, state_dict_load
+    an evaluation          evaluated, for each batch; after_evaluation
+    once                   on_error, where the run fails; teardown
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from exp.errors import ConfigError, Fault
+from exp.hooks.attaching import AT_MODULES, Attached
 from exp.hooks.norms import norms_by_name
+from exp.hooks.refusals import faults_of
+from exp.models.matching import matching
+from exp.types import Stage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
-Values = Mapping[str, "Tensor | float"]
+    from exp.hooks.values import Panel
+    from exp.strategies.strategy import Planned
+
+Values = Mapping[str, "Tensor | float | Panel"]
+Boundary = Literal["batch", "forward", "backward", "optimizer"]
+
+
+def _of_one_rank(tensor: Tensor) -> Tensor:
+    return tensor[None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,10 +53,16 @@ class Step:
     optimizers: those that step, in the order in which they do.
     batch_size: samples of the global batch, over all ranks and accumulated micro-batches.
     device: where the network's input is.
+    epoch, batch_idx: the position of the last micro-batch, both counted from 0.
+    seed, rank: of the run, and of the share of the batch that this process works on; with epoch and batch_idx they give
+        the step's random streams, by exp.data.randomness.reseed.
+    accumulated: micro-batches a step.
     loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
     data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
     norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
         Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
+    gather: `[...]` of every rank becomes `[R, ...]` on every rank. Every rank must call it alike.
+    autocast: the context of the run's precision, for a forward of a hook's own.
     phase: in after_backward, of a run with phases: the one whose gradients are there, in its own parameters alone.
     """
 
@@ -43,36 +71,93 @@ class Step:
     optimizers: Sequence[torch.optim.Optimizer]
     batch_size: int
     device: torch.device
+    epoch: int = 0
+    batch_idx: int = 0
+    seed: int = 0
+    rank: int = 0
+    accumulated: int = 1
     loss: Tensor | None = None
     data: Any = None
     norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
+    gather: Callable[[Tensor], Tensor] = _of_one_rank
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     phase: str | None = None
 
 
 class Hook:
-    """Observes (or, in `forward`, transforms) at chosen steps and modules. The base does nothing.
+    """Observes or transforms at chosen steps and modules. The base does nothing, and no method that does is called.
 
-    The engine calls `attach` once before the first step and `detach` once after the last, and between them, for
-    steps that are `due`, those of `around_forward`, `after_backward` and `after_step` that a subclass overrides.
     A returned value is a 0-d tensor, left on its device, a float, or a panel of `exp.hooks.values`: a histogram,
     images, a text, a precision-recall curve. Its key is the TensorBoard tag.
 
+    At the modules that match, an observer is attached in due steps of training alone, so that others cost nothing, it
+    runs without a graph, and what it returns must be None; a compiled network runs uncompiled in such a step. A
+    transform is attached always, in evaluation too, and what it returns takes the place of what it was given.
+
     every_n_steps: the hook is due at the first step and at every multiple of it.
-    modules: patterns of module names, such as `encoder.*`; `*` is every module.
+    modules: patterns of module names, such as `encoder.*`, or names of types, such as `Linear`; `*` is every module.
+
+    transforms: whether its methods at modules change what they see.
+    refuses: what it cannot live with, and why: compile, cuda_graph, phases, accumulation, steps_per_execution, or the
+        word of a strategy or a precision.
+    name: its name in the config. directory: the run directory, while attached; files of a hook lie below its name.
     """
+
+    transforms: ClassVar[bool] = False
+    refuses: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, *, every_n_steps: int = 1, modules: Sequence[str] = ("*",)) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps is {every_n_steps}; expected a whole number of steps, 1 or more")
         self.every_n_steps = every_n_steps
         self.modules = tuple(modules)
-        self._handles: list[Any] = []
+        self.name = type(self).__name__.lower()
+        self.directory: Path | None = None
+        self._attached: Attached | None = None
+        self._loss_scale: Callable[[], Tensor | float] | None = None
+
+    # --- before the run ---
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        """What this hook cannot do with a run, all of it: what it refuses, and patterns that match nothing."""
+        faults = faults_of(self, planned)
+        try:
+            matching(planned.network, self.modules, key=f"hooks.{self.name}.modules")
+        except ConfigError as error:
+            faults += error.faults
+        return faults
+
+    # --- the run ---
 
     def setup(self, network: nn.Module) -> None:
         """Called once, before the first step."""
 
+    def pause(self) -> None:
+        """Training pauses behind a step (an epoch's end, validation): the time to the next step is not its own."""
+
+    def on_error(self, error: BaseException, step: Step | None) -> None:
+        """The run ends by this, in this step where it is in one. What is raised here is logged, and not raised."""
+
+    def teardown(self) -> None:
+        """Called once, after the last step, also where the run fails."""
+
+    # --- a due training step ---
+
+    def passed(self, boundary: Boundary, step: Step) -> None:
+        """The step has come so far: the batch is there; forward and objective, the backward, the optimizer are done.
+
+        For each micro-batch; the optimizer's once a step. With phases each has its own, but for the batch's.
+        """
+
     def around_forward(self, step: Step) -> AbstractContextManager[Any] | None:
         """A context entered before the forward of each micro-batch, and left before its backward."""
+
+    def after_forward(self, step: Step, values: Mapping[str, Any]) -> Values | None:
+        """After the forward and the objective of each micro-batch, without a graph of its own.
+
+        values: by name, with their graph: the batch's entries (input and target where they have no names), what the
+            network returned by name, and `output`.
+        """
 
     def after_backward(self, step: Step) -> Values | None:
         """Once an optimizer step, when its gradients are complete: true (unscaled), and before clipping.
@@ -80,20 +165,52 @@ class Hook:
         With phases once for each that runs in the step, at its last repeat, and `/<phase>` is added to each tag.
         """
 
+    def after_clipping(self, step: Step) -> Values | None:
+        """As after_backward, with the gradients as the optimizer takes them."""
+
     def after_step(self, step: Step) -> Values | None:
         """Once an optimizer step, when the parameters are updated."""
 
-    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any | None:
-        """After each forward of a module that matches `modules`; what is not None takes the output's place.
+    # --- at the modules that match ---
 
-        It runs at every step, in evaluation too: test `module.training`, or `self.every_n_steps`, where that matters.
+    def forward_pre(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> Any | None:
+        """Before the forward of a module, with its positional inputs."""
+
+    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any | None:
+        """After the forward of a module."""
+
+    def full_backward(self, name: str, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> Any | None:
+        """When the gradients with respect to a module's inputs are known; multiplied by `loss_scale`."""
+
+    def tensor_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+        """The gradient with respect to each tensor that a module returned; multiplied by `loss_scale`."""
+
+    def post_accumulate_grad(self, name: str, parameter: nn.Parameter) -> None:
+        """`parameter.grad` has taken a micro-batch's gradient, times `loss_scale`. name: of the parameter, in full."""
+
+    def state_dict_save(self, name: str, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """A module's entries are about to be saved, by their names in the module. A transform may return others."""
+
+    def state_dict_load(self, name: str, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """A module's entries are about to be loaded, by their names in the module. A transform may return others."""
+
+    # --- an evaluation: validation in fit, and test ---
+
+    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+        """Each batch of which this rank has a share. values: as in after_forward, without a graph."""
+
+    def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
+        """At the end of a stage, on every rank. Not of the sanity check.
+
+        gather: as Step's, over the ranks that share the data.
         """
 
-    def pause(self) -> None:
-        """Training pauses behind a step (an epoch's end, validation): the time to the next step is not its own."""
+    # --- what the engine calls ---
 
-    def teardown(self) -> None:
-        """Called once, after the last step, also where the run fails."""
+    @property
+    def loss_scale(self) -> Tensor | float:
+        """By what gradients are multiplied at modules: the scaler's factor, 0-d or a float; 1.0 without."""
+        return 1.0 if self._loss_scale is None else self._loss_scale()
 
     def due(self, index: int) -> bool:
         """Whether step `index`, counted from 1, is one of this hook's."""
@@ -103,38 +220,45 @@ class Hook:
         """Whether a subclass gave `method` a body: the engine calls no empty one."""
         return getattr(type(self), method) is not getattr(Hook, method)
 
-    def attach(self, network: nn.Module, *, name: str | None = None) -> None:
-        """Check the patterns, register `forward` where it is overridden, and call `setup`.
+    @property
+    def is_at_modules(self) -> bool:
+        """Whether it observes or transforms at modules during a step."""
+        return any(self.overrides(method) for method in AT_MODULES)
 
-        name: the hook's name in the config, for errors; by default its class's.
+    def attach(
+        self,
+        network: nn.Module,
+        *,
+        name: str | None = None,
+        directory: Path | None = None,
+        loss_scale: Callable[[], Tensor | float] | None = None,
+    ) -> None:
+        """Check the patterns, attach what is always at its modules, and call `setup`.
+
+        name: the hook's name in the config; by default its class's.
 
         Raises ConfigError: a pattern that matches no module, with the names that are there.
         """
-        matched = matching(network, self.modules, key=f"hooks.{name or type(self).__name__.lower()}.modules")
-        if self.overrides("forward"):
-            for path, module in matched.items():
-                self._handles.append(module.register_forward_hook(partial(self.forward, path)))
+        self.name = name or self.name
+        self.directory, self._loss_scale = directory, loss_scale
+        modules = matching(network, self.modules, key=f"hooks.{self.name}.modules")
+        self._attached = Attached(self, modules, network=network)
         self.setup(network)
+
+    def engaged(self) -> AbstractContextManager[Any]:
+        """Around the forward of a due step: an observer is at its modules. What it has in the backward stays behind
+        it, until `disengage`."""
+        return nullcontext() if self._attached is None else self._attached.engaged()
+
+    def disengage(self) -> None:
+        """At the end of a due step."""
+        if self._attached is not None:
+            self._attached.disengage()
 
     def detach(self) -> None:
         """Undo `attach`. Safe to call twice, and before `attach`."""
-        while self._handles:
-            self._handles.pop().remove()
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+            self._loss_scale = None
         self.teardown()
-
-
-def matching(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """The modules below `network` whose names match one of `patterns`, by name, in the network's order.
-
-    The network itself has the empty name; it matches `*` only. key: the patterns' key in the config.
-
-    Raises ConfigError: all patterns that match no module, with the names that are there.
-    """
-    modules = dict(network.named_modules())
-    unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
-    if unmatched:
-        names = [name for name in modules if name]
-        there = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        expected = f"a pattern of module names; there are {there or 'no modules below the network'}"
-        raise ConfigError([Fault(key=key, got=repr(pattern), expected=expected) for pattern in unmatched])
-    return {name: module for name, module in modules.items() if any(fnmatchcase(name, one) for one in patterns)}

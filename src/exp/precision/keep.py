@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from exp.errors import ConfigError, Fault
-from exp.spelling import among, did_you_mean
+from exp.models.matching import matches, unmatched
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 KEY = "precision.keep"
@@ -30,16 +29,16 @@ def kept_layers(network: nn.Module, keep: Mapping[str, str]) -> dict[str, torch.
         if word not in DTYPES
     ]
     faults += [
-        _unmatched(pattern, modules)
+        unmatched(pattern, network, key=f"{KEY}.{pattern}", got="it matches no layer")
         for pattern in keep
-        if not any(_matches(name, module, pattern) for name, module in modules.items())
+        if not any(matches(name, module, pattern) for name, module in modules.items())
     ]
     if faults:
         raise ConfigError(faults)
     kept: dict[str, torch.dtype] = {}
     # Parents come first.
     for name, module in network.named_modules(remove_duplicate=False):
-        own = [word for pattern, word in keep.items() if _matches(name, module, pattern)]
+        own = [word for pattern, word in keep.items() if matches(name, module, pattern)]
         around = kept.get(name.rpartition(".")[0]) if name else None
         dtype = DTYPES[own[-1]] if own else around
         if dtype is not None:
@@ -69,28 +68,3 @@ def refuse_shared(network: nn.Module, kept: Mapping[str, torch.dtype], *, otherw
                     expected="both or neither of them",
                 )
                 raise ConfigError([fault])
-
-
-def _matches(name: str, module: nn.Module, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
-
-
-def _is_named(kind: type, pattern: str) -> bool:
-    if kind in (nn.Module, object):
-        return False
-    full = f"{kind.__module__}.{kind.__qualname__}"
-    # torch's classes live one module deeper than the name by which everybody knows them.
-    known = f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else full
-    return pattern in (kind.__name__, full, known)
-
-
-def _unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> Fault:
-    names = [name for name in modules if name]
-    types = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
-    return Fault(
-        key=f"{KEY}.{pattern}",
-        got="it matches no layer",
-        expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
-        f"types {among(types, word=pattern)}",
-        cure=did_you_mean(pattern, [*names, *types]),
-    )

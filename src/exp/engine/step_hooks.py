@@ -1,0 +1,227 @@
+"""Calls the hooks of a run at their places in a step and in an evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from exp.engine.compiling import is_compiled
+from exp.engine.module import TrainingModule
+from exp.hooks.around import together
+from exp.hooks.hook import Boundary, Hook, Step
+from exp.optim.phase import stepping
+from exp.precision.plugin import RunPrecision
+from exp.strategies.gathering import gather_data, gather_ranks
+from exp.strategies.model_parallel import ModelParallel
+from exp.types import Batch, Stage
+
+log = logging.getLogger(__name__)
+
+STEP_METHODS = ("passed", "around_forward", "after_forward", "after_backward", "after_clipping", "after_step")
+Found = dict[str, Any]
+
+
+class Due:
+    """The hooks of one step, by the methods that they override."""
+
+    __slots__ = (*STEP_METHODS, "at_modules", "watches_forward")
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        for method in STEP_METHODS:
+            setattr(self, method, [hook for hook in hooks if hook.overrides(method)])
+        self.at_modules = [hook for hook in hooks if hook.is_at_modules and not hook.transforms]
+        self.watches_forward = bool(self.around_forward or self.at_modules)
+
+
+class StepHooks:
+    """The hooks, and the step that they see.
+
+    hooks: by name. directory: of the run, where hooks write files.
+    """
+
+    def __init__(self, hooks: Mapping[str, Hook], *, directory: Path | None = None) -> None:
+        self.hooks = dict(hooks)
+        self.directory = directory
+        self._all = list(self.hooks.values())
+        self._pausing = [hook for hook in self._all if hook.overrides("pause")]
+        self._evaluating = [hook for hook in self._all if hook.overrides("evaluated")]
+        self._finishing = [hook for hook in self._all if hook.overrides("after_evaluation")]
+        # Which hooks are due together repeats: their lists are made once.
+        self._kinds: dict[tuple[bool, ...], Due] = {}
+        self._due: Due | None = None
+        self._step: Step | None = None
+        self._index = self._batch_idx = self._size = 0
+        self._data: Any = None
+        self._early: Found = {}
+
+    # --- the run ---
+
+    def attach(self, trainer: Trainer, module: TrainingModule) -> None:
+        """In fit all of them; in another stage those that act in one."""
+        self._trainer, self._module = trainer, module
+        self._due = self._step = None
+        fitting = trainer.state.fn == "fit"
+        precision = trainer.precision_plugin
+        scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
+        for name, hook in self.hooks.items():
+            if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
+                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)
+        module.last.evaluated = self._evaluated if self._evaluating else None
+
+    def detach(self) -> None:
+        self._step = self._due = self._data = None
+        for hook in self._all:
+            hook.detach()
+
+    def pause(self) -> None:
+        for hook in self._pausing:
+            hook.pause()
+
+    def failed(self, error: BaseException) -> None:
+        for name, hook in self.hooks.items():
+            if hook.overrides("on_error"):
+                try:
+                    hook.on_error(error, self._step)
+                except Exception:
+                    log.exception("hooks.%s failed in on_error; the run ends by what came before", name)
+
+    # --- the step ---
+
+    def start_batch(self, batch: Batch, batch_idx: int, *, index: int) -> None:
+        """A micro-batch of optimizer step `index` is there."""
+        due = self._due
+        if due is None:
+            kind = tuple([hook.due(index) for hook in self._all])
+            due = self._kinds.get(kind)
+            if due is None:
+                due = self._kinds[kind] = Due([hook for hook, is_due in zip(self._all, kind, strict=True) if is_due])
+            self._due = due
+            self._index, self._size = index, 0
+        self._size += batch.global_size
+        self._batch_idx, self._data = batch_idx, batch.data
+        last = self._module.last
+        last.passed = self._passed if due.passed else None
+        last.seen = self._seen if due.after_forward or due.passed else None
+        last.around = last.around_each = None
+        if due.passed:
+            self._passed("batch")
+        if due.watches_forward:
+            if self._module.phases:
+                last.around_each = self._around_one
+            else:
+                last.around = self._around()
+
+    def before_step(self, phase: str | None) -> Found:
+        """The gradients are true. Returns what the hooks give for them, and what they gave in the forward."""
+        found, self._early = self._early, {}
+        due = self._due
+        if due.after_backward:
+            found.update(self._called(due.after_backward, "after_backward", phase))
+        if due.after_clipping:
+            self._module.last.after_clipping = partial(self._clipped, found, phase)
+        return found
+
+    def end_batch(self) -> None:
+        """After each micro-batch."""
+        for hook in self._due.at_modules:
+            hook.disengage()
+
+    def end_step(self) -> Found:
+        """The parameters are updated. Returns what the hooks give."""
+        due = self._due
+        if due.passed and not self._module.phases:
+            self._passed("optimizer")
+        found = self._called(due.after_step, "after_step", None) if due.after_step else {}
+        self._due = self._step = self._data = None
+        return found
+
+    def _called(self, hooks: Sequence[Hook], method: str, phase: str | None, *arguments: Any) -> Found:
+        step = self._step_now()
+        step.phase = phase
+        values: Found = {}
+        for hook in hooks:
+            found = getattr(hook, method)(step, *arguments)
+            if found:
+                values.update(found if phase is None else {f"{tag}/{phase}": value for tag, value in found.items()})
+        return values
+
+    def _clipped(self, values: Found, phase: str | None) -> None:
+        self._module.last.after_clipping = None
+        values.update(self._called(self._due.after_clipping, "after_clipping", phase))
+
+    def _passed(self, boundary: Boundary) -> None:
+        step = self._step_now()
+        for hook in self._due.passed:
+            hook.passed(boundary, step)
+
+    def _seen(self, values: Mapping[str, Any]) -> None:
+        """Behind a forward and its objective."""
+        due = self._due
+        if due.after_forward:
+            with torch.no_grad():
+                self._early.update(self._called(due.after_forward, "after_forward", self._module.last.phase, values))
+        if due.passed:
+            self._passed("forward")
+
+    def _step_now(self) -> Step:
+        trainer, module, step = self._trainer, self._module, self._step
+        if step is None:
+            step = self._step = Step(
+                index=self._index,
+                network=module.network,
+                optimizers=stepping(trainer.optimizers),
+                batch_size=self._size,
+                device=trainer.strategy.root_device,
+                epoch=trainer.current_epoch,
+                seed=module.seed,
+                rank=module.rank,
+                accumulated=trainer.accumulate_grad_batches,
+                gather=gather_ranks,
+                autocast=trainer.precision_plugin.train_step_context,
+            )
+            if isinstance(trainer.strategy, ModelParallel):
+                step.norms = trainer.strategy.norms
+        step.batch_idx = self._batch_idx
+        step.batch_size = self._size
+        step.loss = module.last.loss
+        step.data = self._data
+        step.phase = None
+        return step
+
+    def _around_one(self, data: Any) -> AbstractContextManager[Any] | None:
+        """For one forward of a phase: each has a context of its own."""
+        self._data = data
+        return self._around()
+
+    def _around(self) -> AbstractContextManager[Any] | None:
+        due, step = self._due, self._step_now()
+        step.loss = None
+        contexts = []
+        if due.at_modules and is_compiled(self._module.network):
+            contexts.append(torch.compiler.set_stance("force_eager"))
+        contexts += [hook.engaged() for hook in due.at_modules]
+        contexts += [context for hook in due.around_forward if (context := hook.around_forward(step)) is not None]
+        return together(contexts)
+
+    # --- an evaluation ---
+
+    def _evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+        for hook in self._evaluating:
+            hook.evaluated(stage, values)
+
+    def finish(self, stage: Stage, trainer: Trainer) -> Found:
+        """At the end of an evaluation: what the hooks give for it. Every rank must call it."""
+        gather: Callable[..., Any] = partial(gather_data, strategy=trainer.strategy)
+        values: Found = {}
+        for hook in self._finishing:
+            found = hook.after_evaluation(stage, gather)
+            if found:
+                values.update(found)
+        return values

@@ -1,0 +1,60 @@
+"""Which modules of a network are meant: by a pattern of their names, or by the name of their type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
+
+
+def matches(name: str, module: nn.Module, pattern: str) -> bool:
+    """Whether `pattern` means this module: `blocks.*.norm1` by name; `LayerNorm` or `torch.nn.Softmax` by type, which
+    names subclasses, too. The network itself has the empty name."""
+    return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
+
+
+def matching(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
+    """The modules that one of `patterns` means, by name, in the network's order.
+
+    key: the patterns' key in the config.
+
+    Raises ConfigError: every pattern that means no module, with the names and types that are there.
+    """
+    modules = dict(network.named_modules())
+    faults = [
+        unmatched(pattern, network, key=key, got=repr(pattern))
+        for pattern in patterns
+        if not any(matches(name, module, pattern) for name, module in modules.items())
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return {
+        name: module for name, module in modules.items() if any(matches(name, module, pattern) for pattern in patterns)
+    }
+
+
+def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> Fault:
+    """The fault of a pattern that means no module."""
+    modules = dict(network.named_modules())
+    names = [name for name in modules if name]
+    types = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
+    return Fault(
+        key=key,
+        got=got,
+        expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
+        f"types {among(types, word=pattern)}",
+        cure=did_you_mean(pattern, [*names, *types]),
+    )
+
+
+def _is_named(kind: type, pattern: str) -> bool:
+    if kind in (nn.Module, object):
+        return False
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    # torch's classes live one module deeper than the name by which everybody knows them.
+    known = f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else full
+    return pattern in (kind.__name__, full, known)

@@ -219,6 +219,10 @@ class TrainingModule(LightningModule):
         if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
 
+    def loss_with(self, run_network: Callable[..., Any], data: Any) -> Tensor:
+        """The objective of a batch's data, 0-d and not weighted, with something else in the network's place."""
+        return self.objective(self._run(run_network, data))[0]
+
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
         """What its steps run, and what the terms that look at it need: the network; of phases, each forward."""
         return [(self.network, self.objective.needs)]

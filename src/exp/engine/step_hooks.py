@@ -59,6 +59,8 @@ class StepHooks:
         self._step: Step | None = None
         self._index = self._batch_idx = self._size = 0
         self._data: Any = None
+        self._weight = 1.0
+        self._total_steps: int | None = None
         self._early: Found = {}
 
     # --- the run ---
@@ -68,6 +70,7 @@ class StepHooks:
         self._trainer, self._module = trainer, module
         self._due = self._step = None
         fitting = trainer.state.fn == "fit"
+        self._total_steps = module.lengths()["total_steps"] if fitting else None
         precision = trainer.precision_plugin
         scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
         for name, hook in self.hooks.items():
@@ -105,7 +108,7 @@ class StepHooks:
             self._due = due
             self._index, self._size = index, 0
         self._size += batch.global_size
-        self._batch_idx, self._data = batch_idx, batch.data
+        self._batch_idx, self._data, self._weight = batch_idx, batch.data, batch.weight
         last = self._module.last
         last.passed = self._passed if due.passed else None
         last.seen = self._seen if due.after_forward or due.passed else None
@@ -183,6 +186,8 @@ class StepHooks:
                 seed=module.seed,
                 rank=module.rank,
                 accumulated=trainer.accumulate_grad_batches,
+                total_steps=self._total_steps,
+                loss_with=module.loss_with,
                 gather=gather_ranks,
                 autocast=trainer.precision_plugin.train_step_context,
             )
@@ -191,7 +196,7 @@ class StepHooks:
         step.batch_idx = self._batch_idx
         step.batch_size = self._size
         step.loss = module.last.loss
-        step.data = self._data
+        step.data, step.weight = self._data, self._weight
         step.phase = None
         return step
 

@@ -57,8 +57,12 @@ class Step:
     seed, rank: of the run, and of the share of the batch that this process works on; with epoch and batch_idx they give
         the step's random streams, by exp.data.randomness.reseed.
     accumulated: micro-batches a step.
+    total_steps: of the whole run; None where its end is not known.
     loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
     data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
+    weight: by what this rank's mean loss of it is multiplied, so that the mean over ranks is that over samples; 0.0
+        where the rank holds a stand-in sample only.
+    loss_with: called with what runs the network and with such data, gives the objective of that run, 0-d, not weighted.
     norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
         Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
     gather: `[...]` of every rank becomes `[R, ...]` on every rank. Every rank must call it alike.
@@ -76,8 +80,11 @@ class Step:
     seed: int = 0
     rank: int = 0
     accumulated: int = 1
+    total_steps: int | None = None
     loss: Tensor | None = None
     data: Any = None
+    weight: float = 1.0
+    loss_with: Callable[[Callable[..., Any], Any], Tensor] | None = None
     norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
     gather: Callable[[Tensor], Tensor] = _of_one_rank
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -26,6 +26,7 @@ from exp.engine.checkpointing import Checkpointing
 from exp.engine.compiling import compile_network
 from exp.engine.console import progress
 from exp.engine.data import RunData
+from exp.engine.lean import run_several_at_once
 from exp.engine.length import take_limits
 from exp.engine.module import TrainingModule
 from exp.engine.phases import PhasedModule
@@ -133,7 +134,7 @@ def build_trainer(
     loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)
-    return Trainer(
+    trainer = Trainer(
         **{**arguments, "enable_progress_bar": False},
         **{**placed, "plugins": [*placed["plugins"], precision, AtomicCheckpointIO()]},
         callbacks=[*callbacks, *shown],
@@ -143,6 +144,8 @@ def build_trainer(
         default_root_dir=str(directory),
         deterministic=plain["runtime"]["deterministic"],
     )
+    run_several_at_once(trainer, steps_per_execution=plain["runtime"]["steps_per_execution"])
+    return trainer
 
 
 def build_strategy(plain: Mapping[str, Any]) -> Strategy | LightningStrategy:

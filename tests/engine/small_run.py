@@ -27,6 +27,7 @@ from exp.engine.averaging import ExponentialMovingAverage
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.checkpointing import Checkpointing
 from exp.engine.data import RunData
+from exp.engine.lean import run_several_at_once
 from exp.engine.length import take_limits
 from exp.engine.module import TrainingModule
 from exp.engine.phases import PhasedModule
@@ -152,6 +153,7 @@ class Small:
         rank: int = 0,
         world_size: int = 1,
         store: str | None = None,
+        steps_per_execution: int | None = None,
         **trainer: Any,
     ) -> None:
         self.directory = Path(directory)
@@ -215,6 +217,7 @@ class Small:
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
+        run_several_at_once(self.trainer, steps_per_execution=steps_per_execution)
 
     @property
     def last(self) -> Path:

@@ -9,7 +9,7 @@ name; `Profiler.profile` is used as a context; `_broadcast_sigterm_tensor` does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,9 +54,16 @@ def lighten(trainer: Trainer, module: LightningModule) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
 
 
+def overridden(owner: Any, base: type, name: str) -> Callable[..., Any] | None:
+    """The hook, where somebody gave it a body: the owner's class, or the owner itself."""
+    if name in vars(owner):
+        return vars(owner)[name]
+    return None if getattr(type(owner), name) is getattr(base, name) else getattr(owner, name)
+
+
 def _remove_empty(owner: Any, base: type, names: Sequence[str]) -> None:
     for name in names:
-        if getattr(type(owner), name) is getattr(base, name) and name not in vars(owner):
+        if overridden(owner, base, name) is None:
             setattr(owner, name, None)
 
 

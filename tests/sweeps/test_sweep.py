@@ -118,8 +118,14 @@ def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status, lau
     done, runs = run_sweep(f"seed=1,{seed},2", f"hydra/launcher={launcher}")
     assert done == status
     assert len(runs.configs) == 2
-    assert [row["status"] for row in rows()] == ["completed", "interrupted"]
-    assert "2 jobs" in capsys.readouterr().out
+    table, shown = rows(), capsys.readouterr().out
+    # A launcher of Hydra's own knows alone what it has not started.
+    expected = [("1", "completed"), (str(seed), "interrupted"), ("2", "not started")]
+    assert [(row["seed"], row["status"]) for row in table] == expected[: 3 if launcher == "exp" else 2]
+    assert [row["best loss/val"] for row in table[:3]] == ["0.1", "", ""][: len(table)]
+    assert ("not started: job 2" in shown) == (launcher == "exp")
+    assert f"{len(table)} jobs" in shown
+    assert "best       job 0" in shown
 
 
 def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind():

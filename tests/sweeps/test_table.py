@@ -54,3 +54,14 @@ def test_the_screen_shows_the_best_and_where_the_rest_is(tmp_path, capsys, monke
     shown = capsys.readouterr().out
     assert "best       job 1, loss/val 0.25  seed=2" in shown
     assert "python -m exp.dashboard sweep" in shown
+
+
+def test_a_job_without_a_result_has_empty_cells(tmp_path, capsys):
+    rows = [row(0, 0.5), row(1, math.nan, status="interrupted", seconds=2.5), row(2, math.nan, status="not started")]
+    write_table(tmp_path, rows)
+    read = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
+    assert [(line["best loss/val"], line["seconds"]) for line in read] == [("0.5", "0.0"), ("", "2.5"), ("", "")]
+    print_table(tmp_path, rows)
+    shown = capsys.readouterr().out
+    assert "nan" not in shown
+    assert "not started: job 2" in shown

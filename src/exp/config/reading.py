@@ -30,7 +30,7 @@ ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
 def read(config: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
     reader = _Reader(config)
-    return reader.mapping(config, "", 0), reader.faults
+    return reader.mapping(config, reader.raw, "", 0), reader.faults
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -48,12 +48,10 @@ class _Reader:
         self.raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
         self.costs: dict[str, int] = {}
 
-    def mapping(self, node: DictConfig, key: str, depth: int) -> dict[str, Any]:
-        raw = OmegaConf.to_container(node, resolve=False)
-        return {name: self.child(node, name, raw, f"{key}.{name}" if key else str(name), depth) for name in node}
+    def mapping(self, node: DictConfig, raw: dict[Any, Any], key: str, depth: int) -> dict[str, Any]:
+        return {name: self.child(node, name, raw, f"{key}.{name}" if key else str(name), depth) for name in raw}
 
-    def sequence(self, node: ListConfig, key: str, depth: int) -> list[Any]:
-        raw = OmegaConf.to_container(node, resolve=False)
+    def sequence(self, node: ListConfig, raw: list[Any], key: str, depth: int) -> list[Any]:
         return [self.child(node, index, raw, f"{key}.{index}", depth) for index in range(len(raw))]
 
     def child(self, node: DictConfig | ListConfig, name: Any, raw: Any, key: str, depth: int) -> Any:
@@ -64,11 +62,16 @@ class _Reader:
         if isinstance(text, str) and text == "???":
             self.fault(key, got="??? (no value yet)", expected="a value", cure=f"Add {key}=VALUE to the command")
             return UNKNOWN
-        value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else node[name]
+        if not isinstance(text, dict | list):
+            value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else text
+            # An interpolation may lead to a node.
+            inner = OmegaConf.to_container(value, resolve=False) if isinstance(value, DictConfig | ListConfig) else None
+        else:
+            value, inner = node[name], text
         if isinstance(value, DictConfig):
-            return self.mapping(value, key, depth + 1)
+            return self.mapping(value, inner, key, depth + 1)
         if isinstance(value, ListConfig):
-            return self.sequence(value, key, depth + 1)
+            return self.sequence(value, inner, key, depth + 1)
         return value
 
     def resolved(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> Any:

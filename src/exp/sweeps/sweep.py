@@ -24,7 +24,7 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted
 from exp.files import write_whole
 from exp.report import Report
 from exp.sweeps.isolation import isolated
-from exp.sweeps.table import Row, write_table
+from exp.sweeps.table import NOT_STARTED, Row, write_table
 
 MAX_FAULTS = 30
 ROW_FILES = ".row.*.json"
@@ -82,7 +82,11 @@ class Sweep:
         for job in jobs:
             shown = " ".join(f"{key}={value}" for key, value in self._swept(job.overrides).items())
             print(f"\njob {job.number} ({job.number - first + 1} of {len(jobs)})  {shown}".rstrip(), flush=True)
-            row = self._run(job)
+            try:
+                row = self._run(job)
+            except (Interrupted, KeyboardInterrupt, SystemExit):
+                self._leave_out(jobs[job.number - first + 1 :])
+                raise
             directory = str(self.directory / row.directory)
             results.append(job_return(overrides=job.overrides, config=job.config, directory=directory, value=row.value))
         return results
@@ -148,16 +152,7 @@ class Sweep:
 
     def _run(self, job: Job) -> Row:
         started = time.perf_counter()
-        monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
-        row = Row(
-            job=job.number,
-            swept=self._swept(job.overrides),
-            status="failed",
-            value=math.nan,
-            monitor=monitor,
-            mode=mode,
-            directory=self._shown(job),
-        )
+        row = self._row(job, status="failed")
         try:
             with isolated():
                 row = self._finished(row, self._report(job))
@@ -172,6 +167,25 @@ class Sweep:
             traceback.print_exc()
             row = replace(row, error=f"{type(error).__name__}: {_first_line(error)}")
         return self._record(row, started)
+
+    def _row(self, job: Job, *, status: str) -> Row:
+        """Without a result."""
+        monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
+        return Row(
+            job=job.number,
+            swept=self._swept(job.overrides),
+            status=status,
+            value=math.nan,
+            monitor=monitor,
+            mode=mode,
+            directory=self._shown(job),
+        )
+
+    def _leave_out(self, jobs: Sequence[Job]) -> None:
+        """The jobs that an interruption left: rows without a directory, which was never made."""
+        if jobs:
+            self.rows += [replace(self._row(job, status=NOT_STARTED), directory="") for job in jobs]
+            write_table(self.directory, self.rows)
 
     def _report(self, job: Job) -> Report:
         if job.config is None:

@@ -13,12 +13,15 @@ from pathlib import Path
 from exp.files import write_whole
 from exp.types import Mode
 
+NOT_STARTED = "not started"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What came of one job.
 
-    swept: key to value as text, of what differs from job to job. value: the monitored one, nan where there is none.
+    swept: key to value as text, of what differs from job to job. status: the report's, or that it was not started.
+    value: the monitored one, nan where there is none.
     directory: relative to the sweep's.
     """
 
@@ -69,6 +72,10 @@ def print_table(directory: Path, rows: Sequence[Row]) -> None:
     for row, values in zip(rows, cells, strict=True):
         table.add_row(*map(escape, values), style="bold" if row is best else None)
     console.print(table)
+    unstarted = [str(row.job) for row in rows if row.status == NOT_STARTED]
+    if unstarted:
+        jobs = "job" if len(unstarted) == 1 else "jobs"
+        console.print(f"not started: {jobs} {', '.join(unstarted)}", markup=False, soft_wrap=True)
     for row in rows:
         if row.error:
             console.print(f"job {row.job} {row.status}: {row.error}", markup=False, soft_wrap=True)
@@ -94,9 +101,10 @@ def _cells(rows: Sequence[Row], *, brief: bool = False) -> tuple[list[str], list
     cells = []
     for row in rows:
         line = [str(row.job), row.status, *(row.swept.get(key, "") for key in swept)]
-        line += [_number(row.value) if row.monitor == name else "" for name in monitors]
+        # A job that was not completed has no best.
+        line += [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
-        line.append(f"{row.seconds:.1f}")
+        line.append("" if row.status == NOT_STARTED else f"{row.seconds:.1f}")
         cells.append(line if brief else [*line, row.directory, row.error])
     return header if brief else [*header, "directory", "error"], cells
 

@@ -39,6 +39,8 @@ class Data:
     transforms: applied in turn to the input of each sample. train_transforms: the same before them, in training only.
     collate: list of samples to batch; None means torch's own.
     input_shape, input_dtype, num_classes, num_outputs: see DataSpec; None leaves them to the data.
+    input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels from 0
+        (black) to 1 (white). One number, or one a channel. Nothing is done with them but to show the pictures again.
     seed: of the run.
 
     Raises: ConfigError that names the key.
@@ -69,6 +71,8 @@ class Data:
         input_dtype: str | None = None,
         num_classes: int | None = None,
         num_outputs: int | None = None,
+        input_mean: Sequence[float] | None = None,
+        input_std: Sequence[float] | None = None,
         seed: int = 0,
     ) -> None:
         for key, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
@@ -86,6 +90,7 @@ class Data:
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
         )
+        self.input_mean, self.input_std = input_mean, input_std
         self._parts = make_parts(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self._check_batches()
         declared = Declared(

@@ -13,10 +13,11 @@ from exp.loggers.run_logger import RunLogger
 def write(trainer: Trainer, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
     """What optimizer step `index` gave, by tag."""
     if trainer.is_global_zero:
+        shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
         for logger in trainer.loggers:
             logger.log_metrics(values, index)
-            if panels and isinstance(logger, RunLogger):
-                logger.log_panels(panels, index)
+            if shown and isinstance(logger, RunLogger):
+                logger.log_panels(shown, index)
 
 
 def begin(trainer: Trainer, first: int) -> None:

@@ -31,6 +31,13 @@ THRESHOLDS = 127
 class Panel:
     """One of the four: something to show that is not a number."""
 
+    def drawn(self) -> Panel:
+        """What is shown of it, asked where it is written, with its tensors on the host.
+
+        A panel of a hook's own gives one of the four, for what cannot be drawn on a device.
+        """
+        return self
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram(Panel):
@@ -57,17 +64,33 @@ class Histogram(Panel):
             low, high = flat.aminmax()
             if (high - low).isfinite() and high > low:
                 return cls(torch.histc(flat, bins, low.item(), high.item()), low, high)
-        # By where, because asking whether there is an infinity or a nan would wait for the device.
-        finite = flat.isfinite()
-        low = torch.where(finite, flat, torch.inf).amin()
-        high = torch.where(finite, flat, -torch.inf).amax()
+        low, high = finite_range(flat)
+        return cls.counted(bin_counts(flat, low, high, bins=bins), low, high)
+
+    @classmethod
+    def counted(cls, counts: Tensor, low: Tensor, high: Tensor) -> Self:
+        """Of counts between limits as `finite_range` gives them."""
         empty = low > high
-        low, high = low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan)
-        # Halves, because the distance of two finite floats may be infinite.
-        half = torch.where(high > low, high / 2 - low / 2, torch.ones_like(low))
-        shares = torch.add(low / -2, flat, alpha=0.5) / half
-        # Between 0 and 1: histc with limits that are tensors would wait for them. It leaves out what is not finite.
-        return cls(torch.histc(shares, bins, 0.0, 1.0), low, high)
+        return cls(counts, low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan))
+
+
+def finite_range(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest finite one of `[K]` values, 0-d; inf and -inf where there is none."""
+    if not len(flat):
+        return flat.new_full((), torch.inf), flat.new_full((), -torch.inf)
+    # By where, because asking whether there is an infinity or a nan would wait for the device.
+    finite = flat.isfinite()
+    return torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
+
+
+def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
+    """How many of `[K]` values lie in each of the equal bins between low and high, 0-d: `[bins]`, float."""
+    low, high = low.to(flat.dtype), high.to(flat.dtype)
+    # Halves, because the distance of two finite floats may be infinite.
+    half = torch.where(high > low, high / 2 - low / 2, torch.ones_like(low))
+    shares = torch.add(low / -2, flat, alpha=0.5) / half
+    # Between 0 and 1: histc with limits that are tensors would wait for them. It leaves out what is not finite.
+    return torch.histc(shares, bins, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

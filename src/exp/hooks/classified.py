@@ -1,0 +1,90 @@
+"""What a classification gives, as hooks that count by class read it: rows of scores, and class numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exp.errors import Fault, RunError
+from exp.types import Stage
+
+EVALUATIONS: tuple[Stage, ...] = ("val", "test")
+
+
+def rows(values: Mapping[str, Any], *, output: str, target: str, num_classes: int, hook: str) -> tuple[Tensor, Tensor]:
+    """The scores `[N, V]`, or `[N]` of a network with one output for two classes; and the class numbers `[N]`, int64.
+
+    values: of a batch, by name. Outputs are `[..., V]` and targets `[...]`, so that a text or a map of pixels counts
+    by its places; one output is `[...]` or `[..., 1]`. hook: its name, for errors.
+
+    Raises: RunError for entries that are not there, and for shapes that are neither.
+    """
+    scores, classes = (_entry(values, name, hook=hook) for name in (output, target))
+    classes = classes.to(scores.device, non_blocking=True)  # layers may be split over devices
+    if scores.dim() == classes.dim() + 1 and scores.shape[:-1] == classes.shape and scores.shape[-1] == num_classes:
+        return scores.detach().flatten(end_dim=-2), classes.flatten().long()
+    if num_classes == 2 and scores.numel() == classes.numel() and _without_ones(scores) == _without_ones(classes):
+        return scores.detach().flatten(), classes.flatten().long()
+    one = f", or one output of the target's shape {list(classes.shape)}" if num_classes == 2 else ""
+    raise RunError(
+        f"hooks.{hook} counts by class: {output} is {list(scores.shape)}, {target} {list(classes.shape)}; with "
+        f"{num_classes} classes it must be {[*classes.shape, num_classes]}{one}. Name other entries of the batch and "
+        f"of the network's outputs with hooks.{hook}.output and hooks.{hook}.target, or leave it out with ~hooks.{hook}"
+    )
+
+
+def predicted(scores: Tensor, *, threshold: float) -> Tensor:
+    """The class of the largest score, of `[N, V]`; of `[N]`, 1 where the score is above `threshold`. int64 `[N]`."""
+    return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()
+
+
+def probabilities(scores: Tensor, *, given: bool) -> Tensor:
+    """The same as probabilities, in float32 or better: softmax of several outputs, sigmoid of one.
+
+    given: they are that already.
+    """
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if given:
+        return scores
+    return scores.softmax(-1) if scores.dim() == 2 else scores.sigmoid()
+
+
+def class_faults(
+    name: str, *, num_classes: int | None, most: int, stages: Sequence[str], known: Sequence[str] = EVALUATIONS
+) -> list[Fault]:
+    """What a hook that counts by class cannot do, before the run. name: the hook's; most: classes that it can show."""
+    faults = stage_faults(name, stages=stages, known=known)
+    key = f"hooks.{name}.num_classes"
+    leave = f"Leave the hook out with ~hooks.{name}"
+    if num_classes is None:
+        expected = "the number of classes: the data is no classification, so that there is nothing to count by class"
+        faults.append(Fault(key=key, got="null", expected=expected, cure=leave))
+    elif not 2 <= num_classes <= most:
+        faults.append(Fault(key=key, got=str(num_classes), expected=f"2 to {most} classes", cure=leave))
+    return faults
+
+
+def stage_faults(name: str, *, stages: Sequence[str], known: Sequence[str]) -> list[Fault]:
+    """Stages that the hook of this name does not know, or none at all."""
+    key, expected = f"hooks.{name}.stages", f"some of {', '.join(known)}"
+    if not stages:
+        return [Fault(key=key, got="[]", expected=expected, cure=f"Leave the hook out with ~hooks.{name}")]
+    return [Fault(key=key, got=repr(stage), expected=expected) for stage in stages if stage not in known]
+
+
+def _entry(values: Mapping[str, Any], name: str, *, hook: str) -> Tensor:
+    if isinstance(values.get(name), Tensor):
+        return values[name]
+    tensors = [key for key, value in values.items() if isinstance(value, Tensor)]
+    what = f"{name} is a {type(values[name]).__name__}" if name in values else f"there is no {name}"
+    raise RunError(
+        f"hooks.{hook}: {what}; expected a tensor of the batch or of the network's outputs, by name: there are "
+        f"{', '.join(tensors)}. Choose one with hooks.{hook}.output or hooks.{hook}.target"
+    )
+
+
+def _without_ones(tensor: Tensor) -> list[int]:
+    return [size for size in tensor.shape if size != 1]

@@ -1,0 +1,118 @@
+"""The hook `confusion`: which classes an evaluation takes for which others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exp.errors import Fault
+from exp.hooks.classified import EVALUATIONS, class_faults, predicted, rows
+from exp.hooks.hook import Hook, Values
+from exp.hooks.values import Image, Panel
+from exp.types import Stage
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+MOST_CLASSES = 1000
+
+
+class Confusion(Hook):
+    """Draws `confusion/<stage>`, the confusion matrix of each evaluation: a row a target, a column a prediction.
+
+    Every sample of every rank counts once; a text or a map of pixels by its places. Targets that are no class from 0 to
+    V - 1, such as an ignored -100, do not count. It counts on the device, and is drawn once a stage.
+
+    num_classes: V, from 2 to 1000. Cells have figures up to 45 classes, and colours beyond.
+    normalised: whether figures are per cent of their row, that is of the target's samples, instead of counts.
+    threshold: of a network with one output for two classes: above it is class 1. 0 of a score, 0.5 of a probability.
+    output, target: names among the batch's entries and the network's outputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int | None,
+        stages: Sequence[str] = EVALUATIONS,
+        normalised: bool = False,
+        threshold: float = 0.0,
+        output: str = "output",
+        target: str = "target",
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.stages = num_classes, tuple(stages)
+        self.normalised, self.threshold = normalised, threshold
+        self.output, self.target = output, target
+        self._counts: Tensor | None = None
+        self._device = torch.device("cpu")
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        return [
+            *super().faults(planned),
+            *class_faults(self.name, num_classes=self.num_classes, most=MOST_CLASSES, stages=self.stages),
+        ]
+
+    def setup(self, network: nn.Module) -> None:
+        self._device = next((parameter.device for parameter in network.parameters()), self._device)
+        self._counts = None
+
+    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+        if stage not in self.stages:
+            return
+        scores, classes = rows(
+            values, output=self.output, target=self.target, num_classes=self._classes, hook=self.name
+        )
+        found = counts(predicted(scores, threshold=self.threshold), classes, num_classes=self._classes)
+        self._counts = found if self._counts is None else self._counts + found
+
+    def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
+        if stage not in self.stages:
+            return None
+        mine, self._counts = self._counts, None
+        if mine is None:  # a rank without a share of the data still takes part in the sum
+            mine = torch.zeros(self._classes, self._classes, dtype=torch.int64, device=self._device)
+        return {f"confusion/{stage}": Matrix(gather(mine).sum(0), self.normalised)}
+
+    @property
+    def _classes(self) -> int:
+        assert self.num_classes is not None, "faults() refuses it"
+        return self.num_classes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix(Panel):
+    """A confusion matrix that is drawn on the host.
+
+    counts: `[V, V]`, int64, by target and prediction. normalised: see Confusion.
+    """
+
+    counts: Tensor
+    normalised: bool
+
+    def drawn(self) -> Image:
+        from exp.hooks.drawing import matrix
+
+        counts = self.counts.numpy()
+        samples, hits = int(counts.sum()), int(np.trace(counts))
+        right = f", {100 * hits / samples:.1f} % right" if samples else ""
+        figures = "per cent of each target's" if self.normalised else "counts"
+        picture = matrix(counts, normalised=self.normalised, title=f"{samples:,} samples{right}; {figures}")
+        return Image(torch.from_numpy(picture).permute(2, 0, 1)[None])
+
+
+def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
+    """How often each prediction met each class: `[V, V]`, int64, by class and prediction; nothing waits for the device.
+
+    predictions, classes: `[N]`, int64. A class that is none from 0 to V - 1 does not count.
+    """
+    counted = (classes >= 0) & (classes < num_classes)
+    # What does not count goes to a place behind the last one, for to pick the others would wait for the device.
+    places = torch.where(counted, classes * num_classes + predictions, num_classes**2)
+    found = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=classes.device)
+    found.index_add_(0, places, torch.ones_like(places))
+    return found[:-1].reshape(num_classes, num_classes)

@@ -1,0 +1,152 @@
+"""The hook `features`: what convolutions see, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import Fault, RunError
+from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.values import Image
+from exp.models.inference import example_inputs
+from exp.models.matching import matches
+from exp.nested import tensors_in
+from exp.types import DataSpec
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+# A map is enlarged by whole pixels until its longer side has so many.
+SIDE = 48
+
+
+class Features(Hook):
+    """Draws `features/<module>`, a grid of the feature maps that chosen layers gave for the first sample of a due step.
+
+    A map is one channel of an output `[B, C, H, W]`; its own smallest value is black and its largest white. Of several
+    calls of a module in a step, and of several micro-batches, the first one is drawn; of several ranks the first's.
+
+    modules: whose outputs are drawn. Each pattern must mean a module with such an output, and `*` takes all that have.
+    maps: so many channels are drawn at most, the first ones. columns: of the grid; None makes it square.
+    """
+
+    refuses: ClassVar = {
+        "tensor_parallel": "its ranks hold parts of a layer's output",
+        "hybrid": "its ranks hold parts of a layer's output, or different layers",
+        "data_parallel": "its replicas run the modules at once, in threads of their own",
+    }
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 500,
+        modules: Sequence[str] = ("Conv2d",),
+        maps: int = 16,
+        columns: int | None = None,
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps, modules=modules)
+        self.maps, self.columns = maps, columns
+        self._images: dict[str, Image] = {}
+        self._others: dict[str, str] = {}
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        faults = [*super().faults(planned), *self._number_faults()]
+        if any(fault.key == f"hooks.{self.name}.modules" for fault in faults):
+            return faults
+        shapes = shapes_on_meta(planned.network, self.modules, DataSpec.of(planned.config["data"]))
+        for pattern in self.modules if shapes is not None else ():
+            meant = [name for name, module in planned.network.named_modules() if matches(name, module, pattern)]
+            seen = {name: shapes[name] for name in meant if name in shapes}
+            if seen and not any(len(shape) == 4 for shape in seen.values()):
+                faults.append(self._without_maps(repr(pattern), seen, planned.network, shapes))
+        return faults
+
+    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if name in self._images:
+            return
+        found = _maps_of(output)
+        if found is None:
+            self._others[name] = _shape_of(output)
+        else:
+            self._images[name] = picture(found[0, : self.maps], columns=self.columns)
+
+    def after_step(self, step: Step) -> Values | None:
+        images, self._images = self._images, {}
+        others, self._others = self._others, {}
+        if not images:
+            there = ", ".join(f"{name or 'network'} {shape}" for name, shape in others.items()) or "none was called"
+            raise RunError(
+                f"hooks.{self.name}.modules: no module gives feature maps in this step; expected an output "
+                f"[B, C, H, W]; {there}. Choose others, or leave the hook out with ~hooks.{self.name}"
+            )
+        return {f"features/{name or 'network'}": image for name, image in images.items()}
+
+    def _number_faults(self) -> list[Fault]:
+        return [
+            Fault(key=f"hooks.{self.name}.{name}", got=str(value), expected="1 or more")
+            for name, value in (("maps", self.maps), ("columns", self.columns))
+            if value is not None and value < 1
+        ]
+
+    def _without_maps(
+        self, pattern: str, seen: Mapping[str, Sequence[int]], network: nn.Module, shapes: Mapping[str, Sequence[int]]
+    ) -> Fault:
+        given = ", ".join(f"{name or 'the network'} gives {_named(shape)}" for name, shape in list(seen.items())[:4])
+        fitting = [name for name, shape in shapes.items() if len(shape) == 4 and name]
+        there = f"there are {', '.join(fitting[:20])}" if fitting else "this network has none"
+        return Fault(
+            key=f"hooks.{self.name}.modules",
+            got=f"{pattern}: {given}",
+            expected=f"a module whose output is [B, C, H, W]; {there}",
+            cure=f"Leave the hook out with ~hooks.{self.name}" if not fitting else None,
+        )
+
+
+def picture(maps: Tensor, *, columns: int | None = None) -> Image:
+    """Feature maps `[C, H, W]` of one sample as a grid, each stretched from black to white, enlarged to be seen."""
+    factor = max(1, SIDE // max(maps.shape[1:]))
+    stretched = Image.of(maps[:, None], stretched=True, columns=columns)
+    return Image(stretched.pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3), columns)
+
+
+def shapes_on_meta(network: nn.Module, patterns: Sequence[str], spec: DataSpec) -> dict[str, Sequence[int]] | None:
+    """The shape of what each module gives in one forward on the meta device, `[]` where that is no tensor; by name.
+
+    None where the forward cannot be run without numbers.
+    """
+    shapes: dict[str, Sequence[int]] = {}
+
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        maps = _maps_of(output)
+        first = maps if maps is not None else next(tensors_in(output), None)
+        shapes.setdefault(name, [] if first is None else list(first.shape))
+
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in network.named_modules()]
+    try:
+        with torch.device("meta"), torch.no_grad():
+            network(*example_inputs(spec, device="meta"))
+    except Exception:  # a user's own layer may raise anything; the check of shapes tells it, with its reason
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
+
+
+def _maps_of(output: Any) -> Tensor | None:
+    """The first tensor `[B, C, H, W]` of what a module returns."""
+    fitting = (tensor for tensor in tensors_in(output) if tensor.dim() == 4 and not tensor.is_complex())
+    return next(fitting, None)
+
+
+def _shape_of(output: Any) -> str:
+    first = next(tensors_in(output), None)
+    return "gives no tensor" if first is None else f"gives {list(first.shape)}"
+
+
+def _named(shape: Sequence[int]) -> str:
+    return f"[{', '.join(['B', *(str(size) for size in shape[1:])])}]" if shape else "no tensor"

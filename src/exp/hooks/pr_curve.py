@@ -1,0 +1,140 @@
+"""The hook `pr_curve`: precision against recall over an evaluation, for each class against the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import Fault
+from exp.hooks.classified import EVALUATIONS, class_faults, probabilities, rows
+from exp.hooks.hook import Hook, Values
+from exp.hooks.values import THRESHOLDS, PrecisionRecallCurve
+from exp.types import Stage
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+MOST_CLASSES = 1_000_000
+
+
+class PRCurve(Hook):
+    """Draws `pr_curve/<stage>/<class>`, one class against the rest; `pr_curve/<stage>` where one class alone is drawn.
+
+    A sample is predicted to be of a class at a threshold where the class's probability is at least that; precision is
+    the share of true ones among those, recall their share among all of the class. Every sample of every rank of the
+    whole evaluation counts once; a text or a map of pixels by its places. Targets that are no class from 0 to V - 1 do
+    not count. It counts on the device, in constant memory.
+
+    num_classes: V, 2 or more.
+    positive_class: the class that is drawn alone. null: of two classes the second, of more each.
+    max_classes: so many are drawn at most, the first ones.
+    thresholds: how many there are from 0 to 1.
+    probabilities: whether the network's outputs are that already; else softmax makes them so, or sigmoid of one output.
+    output, target: names among the batch's entries and the network's outputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int | None,
+        stages: Sequence[str] = EVALUATIONS,
+        positive_class: int | None = None,
+        max_classes: int = 10,
+        thresholds: int = THRESHOLDS,
+        probabilities: bool = False,
+        output: str = "output",
+        target: str = "target",
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.stages = num_classes, tuple(stages)
+        self.positive_class, self.max_classes = positive_class, max_classes
+        self.thresholds, self.probabilities = thresholds, probabilities
+        self.output, self.target = output, target
+        self._counts: Tensor | None = None
+        # The classes that are drawn, on the device: a copy at each batch would wait for it.
+        self._drawn: Tensor | None = None
+        self._device = torch.device("cpu")
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        faults = [
+            *super().faults(planned),
+            *class_faults(self.name, num_classes=self.num_classes, most=MOST_CLASSES, stages=self.stages),
+        ]
+        key = f"hooks.{self.name}"
+        for name, value, least in (("thresholds", self.thresholds, 2), ("max_classes", self.max_classes, 1)):
+            if value < least:
+                faults.append(Fault(key=f"{key}.{name}", got=str(value), expected=f"{least} or more"))
+        if self.positive_class is not None and not 0 <= self.positive_class < (self.num_classes or 1):
+            expected = f"a class from 0 to {(self.num_classes or 1) - 1}, or null"
+            faults.append(Fault(key=f"{key}.positive_class", got=str(self.positive_class), expected=expected))
+        return faults
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """The classes that are drawn."""
+        assert self.num_classes is not None, "faults() refuses it"
+        if self.positive_class is not None:
+            return (self.positive_class,)
+        return (1,) if self.num_classes == 2 else tuple(range(min(self.num_classes, self.max_classes)))
+
+    def setup(self, network: nn.Module) -> None:
+        self._device = next((parameter.device for parameter in network.parameters()), self._device)
+        self._counts = None
+
+    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+        if stage not in self.stages:
+            return
+        classes = self.num_classes or 0
+        scores, targets = rows(values, output=self.output, target=self.target, num_classes=classes, hook=self.name)
+        shares = probabilities(scores, given=self.probabilities)
+        if shares.dim() == 1:
+            shares = torch.stack([1 - shares, shares], dim=1)
+        if self._drawn is None or self._drawn.device != shares.device:
+            self._drawn = torch.tensor(self.drawn, device=shares.device)
+        found = reached(
+            shares.index_select(1, self._drawn),
+            targets[:, None] == self._drawn,
+            counted=(targets >= 0) & (targets < classes),
+            thresholds=self.thresholds,
+        )
+        self._counts = found if self._counts is None else self._counts + found
+
+    def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
+        if stage not in self.stages:
+            return None
+        mine, self._counts = self._counts, None
+        if mine is None:  # a rank without a share of the data still takes part in the sum
+            mine = torch.zeros(len(self.drawn), 2, self.thresholds + 1, dtype=torch.int64, device=self._device)
+        curves = cases(gather(mine).sum(0))
+        tags = [f"pr_curve/{stage}/{one}" for one in self.drawn] if len(self.drawn) > 1 else [f"pr_curve/{stage}"]
+        return {tag: PrecisionRecallCurve(curve) for tag, curve in zip(tags, curves, strict=True)}
+
+
+def reached(shares: Tensor, positive: Tensor, *, counted: Tensor, thresholds: int) -> Tensor:
+    """How many samples reach how many of T thresholds from 0 to 1: `[C, 2, T + 1]`, int64.
+
+    The second axis is the samples of other classes and those of the class. Nothing waits for the device.
+
+    shares: `[N, C]`, probabilities. positive: `[N, C]`, bool. counted: `[N]`, bool, whether a sample counts at all.
+    """
+    classes = shares.shape[1]
+    limits = torch.linspace(0, 1, thresholds, device=shares.device, dtype=shares.dtype)
+    # A nan reaches none, as in any comparison; searching would put it behind the last.
+    bins = torch.searchsorted(limits, shares.nan_to_num(nan=-1.0).contiguous(), right=True)
+    width = thresholds + 1
+    rows = 2 * torch.arange(classes, device=shares.device) + positive
+    places = torch.where(counted[:, None], rows * width + bins, 2 * classes * width).flatten()
+    found = torch.zeros(2 * classes * width + 1, dtype=torch.int64, device=shares.device)
+    found.index_add_(0, places, torch.ones_like(places))
+    return found[:-1].reshape(classes, 2, width)
+
+
+def cases(found: Tensor) -> Tensor:
+    """`[C, 2, T + 1]` of `reached` as true and false positives, true and false negatives: `[C, 4, T]`."""
+    # Whoever reaches more thresholds than t is predicted to be of the class at threshold t.
+    predicted = found.flip(-1).cumsum(-1).flip(-1)[..., 1:]
+    missed = found.sum(-1, keepdim=True) - predicted
+    return torch.stack([predicted[:, 1], predicted[:, 0], missed[:, 0], missed[:, 1]], dim=1)

@@ -1,0 +1,231 @@
+"""The hook `samples`: what the network is shown, what it should say, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exp.errors import Fault
+from exp.hooks.classified import stage_faults
+from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.values import Image, Panel
+from exp.nested import tensors_in
+from exp.types import STAGES, Stage
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+# A caption has room for so many numbers.
+NUMBERS = 3
+CHANNELS = (1, 3, 4)
+
+
+class Samples(Hook):
+    """Draws `samples/<stage>`: the first pictures of an evaluation, or of a due training step, each with its captions.
+
+    A caption says the target and what the network gave: of a classification the classes, with a blue frame where they
+    agree and a red one where they do not (for a class at each of several places the share that agrees); of a regression
+    the numbers, up to three; of anything else its shape. Pictures are un-normalised by `mean` and `std`; bytes are shown
+    as they are; without the two, each picture's smallest value is black and its largest white.
+
+    The first rank's share is drawn; validation and test data have one order, so that the same pictures come each time.
+
+    stages: of train, val, test. every_n_steps: for train; an evaluation is drawn each time.
+    count: pictures. columns: of the grid.
+    mean, std: by which the data set normalised pixels from 0 to 1, one number or one a channel; null where it did not.
+    threshold: of a network with one output for two classes: above it is class 1. 0 of a score, 0.5 of a probability.
+    input, output, target: names among the batch's entries and the network's outputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 500,
+        stages: Sequence[str] = ("val",),
+        count: int = 16,
+        columns: int = 8,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        threshold: float = 0.0,
+        input: str = "input",
+        output: str = "output",
+        target: str = "target",
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+        self.stages, self.count, self.columns = tuple(stages), count, columns
+        self.mean, self.std, self.threshold = mean, std, threshold
+        self.input, self.output, self.target = input, output, target
+        self._parts: list[Shown] = []
+        self._drawn_step = 0
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        data = planned.config["data"]
+        faults = [*super().faults(planned), *stage_faults(self.name, stages=self.stages, known=STAGES)]
+        for name, value in (("count", self.count), ("columns", self.columns)):
+            if value < 1:
+                faults.append(Fault(key=f"hooks.{self.name}.{name}", got=str(value), expected="1 or more"))
+        shape = list(data["input_shape"])
+        if self.input != "input":
+            return [*faults, *self._scale_faults(None)]  # of another entry nothing is declared
+        if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in CHANNELS):
+            expected = "data whose input is a picture, [H, W] or [C, H, W] with C of 1, 3 or 4"
+            cure = f"Leave the hook out with ~hooks.{self.name}"
+            return [
+                *faults,
+                Fault(key=f"hooks.{self.name}", got=f"input of shape {shape}", expected=expected, cure=cure),
+            ]
+        if data["input_dtype"].startswith("int"):
+            expected = "pixels: float32 or uint8"
+            return [*faults, Fault(key=f"hooks.{self.name}", got=f"input of {data['input_dtype']}", expected=expected)]
+        return [*faults, *self._scale_faults(shape[0] if len(shape) == 3 else 1)]
+
+    def after_forward(self, step: Step, values: Mapping[str, Any]) -> Values | None:
+        if "train" not in self.stages or self._drawn_step == step.index:
+            return None
+        self._drawn_step = step.index
+        return {"samples/train": self._shown(values, self.count)}
+
+    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+        missing = self.count - sum(len(part.pixels) for part in self._parts)
+        if stage in self.stages and missing > 0:
+            self._parts.append(self._shown(values, missing))
+
+    def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
+        parts, self._parts = self._parts, []
+        return {f"samples/{stage}": joined(parts)} if parts else None
+
+    def _scale_faults(self, channels: int | None) -> list[Fault]:
+        key = f"hooks.{self.name}"
+        if (self.mean is None) != (self.std is None):
+            given, other = ("mean", "std") if self.std is None else ("std", "mean")
+            expected = f"a list as {key}.{given} is, or null for both"
+            return [Fault(key=f"{key}.{other}", got="null", expected=expected)]
+        faults = []
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if numbers is not None and channels is not None and len(numbers) not in (1, channels):
+                expected = "one number" + (f", or {channels}: one a channel" if channels > 1 else "")
+                faults.append(Fault(key=f"{key}.{name}", got=f"{len(numbers)} numbers", expected=expected))
+        if self.std is not None and min(self.std, default=0.0) <= 0:
+            faults.append(Fault(key=f"{key}.std", got=str(list(self.std)), expected="numbers above 0"))
+        return faults
+
+    def _shown(self, values: Mapping[str, Any], count: int) -> Shown:
+        """The first samples of a batch."""
+        pixels = pictures(values[self.input].detach()[:count], mean=self.mean, std=self.std)
+        output = next(tensors_in(values.get(self.output)), None)
+        target = next(tensors_in(values.get(self.target)), None)
+        if output is not None:
+            output = output.detach()[: len(pixels)]
+        if target is not None:
+            target = target.detach()[: len(pixels)]
+            output = _as_classes(output, target, threshold=self.threshold)
+        return Shown(pixels, _numbers(target), _numbers(output), _shape(target), _shape(output), self.columns)
+
+
+def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
+    """`[N, H, W]` or `[N, C, H, W]` as pixels: uint8 `[N, C, H, W]`. Nothing waits for the device.
+
+    mean, std: see Samples; without them floats are stretched, each picture from black to white.
+    """
+    values = values[:, None] if values.dim() == 3 else values
+    if values.dtype == torch.uint8 or mean is None or std is None:
+        return Image.of(values, stretched=values.dtype != torch.uint8).pixels
+    channels = values.shape[1]
+    restored = [values[:, channel] * std[channel % len(std)] + mean[channel % len(mean)] for channel in range(channels)]
+    return Image.of(torch.stack(restored, dim=1)).pixels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shown(Panel):
+    """Pictures and what is said of them, which is drawn on the host.
+
+    pixels: uint8 `[N, C, H, W]`.
+    targets, outputs: `[N, K]`, a few numbers for each, whole ones of classes; None where there are none, or too many.
+    target_shape, output_shape: of one sample's; None where there is none.
+    """
+
+    pixels: Tensor
+    targets: Tensor | None
+    outputs: Tensor | None
+    target_shape: tuple[int, ...] | None
+    output_shape: tuple[int, ...] | None
+    columns: int
+
+    def drawn(self) -> Image:
+        from exp.hooks.drawing import Caption, captioned
+
+        captions, hits = [], []
+        for place in range(len(self.pixels)):
+            target = _words(self.targets, self.target_shape, place)
+            output = _words(self.outputs, self.output_shape, place)
+            right = self._right(place)
+            hits.append(right)
+            lines = [f"{name} {words}" for name, words in (("target", target), ("output", output)) if words]
+            captions.append(Caption(lines=lines, right=right))
+        judged = [right for right in hits if right is not None]
+        title = f"{sum(judged)} of {len(judged)} right (blue), wrong in red" if judged else f"{len(captions)} samples"
+        sheet = captioned(_coloured(self.pixels), captions, title=title, columns=self.columns)
+        return Image(torch.from_numpy(sheet).permute(2, 0, 1)[None])
+
+    def _right(self, place: int) -> bool | None:
+        if self.targets is None or self.outputs is None or self.targets.shape != self.outputs.shape:
+            return None
+        if self.targets.is_floating_point() or self.outputs.is_floating_point():
+            return None
+        return bool((self.targets[place] == self.outputs[place]).all())
+
+
+def joined(parts: Sequence[Shown]) -> Shown:
+    """The pictures of several batches as one panel."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+
+    def whole(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    pixels = torch.cat([part.pixels for part in parts])
+    return Shown(pixels, whole("targets"), whole("outputs"), first.target_shape, first.output_shape, first.columns)
+
+
+def _as_classes(output: Tensor | None, target: Tensor, *, threshold: float) -> Tensor | None:
+    """Scores for class numbers as the classes that they choose; another output as it is."""
+    if output is None or target.is_floating_point():
+        return output
+    if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape and output.shape[-1] > 1:
+        return output.argmax(-1)
+    return (output > threshold).to(target.dtype).reshape(target.shape) if output.numel() == target.numel() else output
+
+
+def _numbers(tensor: Tensor | None) -> Tensor | None:
+    """`[N, K]` where K is small: what a caption has room for."""
+    if tensor is None or not tensor.dim():
+        return None
+    flat = tensor.reshape(len(tensor), -1)
+    if flat.dtype == torch.bool:
+        flat = flat.long()
+    return flat if 1 <= flat.shape[1] <= NUMBERS else None
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape[1:])
+
+
+def _words(numbers: Tensor | None, shape: tuple[int, ...] | None, place: int) -> str:
+    if numbers is None:
+        return "" if shape is None else str(list(shape))
+    row = numbers[place].tolist()
+    return " ".join(f"{number:.3g}" if isinstance(number, float) else str(number) for number in row)
+
+
+def _coloured(pixels: Tensor) -> Any:
+    """uint8 `[N, C, H, W]` as NumPy `[N, H, W, 3]`; opacity is laid on white."""
+    if pixels.shape[1] == 4:
+        opacity = pixels[:, 3:].float() / 255
+        pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
+    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()

@@ -1,0 +1,153 @@
+"""The hook `clip_module`: gradients clipped at modules, where they flow back or where they have come to rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from exp.errors import Fault
+from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value, clipped_by_value, norm_factor
+from exp.hooks.gradient_transform import GradientTransform
+from exp.hooks.hook import Step
+from exp.models.matching import matching
+from exp.strategies.parts import local
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+IN_PARTS = "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
+
+
+class ClipModule(GradientTransform):
+    """Clips, for each module that matches by itself, a gradient to a norm or each of its numbers to a size.
+
+    limit is for true gradients: of the step's loss, a mean over the samples of all ranks and micro-batches, without a
+    loss scale. At `output` and `input` the gradient is that of a tensor, of one micro-batch over all ranks: several
+    ranks give what one would, whereas each of several micro-batches is clipped by itself. At `parameters` it is the
+    complete one that the optimizer is about to take, before trainer.gradient_clip_val; hooks that stand before this one
+    see it as it was, those behind it as it is then.
+
+    What is not finite stays so, for a loss scale and nan_guard to see.
+
+    limit: the largest 2-norm, or the largest absolute value; above 0.
+    algorithm: norm or value, as in trainer.gradient_clip_algorithm.
+    at: output: the module gets the clipped gradient and hands it on. input: only what lies before it does.
+        parameters: those of the module and of the modules in it.
+    """
+
+    refuses = {
+        "pipeline": IN_PARTS,
+        "hybrid": IN_PARTS,
+        "deepspeed": "it keeps gradients, and their scale, to itself",
+    }
+
+    def __init__(
+        self,
+        *,
+        modules: Sequence[str],
+        limit: float = 1.0,
+        algorithm: Literal["norm", "value"] = "norm",
+        at: Literal["output", "input", "parameters"] = "output",
+    ) -> None:
+        super().__init__(modules=modules, at=at)
+        if not (0 < limit < math.inf):
+            raise ValueError(f"limit is {limit}; it must be a number above 0")
+        self.limit, self.algorithm = limit, algorithm
+        self.nests = at != "parameters"
+        self._ranks = 1
+        self._now: float | Tensor = limit
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}
+
+    def overrides(self, method: str) -> bool:
+        if method in ("around_forward", "after_backward"):
+            return (method == "after_backward") == (self.at == "parameters")
+        return super().overrides(method)
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        faults = [*super().faults(planned), *self._faults_with(planned)]
+        return list(faults)
+
+    def _faults_with(self, planned: Planned) -> list[Fault]:
+        """What only some of its settings cannot live with."""
+        config = planned.config
+        strategy, is_compiled = config["strategy"], config["runtime"]["compile"]
+        gathers = self.at != "parameters" and self.algorithm == "norm" and planned.placement.world_size > 1
+        found: list[tuple[str, str, str]] = []
+        if self.at == "parameters" and config["phases"]:
+            cure = "Write phases.<name>.gradient_clip_val, or at=output"
+            found.append(("phases", "a run without them: a phase's repeats step without asking hooks", cure))
+        if self.at != "parameters" and strategy["name"] == "tensor_parallel":
+            found.append(("strategy=tensor_parallel", f"another strategy: {IN_PARTS}", "Write at=parameters"))
+        if self.at != "parameters" and strategy["name"] == "data_parallel":
+            reason = "another strategy: each device has a part of the batch, and of its gradient"
+            found.append(("strategy=data_parallel", reason, "Write strategy=ddp, or at=parameters"))
+        if "local_sgd" in strategy and strategy["local_sgd"]["every_n_steps"] is not None:
+            reason = "null: ranks that step by themselves have no gradient in common"
+            found.append(("strategy.local_sgd.every_n_steps", reason, "Leave the hook out"))
+        if gathers and is_compiled:
+            reason = "a run without one of the two: a compiled backward cannot ask other ranks for their norms"
+            found.append(("runtime.compile=true over several ranks", reason, "Write algorithm=value, or at=parameters"))
+        return [
+            Fault(
+                key=f"hooks.{self.name}",
+                got=f"at={self.at}, algorithm={self.algorithm} with {what}",
+                expected=expected,
+                cure=cure,
+            )
+            for what, expected, cure in found
+        ]
+
+    def setup(self, network: nn.Module) -> None:
+        chosen = matching(network, self.modules, key=f"hooks.{self.name}.modules")
+        names = {id(parameter): name for name, parameter in network.named_parameters()}
+        self._parameters = {
+            name: {names[id(parameter)]: parameter for parameter in module.parameters()}
+            for name, module in chosen.items()
+        }
+        # Each has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
+        self._ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._now = self.limit * self._ranks
+        if isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0:
+            # In a tensor: a compiled network would be compiled anew for every scale.
+            parameter = next(network.parameters())
+            self._now = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+    def around_forward(self, step: Step) -> None:
+        if isinstance(self._now, Tensor):
+            with torch.no_grad():
+                self._now.copy_(self.limit * self._ranks * torch.as_tensor(self.loss_scale))
+
+    def change(self, tensor: Tensor) -> Tensor:
+        if self.algorithm == "value":
+            return clip_gradient_by_value(tensor, self._now)
+        return clip_gradient_by_norm(tensor, self._now, total=_sum_over_ranks if self._ranks > 1 else None)
+
+    @torch.no_grad()
+    def after_backward(self, step: Step) -> None:
+        held = {
+            name: {full: one.grad for full, one in parameters.items() if one.grad is not None}
+            for name, parameters in self._parameters.items()
+        }
+        if self.algorithm == "value":
+            for gradient in (local(one) for gradients in held.values() for one in gradients.values()):
+                gradient.copy_(clipped_by_value(gradient, self.limit))
+            return
+        # Also without any here: other ranks may hold some.
+        norms = step.norms({full: one for gradients in held.values() for full, one in gradients.items()})
+        for name, gradients in held.items():
+            own = [norms[full] for full in self._parameters[name] if full in norms]
+            if not own:
+                continue
+            factor = norm_factor(torch.linalg.vector_norm(torch.stack(own)), self.limit)
+            for gradient in map(local, gradients.values()):
+                gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))
+
+
+def _sum_over_ranks(square: Tensor) -> Tensor:
+    dist.all_reduce(square)
+    return square

@@ -1,0 +1,28 @@
+"""The hook `scale_gradient`: the gradient that flows back at a module, multiplied by a factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from exp.functions.scale_gradient import scale_gradient
+from exp.hooks.gradient_transform import At, GradientTransform
+
+
+class ScaleGradient(GradientTransform):
+    """functions/scale_gradient.py at modules.
+
+    factor: above 1 what gets the gradient learns faster, below 1 slower, at 0 not at all; below 0 it unlearns.
+    at: output: the module gets the scaled gradient and hands it on. input: only what lies before it does.
+    """
+
+    def __init__(self, *, modules: Sequence[str], factor: float = 1.0, at: At = "output") -> None:
+        super().__init__(modules=modules, at=at)
+        if not math.isfinite(factor):
+            raise ValueError(f"factor is {factor}; it must be a finite number")
+        self.factor = factor
+
+    def change(self, tensor: Tensor) -> Tensor:
+        return scale_gradient(tensor, self.factor)

@@ -1,0 +1,126 @@
+"""Hooks at modules under torch.compile, strategies, a loss scale and accumulation: the same figures, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import exp
+from exp.errors import ConfigError
+
+PROBE = """
+import torch
+from exp.hooks.hook import Hook
+
+class Probe(Hook):
+    def setup(self, network):
+        self.seen = {}
+
+    def forward(self, name, module, inputs, output):
+        self.seen[f"probe/forward/{name}"] = output.float().square().mean()
+
+    def tensor_gradient(self, name, gradient):
+        self.seen[f"probe/gradient/{name}"] = gradient.float().norm() / self.loss_scale
+
+    def full_backward(self, name, module, grad_inputs, grad_outputs):
+        self.seen[f"probe/backward/{name}"] = grad_inputs[0].float().norm() / self.loss_scale
+
+    def after_step(self, step):
+        # Of all ranks, whose shares of the batch are equal, as if the batch were in one place.
+        count = len(step.gather(step.loss))
+        found = {}
+        for tag, value in self.seen.items():
+            every = step.gather(value)
+            # A rank's loss is the mean over its own share: gradients are so many times those of the whole batch's mean.
+            found[tag] = every.mean() if "forward" in tag else (every / count).square().sum().sqrt()
+        return found
+
+
+class Deaf(Hook):
+    transforms = True
+
+    def full_backward(self, name, module, grad_inputs, grad_outputs):
+        return grad_inputs
+
+
+class Saved(Hook):
+    def state_dict_save(self, name, module, state):
+        pass
+
+
+class Stubborn(Hook):
+    refuses = {"ddp": "it counts on one process", "bf16": "it reads bits", "accumulation": "it sees a batch once"}
+"""
+RUN = [
+    "model=lenet",
+    "data.batch_size=32",
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=4",
+    "trainer.limit_val_batches=0",
+    "test=false",
+    "hooks=[]",
+    "+hooks.probe={_target_: probe.Probe, every_n_steps: 2, modules: [conv2, Linear]}",
+    "security.allow=[probe]",
+    "monitor=loss/train",
+]
+# What each is told beside a plain run, ranks, and how near its figures are.
+SETTINGS = {
+    "compile": (["runtime.compile=true", "runtime.compile_backend=aot_eager"], 1, 1e-5),
+    "ddp": (["strategy=ddp"], 2, 1e-5),
+    "fsdp": (["strategy=fsdp"], 2, 1e-5),
+    "layer_split": (["strategy=layer_split", "launch.devices=2"], 1, 1e-5),
+    "fp16": (["precision=fp16"], 1, 2e-2),
+}
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "conf" / "hooks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+PLAIN: dict[str, dict[str, dict[int, float]]] = {}
+
+
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_an_observer_sees_is_that_of_one_plain_process(ranks, setting):
+    if not PLAIN:
+        PLAIN.update(ranks.train(*RUN).values)
+    overrides, count, tolerance = SETTINGS[setting]
+    values = ranks.train(*RUN, *overrides, ranks=count).values
+    tags = [tag for tag in PLAIN if tag.startswith("probe/")]
+    # conv2 and three linear layers, and three methods.
+    assert len(tags) == 12
+    for tag in tags:
+        assert values[tag].keys() == PLAIN[tag].keys() == {1, 2, 4}
+        for step, value in PLAIN[tag].items():
+            assert math.isclose(values[tag][step], value, rel_tol=tolerance), (tag, step)
+
+
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize(
+    ("hook", "override", "message"),
+    [
+        (
+            "Deaf",
+            "runtime.compile=true",
+            "hooks.mine: a Deaf hook with runtime.compile=true; expected a run without it",
+        ),
+        ("Saved", "strategy=fsdp", "strategy=fsdp; expected a run without it: its checkpoints are put together"),
+        ("Probe", "strategy=pipeline", "hooks.mine: a Probe hook with strategy=pipeline; expected a run without it"),
+        ("Stubborn", "strategy=ddp", "expected a run without it: it counts on one process. Leave the hook out"),
+        ("Stubborn", "precision=bf16", "precision=bf16; expected a run without it: it reads bits"),
+        ("Stubborn", "trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2; expected a run without"),
+    ],
+)
+def test_what_a_hook_cannot_live_with_is_one_message_before_the_run(hook, override, message):
+    config = exp.compose(["hooks=[]", f"+hooks.mine={{_target_: probe.{hook}}}", "security.allow=[probe]", override])
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(config)
+    assert message in str(caught.value)
+    assert len(caught.value.faults) == 1

@@ -1,0 +1,81 @@
+"""The hook `dtypes`: the dtype that each layer ran in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from exp.config.freeze import read_frozen
+from exp.hooks.chosen_steps import OnChosenSteps
+from exp.hooks.hook import Step, Values
+from exp.hooks.operator_calls import short
+from exp.hooks.values import Text
+from exp.nested import tensors_in
+from exp.precision.keep import kept_layers
+
+HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|---|---|---|"
+
+
+class Dtypes(OnChosenSteps):
+    """Shows a table of dtypes as the text `dtypes`: of each layer's inputs, output and own parameters.
+
+    A layer whose inputs and output differ was cast by autocast, by precision.keep, or by itself. `kept` is the dtype
+    that precision.keep gives it. Rank 0's; of a layer that is called several times, all that came up.
+
+    steps: counted from 1; None is every `every_n_steps`.
+    modules: patterns of the layers in the table. Containers without parameters of their own are not layers.
+    """
+
+    refuses: ClassVar[dict[str, str]] = {
+        "pipeline": "the first rank has the layers of its own stage alone",
+        "data_parallel": "its replicas run in threads of their own",
+    }
+
+    def __init__(
+        self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
+    ) -> None:
+        super().__init__(steps=steps, every_n_steps=every_n_steps, modules=modules)
+        self._rows: dict[str, _Row] = {}
+        self._kept: dict[str, str] = {}
+
+    def setup(self, network: nn.Module) -> None:
+        keep = read_frozen(self.directory).precision.keep if self._is_frozen() else {}
+        self._kept = {name: short(dtype) for name, dtype in kept_layers(network, keep).items()}
+
+    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        own = list(module.parameters(recurse=False))
+        if not own and any(True for _ in module.children()):
+            return
+        row = self._rows.setdefault(name, _Row(type(module).__name__, own))
+        row.inputs |= dict.fromkeys(_dtypes(inputs))
+        row.output |= dict.fromkeys(_dtypes(output))
+
+    def after_step(self, step: Step) -> Values | None:
+        rows, self._rows = self._rows, {}
+        if not rows or step.rank != 0:
+            return None
+        lines = [row.line(name, self._kept.get(name)) for name, row in rows.items()]
+        return {self.name: Text("\n".join([HEADER, *lines]))}
+
+    def _is_frozen(self) -> bool:
+        return self.directory is not None and (self.directory / "config.yaml").is_file()
+
+
+class _Row:
+    """What came up of one layer, each dtype once, in order."""
+
+    def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
+        self.kind = kind
+        self.parameters = dict.fromkeys(_dtypes(parameters))
+        self.inputs: dict[str, None] = {}
+        self.output: dict[str, None] = {}
+
+    def line(self, name: str, kept: str | None) -> str:
+        cells = [" ".join(one) or "-" for one in (self.inputs, self.output, self.parameters)]
+        return f"| {name or '(network)'} | {self.kind} | {' | '.join(cells)} | {kept or ''} |"
+
+
+def _dtypes(data: Any) -> list[str]:
+    return [short(tensor.dtype) for tensor in tensors_in(data)]

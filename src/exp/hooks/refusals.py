@@ -58,6 +58,8 @@ def conditions(config: Mapping[str, Any]) -> dict[str, str]:
     for switch in {"compile", "cuda_graph"} & runtime.keys():
         if runtime[switch]:
             found[switch] = f"runtime.{switch}=true"
+    if strategy == "hybrid" and config["strategy"]["pipeline"] > 1:
+        found["pipeline"] = f"strategy.pipeline={config['strategy']['pipeline']}"
     if config["phases"]:
         found["phases"] = "phases"
     count = config["trainer"].get("accumulate_grad_batches")

@@ -11,7 +11,7 @@ from torch import nn
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
 from exp.hooks.hook import Step
-from exp.hooks.norms import norms
+from exp.hooks.norms import norms, with_total
 
 
 def network() -> nn.Module:
@@ -30,18 +30,23 @@ def step(net: nn.Module) -> Step:
     return Step(index=1, network=net, optimizers=[], batch_size=32, device=torch.device("cpu"))
 
 
+def only_norms(**options) -> Gradients:
+    periods = ("histogram_every_n_steps", "update_ratio_every_n_steps", "shares_every_n_steps")
+    return Gradients(**dict.fromkeys(periods), **options)
+
+
 def logged(hook: Gradients, net: nn.Module) -> dict[str, float]:
     hook.attach(net)
     values = hook.after_backward(step(net))
     hook.detach()
-    return {tag: value.item() for tag, value in (values or {}).items()}
+    return {tag: float(value) for tag, value in (values or {}).items()}
 
 
 def test_norms_equal_a_float64_reference():
     net, exact = network(), network().double()
     backward(net)
     backward(exact, torch.float64)
-    values = logged(Gradients(), net)
+    values = logged(only_norms(), net)
     squares = 0.0
     for name, parameter in exact.named_parameters():
         square = sum(value * value for value in parameter.grad.flatten().tolist())
@@ -53,7 +58,7 @@ def test_norms_equal_a_float64_reference():
 def test_patterns_choose_the_parameters_below_the_modules_they_match():
     net = network()
     backward(net)
-    tags = logged(Gradients(modules=["encoder"]), net).keys()
+    tags = logged(only_norms(modules=["encoder"]), net).keys()
     parts = ("encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias", "total")
     assert list(tags) == [f"gradients/norm/{part}" for part in parts]
 
@@ -63,14 +68,14 @@ def test_frozen_and_unused_parameters_have_no_value():
     net["encoder"][0].weight.requires_grad_(False)
     backward(net)
     net["head"].bias.grad = None
-    tags = logged(Gradients(), net).keys()
+    tags = logged(only_norms(), net).keys()
     assert "gradients/norm/encoder.0.weight" not in tags
     assert "gradients/norm/head.bias" not in tags
     assert "gradients/norm/head.weight" in tags
 
 
 def test_without_any_gradient_nothing_is_logged():
-    assert logged(Gradients(), network()) == {}
+    assert logged(only_norms(), network()) == {}
 
 
 def test_a_pattern_without_a_module_is_refused_before_the_first_step():
@@ -81,12 +86,9 @@ def test_a_pattern_without_a_module_is_refused_before_the_first_step():
 def test_half_precision_gradients_have_norms_in_fp32():
     net = network().bfloat16()
     backward(net, torch.bfloat16)
-    hook = Gradients()
-    hook.attach(net)
-    values = hook.after_backward(step(net))
-    assert {value.dtype for value in values.values()} == {torch.float32}
     reference = net["head"].weight.grad.double().norm().item()
-    assert values["gradients/norm/head.weight"].item() == pytest.approx(reference, rel=1e-5)
+    assert logged(only_norms(), net)["gradients/norm/head.weight"] == pytest.approx(reference, rel=1e-5)
+    assert norms([net["head"].weight.grad])[0].dtype == torch.float32
 
 
 def test_a_sparse_gradient_has_the_norm_of_its_dense_form():
@@ -94,7 +96,15 @@ def test_a_sparse_gradient_has_the_norm_of_its_dense_form():
     (table(torch.tensor([1, 1, 3])) * torch.arange(4.0)).sum().backward()
     assert table.weight.grad.is_sparse
     dense = table.weight.grad.to_dense().norm().item()
-    assert logged(Gradients(), table)["gradients/norm/weight"] == pytest.approx(dense)
+    assert logged(only_norms(), table)["gradients/norm/weight"] == pytest.approx(dense)
+
+
+def test_a_total_with_a_nan_beside_an_infinity_is_a_nan():
+    each, total = with_total([torch.tensor(torch.inf), torch.tensor(torch.nan), torch.tensor(3.0)])
+    assert math.isnan(total)
+    assert each[2] == 3.0
+    assert with_total([torch.tensor(3.0), torch.tensor(4.0)])[1] == 5.0
+    assert with_total([]) == ([], 0.0)
 
 
 def test_torch_s_private_foreach_norm_takes_an_order_and_a_dtype():
@@ -104,4 +114,6 @@ def test_torch_s_private_foreach_norm_takes_an_order_and_a_dtype():
     for ours, tensor in zip(norms(tensors), tensors, strict=True):
         torch.testing.assert_close(ours, torch.linalg.vector_norm(tensor))
     assert norms([torch.full((4,), 300.0, dtype=torch.float16)])[0].item() == 600.0
+    mixed = norms([torch.ones(4, dtype=torch.bfloat16), torch.ones(9)])
+    assert [(one.item(), one.dtype) for one in mixed] == [(2.0, torch.float32), (3.0, torch.float32)]
     assert norms([]) == []

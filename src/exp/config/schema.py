@@ -248,6 +248,9 @@ VALUES: dict[str, Rule] = {
     "strategy.local_sgd.start_step": integer(0),
     "objective.*.weight": number(),
     "hooks.*.every_n_steps": integer(1),
+    "hooks.*.histogram_every_n_steps": maybe(integer(1)),
+    "hooks.*.update_ratio_every_n_steps": maybe(integer(1)),
+    "hooks.*.shares_every_n_steps": maybe(integer(1)),
 }
 
 # Below the same nodes: what exp reads itself, so that it must be there, and what to write for "nothing special".

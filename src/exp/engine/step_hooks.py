@@ -57,7 +57,7 @@ class StepHooks:
         self._kinds: dict[tuple[bool, ...], Due] = {}
         self._due: Due | None = None
         self._step: Step | None = None
-        self._index = self._batch_idx = self._size = 0
+        self._index = self._batch_idx = self._size = self._samples = 0
         self._data: Any = None
         self._weight = 1.0
         self._total_steps: int | None = None
@@ -108,6 +108,7 @@ class StepHooks:
             self._due = due
             self._index, self._size = index, 0
         self._size += batch.global_size
+        self._samples += batch.global_size
         self._batch_idx, self._data, self._weight = batch_idx, batch.data, batch.weight
         last = self._module.last
         last.passed = self._passed if due.passed else None
@@ -148,6 +149,8 @@ class StepHooks:
     def _called(self, hooks: Sequence[Hook], method: str, phase: str | None, *arguments: Any) -> Found:
         step = self._step_now()
         step.phase = phase
+        if phase is not None:
+            step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         values: Found = {}
         for hook in hooks:
             found = getattr(hook, method)(step, *arguments)
@@ -188,13 +191,15 @@ class StepHooks:
                 accumulated=trainer.accumulate_grad_batches,
                 total_steps=self._total_steps,
                 loss_with=module.loss_with,
+                clips=bool(trainer.gradient_clip_val),
                 gather=gather_ranks,
                 autocast=trainer.precision_plugin.train_step_context,
             )
             if isinstance(trainer.strategy, ModelParallel):
-                step.norms = trainer.strategy.norms
+                step.norms, step.parts = trainer.strategy.norms, trainer.strategy
         step.batch_idx = self._batch_idx
         step.batch_size = self._size
+        step.samples_seen, step.seconds_waited = self._samples, trainer.datamodule.seconds_waited
         step.loss = module.last.loss
         step.data, step.weight = self._data, self._weight
         step.phase = None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from exp.hooks.values import Panel
+    from exp.strategies.parts import Parts
     from exp.strategies.strategy import Planned
 
 Values = Mapping[str, "Tensor | float | Panel"]
@@ -58,6 +59,8 @@ class Step:
         the step's random streams, by exp.data.randomness.reseed.
     accumulated: micro-batches a step.
     total_steps: of the whole run; None where its end is not known.
+    samples_seen: of all ranks, in the steps of this process so far and in this one.
+    seconds_waited: how long this process's loop has waited for batches so far, those of this step included.
     loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
     data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
     weight: by what this rank's mean loss of it is multiplied, so that the mean over ranks is that over samples; 0.0
@@ -65,6 +68,8 @@ class Step:
     loss_with: called with what runs the network and with such data, gives the objective of that run, 0-d, not weighted.
     norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
         Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
+    parts: how what ranks find in their parts of tensors becomes that of whole ones; None where they are whole here.
+    clips: whether the optimizer's gradients are clipped; of the phase, where there is one.
     gather: `[...]` of every rank becomes `[R, ...]` on every rank. Every rank must call it alike.
     autocast: the context of the run's precision, for a forward of a hook's own.
     phase: in after_backward, of a run with phases: the one whose gradients are there, in its own parameters alone.
@@ -81,11 +86,15 @@ class Step:
     rank: int = 0
     accumulated: int = 1
     total_steps: int | None = None
+    samples_seen: int = 0
+    seconds_waited: float = 0.0
     loss: Tensor | None = None
     data: Any = None
     weight: float = 1.0
     loss_with: Callable[[Callable[..., Any], Any], Tensor] | None = None
     norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
+    parts: Parts | None = None
+    clips: bool = False
     gather: Callable[[Tensor], Tensor] = _of_one_rank
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     phase: str | None = None

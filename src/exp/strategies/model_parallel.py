@@ -177,6 +177,36 @@ class ModelParallel(WholeState):
             if (name in tensors if there is None else there[place])
         }
 
+    # --- what is counted in parts ---
+
+    def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As Parts has it: a part that several ranks hold counts once."""
+        names = {name: f"{NETWORK}{name}" for name in found}
+        once = {name: found[name].double() / self.copies(names[name], tensors[name]) for name in found}
+        # Thirds do not add up to a whole number of entries.
+        return {name: total.round() for name, total in self._reduced(once, dist.ReduceOp.SUM).items()}
+
+    def maxima(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As Parts has it."""
+        return self._reduced(found, dist.ReduceOp.MAX)
+
+    def _reduced(self, found: Mapping[str, Tensor], op: Any) -> dict[str, Tensor]:
+        """`[K]` of each name that any rank has; the same K for all."""
+        there = torch.zeros(len(self._parameter_names) + 1, dtype=torch.float64, device=self.root_device)
+        there[-1] = max((len(one) for one in found.values()), default=0)
+        places = {name.removeprefix(NETWORK): place for place, name in enumerate(self._parameter_names)}
+        for name in found:
+            there[places[name]] = 1.0
+        # A rank may have no parameter at all, and has to know how much the others send.
+        dist.all_reduce(there, op=dist.ReduceOp.MAX)
+        *held, width = there.tolist()
+        smallest = 0.0 if op == dist.ReduceOp.SUM else -math.inf
+        values = torch.full((len(held), int(width)), smallest, dtype=torch.float64, device=self.root_device)
+        for name, one in found.items():
+            values[places[name]] = one.to(device=self.root_device, dtype=torch.float64)
+        dist.all_reduce(values, op=op)
+        return {name: values[place] for name, place in places.items() if held[place]}
+
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the gradients of all parameters together, 0-d, in float64. Every rank must call it."""
         names = self._names()

@@ -15,6 +15,7 @@ TEXT_SIZE = 11
 # A cell this wide holds a figure of three signs; and its height.
 CELL_WITH_FIGURE = 20
 MARGIN = 6
+PALEST = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +55,14 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
         sheet.paste(Image.fromarray(picture), (left, y))
         for number, line in enumerate(caption.lines):
             pen.text((left - 3, y + height + 4 + number * (TEXT_SIZE + 3)), line, fill=colour, font=font)
-    return np.asarray(sheet)
+    return np.array(sheet)
 
 
 def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     """A confusion matrix as a picture: a row a target, a column a prediction, hits blue and misses red.
 
-    A cell is as dark as the root of its share of its row, so that one miss among hundreds is seen. Where a cell has
-    room its figure is written: the count, or with `normalised` per cent of the row.
+    A cell is as dark as the root of its share of its row, and PALEST at least, so that one miss among thousands is
+    seen. Where a cell has room its figure is written: the count, or with `normalised` per cent of the row.
 
     counts: `[V, V]`, whole numbers, by target and prediction. Returns: uint8 `[H, W, 3]`, at most about 1,100 high.
     """
@@ -95,13 +96,13 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
             pen.line((left + at, top, left + at, top + side), fill=PALE)
     if cell >= CELL_WITH_FIGURE:
         _write_figures(pen, counts, shares, at=(left, top), cell=cell, normalised=normalised)
-    return np.asarray(sheet)
+    return np.array(sheet)
 
 
 def _tinted(shares: np.ndarray) -> np.ndarray:
     """`[V, V]` from 0 to 1 as colours `[V, V, 3]`: from white to blue on the diagonal, to red beside it."""
     hue = np.where(np.eye(len(shares), dtype=bool)[..., None], RIGHT, WRONG)
-    depth = np.sqrt(shares)[..., None]
+    depth = np.where(shares > 0, np.sqrt(shares).clip(min=PALEST), 0)[..., None]
     return (255 - (255 - hue) * depth).round().astype(np.uint8)
 
 

@@ -15,8 +15,8 @@ CHARTS: dict[str, dict[str, str]] = {
     "Overview": {
         "loss": r"^loss/(train|val|test)$",
         "terms": r"^loss/(train|val|test)/.+",
-        "metrics, validation": r"^(?!loss/|optimizer/|precision/)[^/]+/val$",
-        "metrics, test": r"^(?!loss/|optimizer/|precision/)[^/]+/test$",
+        "metrics, validation": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/val$",
+        "metrics, test": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/test$",
         "learning rate": r"^optimizer/lr/",
     },
     "Gradients": {
@@ -25,6 +25,13 @@ CHARTS: dict[str, dict[str, str]] = {
         "update to weight": r"^gradients/update_ratio/",
         "share of zeros": r"^gradients/zeros/",
         "share not finite": r"^gradients/non_finite/",
+    },
+    "Activations": {
+        "mean": r"^activations/mean/",
+        "standard deviation": r"^activations/std/",
+        "share of zeros": r"^activations/zeros/",
+        "share of dead units": r"^activations/dead_units/",
+        "share saturated": r"^activations/saturated/",
     },
     "Memory": {
         "parts, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib$",

@@ -33,10 +33,13 @@ from exp.engine.phases import PhasedModule
 from exp.engine.pipelined import PipelinedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
+from exp.hooks.utilisation import Workload
+from exp.models.flops import FlopCount
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.optim.phase import Phase
+from exp.plan.flops import flops_of_a_sample
 from exp.precision.choice import build_precision
 from exp.strategies.placement import Placement, adopted, placement
 from exp.strategies.rank import Rank
@@ -78,7 +81,8 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         limits=limits,
         **more,
     )
-    recording = Recording(hooks=build_entries(plain, "hooks"), directory=directory)
+    workload = _workload(plain, data.spec, placement)
+    recording = Recording(hooks=build_entries(plain, "hooks", workload=workload), directory=directory)
     checkpointing = Checkpointing(
         directory=directory,
         monitor=plain["monitor"],
@@ -116,6 +120,21 @@ def _module_kind(plain: Mapping[str, Any]) -> tuple[type[TrainingModule], dict[s
         return PhasedModule, {"phases": build_phases(plain)}
     strategy = build_strategy(plain)
     return PipelinedModule if isinstance(strategy, Strategy) and strategy.is_pipelined else TrainingModule, {}
+
+
+def _workload(plain: Mapping[str, Any], spec: DataSpec, placement: Placement) -> Workload:
+    """What a step computes, counted when somebody asks."""
+
+    def flops(data: Any) -> FlopCount:
+        return flops_of_a_sample(
+            data,
+            network_factory=functools.partial(build_network, plain, spec, device="meta"),
+            objective=build_objective(plain),
+            phases=build_phases(plain),
+        )
+
+    devices = placement.world_size * placement.devices_per_rank
+    return Workload(precision=plain["precision"]["word"], devices=devices, flops=flops)
 
 
 def build_trainer(

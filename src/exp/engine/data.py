@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ class RunData(LightningDataModule):
     """Gives Lightning this rank's loaders.
 
     rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
+    seconds_waited: an attribute, for how long training has waited for its batches, in this process.
     """
 
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
@@ -29,6 +31,7 @@ class RunData(LightningDataModule):
         self.data = data
         self.rank, self.world_size = rank, world_size
         self._all: list[Batches] = []
+        self.seconds_waited = 0.0
 
     def setup(self, stage: str) -> None:
         """No validation where the data has no val part; Lightning would ask for its loader."""
@@ -111,6 +114,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         if self._stage == "train":
             self.loader.set_position(*next_batch(self._module.trainer))
+            return _Waiting(iter(self.loader), self._module)
         return iter(self.loader)
 
     def __len__(self) -> int:
@@ -123,3 +127,18 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to load."""
+
+
+class _Waiting(Iterator[Batch]):
+    """The same batches; what their making costs the loop is noted, which is little where workers are ahead of it."""
+
+    __slots__ = ("_batches", "_module")
+
+    def __init__(self, batches: Iterator[Batch], module: RunData) -> None:
+        self._batches, self._module = batches, module
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self._module.seconds_waited += time.perf_counter() - start
+        return batch

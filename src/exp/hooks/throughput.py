@@ -1,48 +1,163 @@
-"""The hook `throughput`: how fast training goes."""
+"""The hook `throughput`: how fast training goes, where a step's time goes, and how much of the devices it uses."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from exp.hooks.hook import Hook, Step
+import torch
+from torch import Tensor, nn
+
+from exp.hooks.hook import Boundary, Hook, Step
+from exp.hooks.split import Split
+from exp.hooks.utilisation import Peak, Utilisation, Workload
+from exp.hooks.values import Panel
+
+# Steps by which a device may lag behind the host before the split of one is given up.
+LAG = 64
+
+
+@dataclass(kw_only=True, slots=True)
+class _Window:
+    """Whole steps that were timed: how many, their samples, and their time."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
 
 
 class Throughput(Hook):
-    """Logs `throughput/step_ms` and `throughput/samples_per_second`, means over the last `every_n_steps` steps.
+    """Logs means over the last `every_n_steps` steps, and the split of one of them.
 
-    A step's time runs from the end of the one before to its own end, so that loading, logging and other hooks count.
-    The first step of the run and the first after a pause (validation, a checkpoint at an epoch's end) have no such time
-    and are left out. On CUDA the host runs ahead of the device, by a bounded queue: the means hold, a single step's
-    time would not.
+    `throughput/step_ms`, `throughput/samples_per_second`, and `throughput/tokens_per_second` where the input is whole
+    numbers `[B, T]`. A step's time runs from the end of the one before to its own end, so that loading, logging and
+    other hooks count. The first step of the run and the first after a pause (validation, a checkpoint at an epoch's
+    end) have no such time and are left out. On CUDA the host runs ahead of the device, by a bounded queue: the means
+    hold, a single step's time would not.
+
+    `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are those of one step, and their sum
+    is its time. It is the one before the step at which they are logged, since other hooks that are due at every
+    n-th step are due then; with every_n_steps of 1 or 2, that step itself. On CUDA they are logged when the device is
+    through with it.
+
+    `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` what it was computed from.
+
+    peak_flops: FLOPs a second of one device; `measured` measures them once, by matrix products; None looks a GPU up,
+        and logs no utilisation on a CPU.
+    flops_per_sample: FLOPs of one sample in a step; None counts them once, on the meta device.
+    workload: given by exp.
     """
 
-    def __init__(self, *, every_n_steps: int = 50) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 50,
+        peak_flops: Peak = None,
+        flops_per_sample: float | None = None,
+        workload: Workload | None = None,
+    ) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        self._end_of_last: float | None = None
-        self._reset()
+        for name, value in (("peak_flops", peak_flops), ("flops_per_sample", flops_per_sample)):
+            if isinstance(value, int | float) and value <= 0:
+                raise ValueError(f"{name} is {value}; expected a number above 0")
+        self._utilisation = Utilisation(peak_flops=peak_flops, flops_per_sample=flops_per_sample, workload=workload)
+        # How far before the due step the one lies that is split.
+        self._ahead = 1 if every_n_steps > 2 else 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._window = _Window()
+        # The end of the last step that was looked at: when, its index, and the samples until then.
+        self._last: tuple[float, int, int] | None = None
+        self._paused_at: float | None = None
+        self._split: Split | None = None
+        self._ended: deque[Split] = deque(maxlen=LAG)
+
+    def setup(self, network: nn.Module) -> None:
+        self._begin()
 
     def due(self, index: int) -> bool:
-        """Every step: each is timed, and every `every_n_steps` their means are logged."""
-        return True
+        """At the end of a window and of the steps that a split needs, and where the clock has to be started."""
+        place = (index + 1 + self._ahead) % self.every_n_steps
+        return place <= 1 + self._ahead or self._last is None or self._paused_at is not None
 
-    def after_step(self, step: Step) -> dict[str, float] | None:
+    def passed(self, boundary: Boundary, step: Step) -> None:
+        if self._split is not None:
+            self._split.mark(boundary)
+
+    def after_step(self, step: Step) -> Mapping[str, Tensor | float | Panel] | None:
         now = time.perf_counter()
-        if self._end_of_last is not None:
-            self._seconds += now - self._end_of_last
-            self._samples += step.batch_size
-            self._steps += 1
-        self._end_of_last = now
-        if step.index % self.every_n_steps or not self._steps:
-            return None
-        values = {
-            "throughput/step_ms": 1000 * self._seconds / self._steps,
-            "throughput/samples_per_second": self._samples / self._seconds,
-        }
-        self._reset()
+        self._count(step, now)
+        if self._split is not None:
+            self._split.end(now, waited=step.seconds_waited)
+            self._ended.append(self._split)
+            self._split = None
+        values = None
+        if step.index % self.every_n_steps == 0:
+            values = self._values(step)
+            now = time.perf_counter() if "throughput/flops" in values else now
+        self._last = (now, step.index, step.samples_seen)
+        if (step.index + 1 + self._ahead) % self.every_n_steps == 0:
+            self._split = Split(step.device, now, waited=step.seconds_waited)
         return values
 
     def pause(self) -> None:
-        self._end_of_last = None
+        if self._paused_at is None:
+            self._paused_at = time.perf_counter()
+        self._split = None
 
-    def _reset(self) -> None:
-        self._seconds, self._samples, self._steps = 0.0, 0, 0
+    def _count(self, step: Step, now: float) -> None:
+        """Adds the steps since the last one that was looked at."""
+        last, paused_at, self._paused_at = self._last, self._paused_at, None
+        if last is None:
+            return
+        then, index, seen = last
+        steps, samples = step.index - index, step.samples_seen - seen
+        if paused_at is not None:
+            # Nobody saw where the pause ended: it and the step that it lies before, or in, are left out.
+            now, steps, samples = paused_at, steps - 1, samples - step.batch_size
+        if steps:
+            self._window.steps += steps
+            self._window.samples += samples
+            self._window.seconds += now - then
+
+    def _values(self, step: Step) -> dict[str, Tensor | float | Panel]:
+        values: dict[str, Tensor | float | Panel] = {}
+        window, self._window = self._window, _Window()
+        if window.steps:
+            rate = window.samples / window.seconds
+            values["throughput/step_ms"] = 1000 * window.seconds / window.steps
+            values["throughput/samples_per_second"] = rate
+            tokens = tokens_in_a_sample(step.data)
+            if tokens is not None:
+                values["throughput/tokens_per_second"] = rate * tokens
+            text = self._utilisation.prepare(step, name=self.name)
+            if text is not None:
+                values["throughput/flops"] = text
+            mfu = self._utilisation.at(rate)
+            if mfu is not None:
+                values["throughput/mfu"] = mfu
+        known = None
+        while self._ended and self._ended[0].is_known:
+            known = self._ended.popleft()
+        if known is not None:
+            values |= {f"throughput/{part}_ms": taken for part, taken in known.milliseconds().items()}
+        return values
+
+
+def tokens_in_a_sample(data: Any) -> int | None:
+    """T, where the input of a batch is whole numbers `[B, T]`; else None.
+
+    data: a pair or a mapping of tensors, or the input alone, as the data set gives it.
+    """
+    if isinstance(data, Mapping):
+        data = data.get("input")
+    elif isinstance(data, list | tuple):
+        data = data[0]
+    is_tokens = (
+        isinstance(data, Tensor) and data.dim() == 2 and not data.is_floating_point() and data.dtype != torch.bool
+    )
+    return data.shape[1] if is_tokens else None

@@ -118,7 +118,8 @@ class Objective(nn.Module):
         Raises: RunError where a term's needs are not met.
         """
         device = self._device(values)
-        if torch.is_autocast_enabled(device):
+        # Autocast knows no meta device, on which FLOPs are counted.
+        if device != "meta" and torch.is_autocast_enabled(device):
             # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
             with torch.autocast(device, enabled=False):
                 return self._sum(values, batch, passes)

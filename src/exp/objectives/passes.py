@@ -57,7 +57,8 @@ class Passes:
         self.data = _leaves(data, inputs) if inputs_require_grad else data
         self._run, self._runner, self._scale = run, runner or network, loss_scale
         parameter = next(network.parameters(), None)
-        self._device = "cpu" if parameter is None else parameter.device.type
+        # Autocast knows no meta device, on which shapes and FLOPs are looked at.
+        self._device = "cpu" if parameter is None or parameter.is_meta else parameter.device.type
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
 

@@ -1,0 +1,103 @@
+"""The FLOPs of a step for one sample: network and objective on the meta device, forward and backward run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exp.data.randomness import generators_kept
+from exp.engine.naming import forward_by_name
+from exp.engine.several_passes import make_passes, needing
+from exp.models.flops import FlopCount, counted
+from exp.models.named_forward import with_forward
+from exp.nested import moved, tensors_in
+from exp.objectives.objective import Objective
+from exp.optim.groups import trained_parameters
+from exp.optim.phase import Phase
+from exp.types import Batch
+
+META = torch.device("meta")
+
+
+def flops_of_a_sample(
+    data: Any,
+    *,
+    network_factory: Callable[[], nn.Module],
+    objective: Objective,
+    phases: Sequence[Phase] = (),
+) -> FlopCount:
+    """The mean over the samples of a batch; with phases over the steps in which each is due, with its repeats.
+
+    A batch of accumulation counts as one of its own, and computing activations again in the backward does not count:
+    these are the model's FLOPs, not the hardware's. Sequences of other lengths than this batch's cost something else.
+
+    data: a batch, as the data set gives it; only its shapes and dtypes are looked at.
+    network_factory: builds the network on the meta device, every layer sized.
+    Raises: whatever the network or the objective raises for tensors that hold no numbers.
+    """
+    with generators_kept(), torch.device(META):
+        network = network_factory().train()
+        fake = moved(data, META)
+        size = next(len(tensor) for tensor in tensors_in(fake))
+        batch = Batch(data=fake, size=size, global_size=size, world_size=1)
+        forward, backward, is_estimated = Counter[str](), Counter[str](), False
+        for run, share in _passes(network, objective, phases):
+            there, back = _counted_pass(lambda run=run: run(batch))
+            for total, found in ((forward, there), (backward, back or {})):
+                for operator, flops in found.items():
+                    total[operator] += flops * share / size
+            if back is None:
+                is_estimated = True
+                for operator, flops in there.items():
+                    backward[operator] += 2 * flops * share / size
+    return FlopCount(
+        forward=sum(forward.values()),
+        backward=sum(backward.values()),
+        by_operator=forward + backward,
+        is_estimated=is_estimated,
+    )
+
+
+def _passes(
+    network: nn.Module, objective: Objective, phases: Sequence[Phase]
+) -> Iterator[tuple[Callable[[Batch], Tensor], float]]:
+    """Each forward with its objective, and how often it runs in a step."""
+    if not phases:
+        yield _loss_of(network, objective), 1.0
+    for phase in phases:
+        trained = {id(parameter) for parameter in trained_parameters(network, phase.parameters)}
+        learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        for parameter in learning:
+            parameter.requires_grad_(id(parameter) in trained)
+        view = network if phase.forward is None else with_forward(network, phase.forward)
+        yield _loss_of(view, objective.only(phase.terms)), phase.repeats / phase.every_n_steps
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _loss_of(network: nn.Module, objective: Objective) -> Callable[[Batch], Tensor]:
+    run = forward_by_name(network)
+
+    def loss_of(batch: Batch) -> Tensor:
+        if not objective.needs:
+            return objective(run(network, batch.data), batch)[0]
+        with needing(objective.needs, network):
+            passes = make_passes(objective.needs, network=network, run=run, data=batch.data)
+            return objective(passes.run(), batch, passes)[0]
+
+    return loss_of
+
+
+def _counted_pass(loss_of: Callable[[], Tensor]) -> tuple[Counter[str], Counter[str] | None]:
+    """FLOPs of a forward and of its backward; None for a backward that cannot run without numbers."""
+    loss, forward = counted(loss_of)
+    if not loss.requires_grad:
+        return forward, Counter()
+    try:
+        return forward, counted(loss.backward)[1]
+    except (NotImplementedError, RuntimeError):
+        return forward, None

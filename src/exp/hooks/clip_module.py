@@ -112,15 +112,15 @@ class ClipModule(GradientTransform):
         # Each has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
         self._ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._now = self.limit * self._ranks
-        if isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0:
-            # In a tensor: a compiled network would be compiled anew for every scale.
-            parameter = next(network.parameters())
-            self._now = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
     def around_forward(self, step: Step) -> None:
-        if isinstance(self._now, Tensor):
-            with torch.no_grad():
-                self._now.copy_(self.limit * self._ranks * torch.as_tensor(self.loss_scale))
+        scale = self.loss_scale
+        if not isinstance(scale, Tensor) and scale == 1.0:
+            return
+        if not isinstance(self._now, Tensor):
+            # A compiled network would be compiled anew for every number.
+            self._now = torch.zeros((), dtype=torch.float32, device=step.device)
+        self._now.copy_(self.limit * self._ranks * torch.as_tensor(scale))
 
     def change(self, tensor: Tensor) -> Tensor:
         if self.algorithm == "value":

@@ -52,7 +52,8 @@ COMMANDS = [
     *([f"+callbacks={name}"] for name in options("callbacks")),
     *([f"debug={name}"] for name in options("debug")),
     *([f"experiment={name}"] for name in options("experiment")),
-    *([f"+hooks={name}"] for name in options("hooks")),
+    *([f"+hooks={name}"] for name in options("hooks") if name != "features"),
+    ["model=lenet", "+hooks=features"],
     *([f"logger=[{name}]"] for name in options("logger") if name not in EXTRAS or find_spec(name)),
     *([f"metrics=[{name}]"] for name in ("accuracy", "f1", "auroc")),
     *(["data=diabetes", f"objective=[{name}]", f"metrics=[{metric}]"]

@@ -30,6 +30,7 @@ from torch.optim import LBFGS, Optimizer
 
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import overridden
+from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class LeanStep:
             and not optimizer._optimizer_step_pre_hooks
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
+        # Under a loss scale the step is the scaler's.
+        self._step_unscaled = None if self._precision.is_scaled else DirectStep(optimizer)
         clipping = type(self.module).configure_gradient_clipping
         self._clips = bool(self.trainer.gradient_clip_val) or clipping is not TrainingModule.configure_gradient_clipping
 
@@ -196,15 +199,19 @@ class LeanStep:
         """For an optimizer that calls its closure once, first of all: the same without one."""
         precision, optimizer = self._precision, self._optimizer
         self._compute()
-        precision.unscale(optimizer)
+        if self._step_unscaled is None:
+            precision.unscale(optimizer)
         for hook in self._before_step:
             hook(self.trainer, self.module, optimizer)
-        if self._clips:
+        if self._clips or self.module.last.after_clipping is not None:
             self.module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=self.trainer.gradient_clip_val,
                 gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
             )
+        if self._step_unscaled is not None:
+            self._step_unscaled()
+            return
         precision.step(optimizer)
         precision.update()
 

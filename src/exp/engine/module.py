@@ -18,6 +18,7 @@ from exp.engine.epoch_values import EpochValues
 from exp.engine.length import Limits, total_epochs, total_steps
 from exp.engine.naming import forward_by_name, target_of
 from exp.engine.several_passes import detached, make_passes, needing
+from exp.hooks.update import Window
 from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
 from exp.optim.optimization import Optimization
@@ -35,14 +36,15 @@ class LastBatch:
         detached. parts: its terms, weighted alike.
     seen, passed, after_clipping, evaluated: what hooks ask to be called with: the values of a forward; a boundary of
         the step; nothing, when gradients are clipped; the values of a batch of an evaluation. None: nobody asks.
-    around_each, phase, is_recorded: of a module with phases: what makes such a context for one micro-batch's data, the
-        phase under way, and whether this run of it, its last in the step, is the one that is recorded.
+    around_each, phase, is_recorded, turn: of a module with phases: what makes such a context for a micro-batch's data,
+        the phase under way, whether this run of it, its last in the step, is the one that is recorded, and the turn by
+        which its randomness is derived.
     """
 
     # Not attributes of the module: setting one of those costs as much as a small operator.
     __slots__ = (
         "after_clipping", "around", "around_each", "evaluated", "is_recorded", "loss", "parts", "passed", "phase",
-        "seen",
+        "seen", "turn",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -52,6 +54,7 @@ class LastBatch:
         self.around_each: Callable[[Any], AbstractContextManager[Any] | None] | None = None
         self.phase: str | None = None
         self.is_recorded = True
+        self.turn: tuple[int, ...] = ()
         self.seen: Callable[[Mapping[str, Any]], None] | None = None
         self.passed: Callable[[str], None] | None = None
         self.after_clipping: Callable[[], None] | None = None
@@ -222,6 +225,19 @@ class TrainingModule(LightningModule):
     def loss_with(self, run_network: Callable[..., Any], data: Any) -> Tensor:
         """The objective of a batch's data, 0-d and not weighted, with something else in the network's place."""
         return self.objective(self._run(run_network, data))[0]
+
+    def scaled_loss(self, window: Window, place: int) -> Tensor:
+        """What the backward of the micro-batch at this place began with, computed again, 0-d, with its graph."""
+        trainer = self._trainer
+        with trainer.precision_plugin.train_step_context():
+            loss = self.training_step(*window.batches[place])
+        loss = loss / trainer.accumulate_grad_batches
+        precision = trainer.precision_plugin
+        return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
+
+    def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
+        """The parameters that the step behind a window changes, by name."""
+        return {name: one for name, one in self.network.named_parameters() if one.requires_grad}
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
         """What its steps run, and what the terms that look at it need: the network; of phases, each forward."""

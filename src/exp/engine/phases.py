@@ -31,6 +31,7 @@ from exp.engine.clipping import clip
 from exp.engine.module import TrainingModule
 from exp.engine.naming import forward_by_name, target_of
 from exp.engine.several_passes import detached, needing
+from exp.hooks.update import Window
 from exp.models.named_forward import with_forward
 from exp.optim.groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
@@ -149,10 +150,10 @@ class PhasedModule(TrainingModule):
                     precision.update()
                 self.last.phase = phase.name
                 self.last.is_recorded = repeat == phase.repeats - 1
+                self.last.turn = (index, repeat) if index + repeat else ()
                 together.zero_grad()
-                losses[phase.name], found = self._backward_phase(
-                    phase, window, turn=(index, repeat) if index + repeat else ()
-                )
+                losses[phase.name], found = self._backward_phase(phase, window, turn=self.last.turn)
+                self.last.loss = losses[phase.name]
                 self._step_phase(phase, optimizer)
                 self._metrics_wait = self._metrics_wait and phase.forward is not None
             parts |= found
@@ -171,15 +172,7 @@ class PhasedModule(TrainingModule):
         part_sums: dict[str, Tensor] = {}
         with self._training_only(self._trained[phase.name]):
             for batch, batch_idx in window:
-                loss, parts = self._losses(phase, batch, batch_idx, turn)
-                # The micro-batch's share of the window: as many equal ones divide by their number, as Lightning does.
-                shares = size / batch.global_size
-                if batch.weight != 1.0:
-                    loss = loss * batch.weight
-                    parts = {name: part * batch.weight for name, part in parts.items()}
-                if shares != 1.0:
-                    loss = loss / shares
-                    parts = {name: part / shares for name, part in parts.items()}
+                loss, parts = self._share(phase, batch, batch_idx, turn, size=size)
                 precision.scale(loss).backward()
                 if self.last.passed is not None:
                     self.last.passed("backward")
@@ -189,6 +182,32 @@ class PhasedModule(TrainingModule):
             average_gradients(self._trained[phase.name])
         assert loss_sum is not None
         return loss_sum, part_sums
+
+    def _share(
+        self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...], *, size: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """A micro-batch's loss and terms as its share of a window of `size` samples."""
+        loss, parts = self._losses(phase, batch, batch_idx, turn)
+        # As many equal ones divide by their number, as Lightning does.
+        shares = size / batch.global_size
+        if batch.weight != 1.0:
+            loss = loss * batch.weight
+            parts = {name: part * batch.weight for name, part in parts.items()}
+        if shares != 1.0:
+            loss = loss / shares
+            parts = {name: part / shares for name, part in parts.items()}
+        return loss, parts
+
+    def scaled_loss(self, window: Window, place: int) -> Tensor:
+        phase = next(phase for phase in self.phases if phase.name == window.phase)
+        size = sum(batch.global_size for batch, _ in window.batches)
+        loss, _ = self._share(phase, *window.batches[place], window.turn, size=size)
+        return self.trainer.precision_plugin.scale(loss)
+
+    def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
+        phase = next(phase for phase in self.phases if phase.name == window.phase)
+        chosen = {id(parameter) for parameter in trained_parameters(self.network, phase.parameters)}
+        return {name: one for name, one in self.network.named_parameters() if id(one) in chosen}
 
     def _losses(
         self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...]

@@ -105,6 +105,7 @@ class Recording(Callback):
         phase = pl_module.last.phase
         if phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
+        self._step_hooks.before_update(optimizer)
         if not pl_module.last.is_recorded:
             return
         found = self._step_hooks.before_step(phase)
@@ -169,6 +170,7 @@ class Recording(Callback):
         """
         if not len(self._buffer):
             return
+        self._step_hooks.before_write()
         terms = trainer.lightning_module.values_of("train").terms
         precision = trainer.precision_plugin
         scaled = isinstance(precision, RunPrecision) and precision.is_scaled

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch.optim import Optimizer
 
+from exp.engine.again import update_of
 from exp.engine.compiling import is_compiled
 from exp.engine.module import TrainingModule
 from exp.hooks.around import together
@@ -24,7 +26,9 @@ from exp.types import Batch, Stage
 
 log = logging.getLogger(__name__)
 
-STEP_METHODS = ("passed", "around_forward", "after_forward", "after_backward", "after_clipping", "after_step")
+STEP_METHODS = (
+    "passed", "around_forward", "after_forward", "before_update", "after_backward", "after_clipping", "after_step",
+)  # fmt: skip
 Found = dict[str, Any]
 
 
@@ -51,6 +55,7 @@ class StepHooks:
         self.directory = directory
         self._all = list(self.hooks.values())
         self._pausing = [hook for hook in self._all if hook.overrides("pause")]
+        self._writing = [hook for hook in self._all if hook.overrides("before_write")]
         self._evaluating = [hook for hook in self._all if hook.overrides("evaluated")]
         self._finishing = [hook for hook in self._all if hook.overrides("after_evaluation")]
         # Which hooks are due together repeats: their lists are made once.
@@ -60,6 +65,9 @@ class StepHooks:
         self._index = self._batch_idx = self._size = self._samples = 0
         self._data: Any = None
         self._weight = 1.0
+        # Of the step under way: micro-batches with their batch_idx, and the losses of those that are done.
+        self._batches: list[tuple[Batch, int]] = []
+        self._losses: list[Any] = []
         self._total_steps: int | None = None
         self._early: Found = {}
 
@@ -87,6 +95,10 @@ class StepHooks:
         for hook in self._pausing:
             hook.pause()
 
+    def before_write(self) -> None:
+        for hook in self._writing:
+            hook.before_write()
+
     def failed(self, error: BaseException) -> None:
         for name, hook in self.hooks.items():
             if hook.overrides("on_error"):
@@ -107,8 +119,11 @@ class StepHooks:
                 due = self._kinds[kind] = Due([hook for hook, is_due in zip(self._all, kind, strict=True) if is_due])
             self._due = due
             self._index, self._size = index, 0
+            self._batches, self._losses = [], []
         self._size += batch.global_size
         self._samples += batch.global_size
+        if due.before_update:
+            self._batches.append((batch, batch_idx))
         self._batch_idx, self._data, self._weight = batch_idx, batch.data, batch.weight
         last = self._module.last
         last.passed = self._passed if due.passed else None
@@ -122,6 +137,17 @@ class StepHooks:
             else:
                 last.around = self._around()
 
+    def before_update(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, also where nothing of it is recorded."""
+        due, last = self._due, self._module.last
+        if not due.before_update:
+            return
+        step = self._step_now()
+        step.phase = last.phase
+        update = update_of(self._module, optimizer, self._batches, [*self._losses, last.loss])
+        for hook in due.before_update:
+            hook.before_update(step, update)
+
     def before_step(self, phase: str | None) -> Found:
         """The gradients are true. Returns what the hooks give for them, and what they gave in the forward."""
         found, self._early = self._early, {}
@@ -134,6 +160,8 @@ class StepHooks:
 
     def end_batch(self) -> None:
         """After each micro-batch."""
+        if self._due.before_update and not self._module.phases:
+            self._losses.append(self._module.last.loss)
         for hook in self._due.at_modules:
             hook.disengage()
 
@@ -144,6 +172,7 @@ class StepHooks:
             self._passed("optimizer")
         found = self._called(due.after_step, "after_step", None) if due.after_step else {}
         self._due = self._step = self._data = None
+        self._batches, self._losses = [], []
         return found
 
     def _called(self, hooks: Sequence[Hook], method: str, phase: str | None, *arguments: Any) -> Found:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from exp.hooks.update import Update
     from exp.hooks.values import Panel
     from exp.strategies.parts import Parts
     from exp.strategies.strategy import Planned
@@ -180,6 +181,15 @@ class Hook:
 
         With phases once for each that runs in the step, at its last repeat, and `/<phase>` is added to each tag.
         """
+
+    def before_update(self, step: Step, update: Update) -> None:
+        """Before each step of each optimizer, and before after_backward: of phases all of their repeats, too.
+
+        What it raises ends the run, with the parameters as they are.
+        """
+
+    def before_write(self) -> None:
+        """The engine is about to bring the values of the last steps to the host, for which it waits."""
 
     def after_clipping(self, step: Step) -> Values | None:
         """As after_backward, with the gradients as the optimizer takes them."""

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from exp.precision.conversion import attach_edges, cast_own_tensors, cast_tensors
 from exp.precision.edges import cast
 from exp.precision.fp8 import convert_linear
+from exp.precision.holding import hold
 from exp.precision.keep import kept_layers, refuse_shared
 from exp.precision.tf32 import TensorFloat32, why_without_effect
 from exp.precision.words import WORDS, Word
@@ -77,6 +78,11 @@ class RunPrecision(Precision):
 
     def update(self) -> None:
         """Sets the scale of the next window: once a batch window, after every optimizer's step."""
+
+    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
+        """The optimizer's coming step changes nothing where `flag`, 0-d in float32, is not 0 when the device comes to
+        it. Behind unscale. Only where `can_hold` of exp.precision.holding."""
+        hold(optimizer, flag)
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step changed nothing: its schedule should not move. Waits for the device."""

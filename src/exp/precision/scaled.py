@@ -52,6 +52,9 @@ class ScaledPrecision(RunPrecision):
     def update(self) -> None:
         self.scaler.update()
 
+    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
+        self.scaler.hold(optimizer, flag)
+
     def skipped(self, optimizer: Optimizer) -> bool:
         return self.scaler.skipped(optimizer)
 

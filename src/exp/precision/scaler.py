@@ -52,6 +52,11 @@ class CountingScaler(torch.amp.GradScaler):
                 tensor.copy_(worst)
         self._unscaled[optimizer] = True
 
+    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
+        """Behind unscale_: the coming step is skipped where `flag`, 0-d, is not 0, as if a gradient were infinite."""
+        for found in self._found_inf_per_device(optimizer).values():
+            found.copy_(torch.maximum(found, flag.to(found.device, found.dtype)))
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)

@@ -1,0 +1,107 @@
+"""A step's forward and backward run again, apart from the run, with a look at every module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.compiling import is_compiled
+from exp.engine.module import TrainingModule
+from exp.hooks.extent import Extent
+from exp.hooks.norms import norms
+from exp.hooks.tracing import Trace, Tracer, not_finite
+from exp.hooks.update import Update, Window
+from exp.precision.holding import can_hold
+from exp.precision.plugin import RunPrecision
+
+
+def update_of(
+    module: TrainingModule, optimizer: Optimizer, batches: Sequence[tuple[Any, int]], losses: Sequence[Tensor]
+) -> Update:
+    """What a hook is told before this optimizer steps. losses: of the micro-batches."""
+    trainer, last = module.trainer, module.last
+    precision = trainer.precision_plugin
+    ours = isinstance(precision, RunPrecision)
+    return Update(
+        window=Window(batches=tuple(batches), epoch=trainer.current_epoch, phase=last.phase, turn=last.turn),
+        optimizer=optimizer,
+        losses=tuple(losses),
+        scale=precision.loss_scale if ours and precision.is_scaled else None,
+        objective=module.objective,
+        is_compiled=is_compiled(module.network),
+        can_hold=ours and can_hold(optimizer),
+        hold=partial(precision.hold, optimizer) if ours else _cannot_hold,
+        again=partial(trace_again, module),
+        save=_save,
+    )
+
+
+def trace_again(module: TrainingModule, window: Window) -> Trace:
+    """Runs the micro-batches of a window up to the first that is not finite.
+
+    Parameters, their gradients and the optimizer are left alone; buffers are not. Every random number is the step's
+    own. A compiled network runs uncompiled.
+    """
+    last = module.last
+    last.around = last.around_each = last.seen = last.passed = last.after_clipping = None
+    named = module.trained_in(window)
+    trace = Trace(count=len(window.batches), tensors=_broken(module))
+    sums: dict[str, Tensor] = {}
+    for place, (batch, _) in enumerate(window.batches):
+        tracer = Tracer(module.network, module.objective)
+        trace.place, trace.batch = place, _broken_entries(batch.data)
+        with torch.enable_grad(), _uncompiled(module):
+            with tracer.forward():
+                loss = module.scaled_loss(window, place)
+            found: Sequence[Tensor | None] = ()
+            if loss.requires_grad:
+                tracer.backward(loss)
+                # Not loss.backward(): what waits at the parameters, as ddp does, is not told.
+                found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        for name, gradient in zip(named, found, strict=bool(found)):
+            if gradient is not None:
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        trace.rows, trace.loss = tracer.rows, float(loss.detach())
+        trace.gradients = Extent.of(sums.values())
+        trace.origin = tracer.origin(is_lost=trace.loss - trace.loss != 0.0)
+        if trace.is_bad:
+            return trace
+    sizes = dict(zip(sums, norms(list(sums.values())), strict=True))
+    trace.overflown = [name for name, size in sizes.items() if not size.isfinite()]
+    trace.origin = None
+    return trace
+
+
+def _uncompiled(module: TrainingModule) -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if is_compiled(module.network) else nullcontext()
+
+
+def _broken(module: TrainingModule) -> list[str]:
+    network = module.network
+    return not_finite({**dict(network.named_parameters()), **dict(network.named_buffers())})
+
+
+def _broken_entries(data: Any) -> list[str]:
+    """The names of a batch's entries, or their places, that hold numbers that are none."""
+    if isinstance(data, Tensor):
+        data = {"input": data}
+    elif not isinstance(data, Mapping):
+        names = ("input", "target") if len(data) <= 2 else map(str, range(len(data)))
+        data = dict(zip(names, data, strict=False))
+    return not_finite({name: value for name, value in data.items() if isinstance(value, Tensor)})
+
+
+def _cannot_hold(flag: Tensor) -> None:
+    raise NotImplementedError("this precision cannot hold an optimizer's step; ask can_hold first")
+
+
+def _save(path: Path, contents: Mapping[str, Any]) -> None:
+    AtomicCheckpointIO().save_checkpoint(dict(contents), path)

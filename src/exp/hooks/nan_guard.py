@@ -1,0 +1,279 @@
+"""The hook `nan_guard`: stops before an optimizer takes a loss or a gradient that is not finite.
+
+                    on a CPU            on a GPU, all optimizers fused      on a GPU, otherwise
+the flag            loss, norms         loss, norms: on the device          the same
+the update stops    an error, at once   found_inf, on the device            an error, at once
+the host looks      at once             some steps later, or at a flush     at once: it waits for the backward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from exp.config.freeze import read_frozen
+from exp.errors import ConfigError, Fault, RunError
+from exp.hooks.buffers_before import BuffersBefore, put_back
+from exp.hooks.findings import Finding, finding_of, message
+from exp.hooks.hook import Hook, Step
+from exp.hooks.norms import norms
+from exp.hooks.step_file import StepFile, tensors_of
+from exp.hooks.tracing import Trace
+from exp.hooks.update import Update
+from exp.precision.holding import release
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+PARTS = "ranks hold parts of the network, so that no rank could run its step again alone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """A step whose flag is on its way to the host. rates: the learning rates that it used, by optimizer and group."""
+
+    index: int
+    update: Update
+    flag: _OnItsWay
+    buffers: list[tuple[Tensor, Tensor]]
+    optimizers: Sequence[Optimizer]
+    rates: list[list[Any]]
+
+
+class NanGuard(Hook):
+    """Ends the run before a step whose loss or gradient is not finite, with the weights as they were before it.
+
+    The error names the first module that gave such a number, and nan_guard/step-<n>.pt in the run directory has the
+    step: `python -m exp.replay FILE` runs it alone. A gradient counts as not finite where its 2-norm is not.
+
+    Under the loss scale of fp16 a gradient that is not finite is routine, and its step is skipped anyway: the run ends
+    where the loss is not finite, or where the scale has fallen below 1.
+
+    steps_in_flight: how many steps a GPU may be behind before the host looks; their batches are kept meanwhile.
+    """
+
+    refuses: ClassVar[dict[str, str]] = {
+        "fsdp": PARTS,
+        "tensor_parallel": PARTS,
+        "hybrid": PARTS,
+        "pipeline": PARTS,
+        "deepspeed": "its engine unscales, clips and steps where no hook can stop it",
+        "data_parallel": "its replicas draw random numbers in threads of their own; use ddp",
+        "cuda_graph": "a captured step calls no Python, and so nobody before its update",
+    }
+
+    def __init__(self, *, steps_in_flight: int = 8) -> None:
+        super().__init__()
+        if steps_in_flight < 1:
+            expected = "a whole number of steps, 1 or more"
+            raise ConfigError([Fault(key="steps_in_flight", got=str(steps_in_flight), expected=expected)])
+        self.steps_in_flight = steps_in_flight
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step: Step | None = None
+        self._buffers: BuffersBefore | None = None
+        self._before: list[tuple[Tensor, Tensor]] | None = None
+        self._is_compiled = True  # until the first step says otherwise
+        self._waiting: deque[_Seen] = deque()
+        self._latch: Tensor | None = None
+        self._held: list[Optimizer] = []
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        """An optimizer that runs the network itself, several times a step, is none to stop."""
+        faults = list(super().faults(planned))
+        target = str(planned.config["optimizer"].get("_target_"))
+        if target.endswith(".LBFGS"):
+            expected = (
+                "another optimizer: LBFGS makes the gradients of a step several times, and the first is looked at"
+            )
+            faults.append(Fault(key=f"hooks.{self.name}", got="a NanGuard hook with LBFGS", expected=expected))
+        return faults
+
+    # --- the run ---
+
+    def setup(self, network: nn.Module) -> None:
+        self._forget()
+        self._buffers = BuffersBefore(network)
+
+    def teardown(self) -> None:
+        for optimizer in self._held:
+            release(optimizer)
+        self._forget()
+
+    def around_forward(self, step: Step) -> None:
+        if self._before is None and self._buffers is not None:
+            self._before = self._buffers.take(all_of_them=self._is_compiled)
+
+    def before_update(self, step: Step, update: Update) -> None:
+        self._step = step
+        before, self._before = self._before or [], None
+        self._is_compiled = update.is_compiled
+        later = self._looks_later(step, update)
+        flag = self._flag(step, update, on_host=not later and step.device.type == "cpu")
+        if later:
+            assert isinstance(flag, Tensor)
+            flag = self._held_back(flag, update)
+        seen = _Seen(
+            index=step.index,
+            update=update,
+            flag=_OnItsWay(flag),
+            buffers=before,
+            optimizers=list(step.optimizers),
+            rates=[[group.get("lr") for group in optimizer.param_groups] for optimizer in step.optimizers],
+        )
+        self._waiting.append(seen)
+        # Not where the flag happens to have arrived: the ranks of a run must look at one step together.
+        while len(self._waiting) > (self.steps_in_flight if later else 0):
+            self._look()
+
+    def before_write(self) -> None:
+        # It waits for the device anyway, and would end the run itself by a loss that is not a number.
+        while self._waiting:
+            self._look()
+
+    # --- the look ---
+
+    def _looks_later(self, step: Step, update: Update) -> bool:
+        """Whether the device stops the update by itself, so that nobody has to wait for it."""
+        return step.device.type == "cuda" and update.can_hold
+
+    def _flag(self, step: Step, update: Update, *, on_host: bool) -> Tensor | float:
+        """1 where the step must not be taken, on any rank; 0-d in float32, or a float on the host."""
+        gradients = [
+            parameter.grad
+            for group in update.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        sizes = norms([gradient for gradient in gradients if gradient.numel()])
+        if on_host:
+            is_lost = not all(math.isfinite(loss.item()) for loss in update.losses)
+            is_bad = not all(math.isfinite(size.item()) for size in sizes)
+            flag: Tensor | float = float(is_lost or (is_bad and (update.scale is None or float(update.scale) < 1.0)))
+            local = torch.tensor(flag)
+        else:
+            device = step.device
+            lost = ~torch.stack([loss.to(device) for loss in update.losses]).isfinite().all()
+            bad = ~torch.stack([size.to(device) for size in sizes]).isfinite().all() if sizes else lost
+            if update.scale is not None:
+                bad = bad & (torch.as_tensor(update.scale, device=device) < 1.0)
+            flag = local = (lost | bad).to(torch.float32)
+        everyone = step.gather(local)
+        if len(everyone) > 1:
+            worst = everyone.amax()
+            return worst.item() if on_host else worst
+        return flag
+
+    def _held_back(self, flag: Tensor, update: Update) -> Tensor:
+        """From the first bad step on no optimizer changes anything, until the host has seen it."""
+        self._latch = flag if self._latch is None else torch.maximum(self._latch, flag)
+        update.hold(self._latch)
+        if all(update.optimizer is not one for one in self._held):
+            self._held.append(update.optimizer)
+        return flag
+
+    def _look(self) -> None:
+        seen = self._waiting.popleft()
+        if seen.flag.value():
+            self._waiting.clear()
+            self._stop(seen)
+
+    # --- the stop ---
+
+    def _stop(self, seen: _Seen) -> None:
+        step, update = self._step, seen.update
+        assert step is not None
+        put_back(seen.buffers)
+        losses = [float(loss) for loss in update.losses]
+        world_size = update.window.batches[0][0].world_size
+        path, unwritten = self._write(step, seen, world_size=world_size)
+        trace, untraced = _traced(update)
+        finding = finding_of(
+            trace,
+            index=seen.index,
+            losses=losses,
+            phase=update.window.phase,
+            path=None if path is None else _shown(path),
+            command=self._command(path),
+            problems=[*unwritten, *untraced],
+        )
+        found = [Finding.decoded(row) for row in step.gather(finding.encoded().to(step.device)).cpu()]
+        raise RunError(message(found))
+
+    def _write(self, step: Step, seen: _Seen, *, world_size: int) -> tuple[Path | None, list[str]]:
+        """The file, and why there is none."""
+        if self.directory is None:
+            return None, ["The run has no directory, so the step was not kept."]
+        update, network = seen.update, step.network
+        ending = f".rank{step.rank}" if world_size > 1 else ""
+        path = self.directory / self.name / f"step-{seen.index}{ending}.pt"
+        config = self.directory / "config.yaml"
+        states = [optimizer.state_dict() for optimizer in seen.optimizers]
+        for state, rates in zip(states, seen.rates, strict=True):
+            for group, rate in zip(state["param_groups"], rates, strict=True):
+                group["lr"] = rate
+        file = StepFile(
+            step=seen.index,
+            rank=step.rank,
+            world_size=world_size,
+            seed=step.seed,
+            window=update.window,
+            scale=None if update.scale is None else float(update.scale),
+            network=tensors_of(network),
+            objective=tensors_of(update.objective),
+            evaluating=[name for name, module in network.named_modules() if not module.training],
+            frozen=[name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+            optimizers=states,
+            config=config.read_text(encoding="utf-8") if config.is_file() else None,
+        )
+        try:
+            update.save(path, file.contents())
+        except (OSError, RunError) as error:
+            return None, [f"The step could not be kept in {path}: {error}."]
+        return path, []
+
+    def _command(self, path: Path | None) -> str | None:
+        if path is None or self.directory is None or not (self.directory / "config.yaml").is_file():
+            return None
+        allowed = read_frozen(self.directory).security.allow
+        return " ".join(["python -m exp.replay", _shown(path), *(f"--allow {name}" for name in allowed)])
+
+
+class _OnItsWay:
+    """A number that the host asks for later: copied from a GPU beside what it computes."""
+
+    def __init__(self, number: Tensor | float) -> None:
+        self._number, self._event = number, None
+        if isinstance(number, Tensor) and number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def value(self) -> float:
+        """Waits until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._number)
+
+
+def _traced(update: Update) -> tuple[Trace | None, list[str]]:
+    try:
+        return update.again(update.window), []
+    except Exception as error:  # out of memory, or a network that cannot run twice: the stop must be told all the same
+        return None, [f"The step could not be run again to find the module: {type(error).__name__}: {error}."]
+
+
+def _shown(path: Path) -> str:
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,176 @@
+"""One forward and one backward with a look at every module: which gave the first number that is none.
+
+Looked at with torch's forward hooks, and, in the backward, at each node of the graph, which belongs to the module in
+whose forward it was made. So it works where hooks of modules do not: behind operations in place, for functions that a
+network calls between its layers, and for the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exp.hooks.autograd_nodes import nodes_behind
+from exp.hooks.extent import Extent, is_mask
+from exp.hooks.module_calls import ModuleCalls
+from exp.nested import tensors_in
+
+OUTSIDE = "objective"
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One module, over all of its calls. gradients: what its own operators gave in the backward, to its parameters and
+    inputs."""
+
+    name: str
+    kind: str
+    calls: int = 0
+    outputs: Extent = field(default_factory=Extent)
+    gradients: Extent = field(default_factory=Extent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where numbers that are not finite came up first: from finite ones.
+
+    direction: forward or backward. operator: of the backward, autograd's name of it. extent: of what it gave.
+    """
+
+    direction: str
+    name: str
+    kind: str
+    extent: Extent
+    operator: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Trace:
+    """What was found in the micro-batches of a step, one after the other up to the first that is not finite.
+
+    rows: by module, of the last micro-batch that ran, in the order in which forwards end.
+    place: of it, counted from 0; count: of how many.
+    loss: of it, with the loss scale if there is one.
+    origin: None where all is finite, or no module can be named.
+    batch, tensors: entries of the micro-batch, and parameters and buffers, that are not finite before anything runs.
+    gradients: of all parameters, summed up over the micro-batches. overflown: the names of those whose 2-norm alone is
+        not finite.
+    """
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    place: int = 0
+    count: int = 1
+    loss: float = 0.0
+    origin: Origin | None = None
+    batch: Sequence[str] = ()
+    tensors: Sequence[str] = ()
+    gradients: Extent = field(default_factory=Extent)
+    overflown: Sequence[str] = ()
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether loss or gradients are not finite."""
+        return self.loss - self.loss != 0.0 or bool(self.gradients.bad) or bool(self.overflown)
+
+
+class Tracer:
+    """Looks at one micro-batch. network, objective: what runs in it."""
+
+    def __init__(self, network: nn.Module, objective: nn.Module) -> None:
+        self._modules = {**dict(network.named_modules()), **_named_terms(objective)}
+        self._calls = ModuleCalls(outside=OUTSIDE)
+        self._open: list[tuple[str, int, bool]] = []
+        self._count = 0
+        self._order = 0
+        self.rows: dict[str, Row] = {}
+        self._forward: Origin | None = None
+        self._backward: Origin | None = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward and the objective."""
+        handles = []
+        for name, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """Before the backward from `loss`."""
+        for node in nodes_behind(loss):
+            node.register_hook(partial(self._passed, node.name(), self._calls.maker(node)))
+
+    def origin(self, *, is_lost: bool) -> Origin | None:
+        """is_lost: whether the loss is not finite: then the backward only carries it on."""
+        return self._forward if is_lost else self._backward or self._forward
+
+    @torch.no_grad()
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._count += 1
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+        # Before the forward, which may change them in place.
+        is_fine = not any(Extent.of([one]).bad and not is_mask(one) for one in inputs)
+        self._open.append((name, self._count, is_fine))
+        self._calls.begin(name)
+
+    @torch.no_grad()
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._calls.end(name)
+        while self._open[-1][0] != name:  # the forward of one within raised, and was caught
+            self._open.pop()
+        _, order, was_fine = self._open.pop()
+        found = Extent.of(tensors_in(output))
+        row = self._row(name)
+        row.calls += 1
+        row.outputs += found
+        if found.bad and was_fine:
+            if self._forward is None:
+                self._forward = Origin(direction="forward", name=name, kind=row.kind, extent=found)
+                self._order = order
+        elif self._forward is not None and not found.bad and (not was_fine or order < self._order):
+            # What takes the bad numbers, or is around their origin, gives finite ones: they were meant, as those of a
+            # mask before a softmax.
+            self._forward = None
+
+    @torch.no_grad()
+    def _passed(self, operator: str, name: str, given: Any, taken: Any) -> None:
+        """An operator's backward is done."""
+        found = Extent.of(tensors_in(given))
+        row = self._row(name)
+        row.gradients += found
+        if self._backward is None and found.bad and not Extent.of(tensors_in(taken)).bad:
+            self._backward = Origin(
+                direction="backward", name=name, kind=row.kind, extent=found, operator=operator.split("::")[-1]
+            )
+
+    def _row(self, name: str) -> Row:
+        if name not in self.rows:
+            module = self._modules.get(name)
+            self.rows[name] = Row(name=name, kind="" if module is None else type(module).__name__)
+        return self.rows[name]
+
+
+def not_finite(named: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors with numbers that are none; masks aside."""
+    return [name for name, tensor in named.items() if Extent.of([tensor]).bad and not is_mask(tensor)]
+
+
+def _named_terms(objective: nn.Module) -> dict[str, nn.Module]:
+    """The objective and its terms by their names in the config, where they have some."""
+    terms: Mapping[str, nn.Module] = getattr(objective, "terms", {})
+    found = {
+        f"{OUTSIDE}.{term}{'.' * bool(name)}{name}": module
+        for term, one in terms.items()
+        for name, module in one.named_modules()
+    }
+    return {OUTSIDE: objective, **(found or {f"{OUTSIDE}.{n}": m for n, m in objective.named_modules() if n})}

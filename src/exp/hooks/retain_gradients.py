@@ -1,0 +1,96 @@
+"""The hook `retain_gradients`: how large the gradients are that flow back into what modules return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from exp.hooks.hook import Boundary, Hook, Step
+from exp.hooks.values import Histogram
+from exp.models.matching import matching
+
+IN_PARTS = "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
+# The network itself has the empty name, which no tag can end with.
+WHOLE = "network"
+
+
+class RetainGradients(Hook):
+    """Logs `gradients/output_norm/<module>`, the 2-norm of the loss's gradient with respect to what a module returns.
+
+    The loss is the step's, a mean over the samples of all ranks and micro-batches, without a loss scale; the norm is
+    that of the outputs for all these samples together, as if one batch had held them: the root of the sum of squares
+    over ranks, micro-batches, calls of the module and tensors that it returns. torch's `retain_grad()` keeps it.
+    A module into whose output no gradient flows has no value in that step.
+
+    histogram: log `gradients/output_histogram/<module>`, too: of each number, for this rank's samples. It keeps the
+        gradients of all outputs until the step.
+    """
+
+    refuses = {"tensor_parallel": IN_PARTS, "hybrid": IN_PARTS, "pipeline": IN_PARTS}
+
+    def __init__(self, *, every_n_steps: int = 50, modules: Sequence[str] = ("*",), histogram: bool = False) -> None:
+        super().__init__(every_n_steps=every_n_steps, modules=modules)
+        self.histogram = histogram
+        self._names: list[str] = []
+        # Of each forward by itself: of a phase's repeats the last one's are the step's.
+        self._forwards: list[dict[str, list[Tensor]]] = []
+        self._is_in_backward = False
+        self._index = self._batches = 0
+
+    def setup(self, network: nn.Module) -> None:
+        self._names = list(matching(network, self.modules, key=f"hooks.{self.name}.modules"))
+        self._forwards = []
+
+    def passed(self, boundary: Boundary, step: Step) -> None:
+        if boundary == "batch":
+            self._batches = self._batches + 1 if self._index == step.index else 1
+            self._index = step.index
+        if boundary == "forward":
+            self._forwards.append({})
+        # A term may take gradients of its own in the forward: they are not the loss's.
+        self._is_in_backward = boundary == "forward"
+
+    def tensor_gradient(self, name: str, gradient: Tensor) -> None:
+        if self._is_in_backward:
+            # One append, for the devices of nn.DataParallel call from threads of their own.
+            self._forwards[-1].setdefault(name, []).append(gradient if self.histogram else _norm(gradient))
+
+    def after_backward(self, step: Step) -> dict[str, Tensor | Histogram] | None:
+        forwards, self._forwards = self._forwards[-self._batches :], []
+        found: dict[str, list[Tensor]] = {}
+        for name, gradients in (item for forward in forwards for item in forward.items()):
+            found.setdefault(name, []).extend(gradients)
+        # Each rank has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        factor = 1.0 / (ranks * self.loss_scale)
+        norms = torch.stack([self._total(found.get(name, ()), step.device) for name in self._names]) * factor
+        norms = torch.linalg.vector_norm(step.gather(norms), dim=0)
+        values: dict[str, Tensor | Histogram] = {}
+        for name, norm in zip(self._names, norms.unbind(), strict=True):
+            if name not in found:
+                continue
+            values[f"gradients/output_norm/{name or WHOLE}"] = norm
+            if self.histogram:
+                numbers = torch.cat([_full(one).flatten().to(step.device) for one in found[name]]) * factor
+                values[f"gradients/output_histogram/{name or WHOLE}"] = Histogram.of(numbers)
+        return values
+
+    def _total(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The norm of all of them together, 0-d."""
+        if not gradients:
+            return torch.zeros((), device=device)
+        norms = [_norm(one) for one in gradients] if self.histogram else gradients
+        return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+
+
+def _full(gradient: Tensor) -> Tensor:
+    """In float32 at least."""
+    return gradient if gradient.dtype == torch.float64 else gradient.float()
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """0-d, in float32 at least."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.dtype == torch.float64 else torch.float32)

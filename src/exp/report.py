@@ -7,9 +7,7 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,24 +136,18 @@ def _progress(parts: Any) -> dict[str, Any]:
 
 
 def _peak_memory_mib() -> float:
-    import torch
+    # Here, because who only reads reports needs no torch.
+    from exp.hooks.peaks import peak_of_run
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**20
-    if sys.platform == "linux":
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) / 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS, by its getrusage(2)
+    return peak_of_run().so_far() / 2**20
 
 
 def _forget_peak_memory() -> None:
     """A job of a sweep reports its own peak, not that of a job before it in the same process."""
-    if sys.platform == "linux":
-        # 5 sets the peak of the resident set to what it is now: proc(5), clear_refs.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
+    from exp.hooks.peaks import HOST, peak_of_run
+
+    HOST.forget()
+    peak_of_run().forget()
 
 
 def write_report(report: Report) -> None:

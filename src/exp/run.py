@@ -18,6 +18,7 @@ from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
 from exp.engine.train_log import run_log
 from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
+from exp.hooks.out_of_memory import explained, is_out_of_memory
 from exp.loggers.run_logger import Description, RunLogger
 from exp.loggers.texts import texts
 from exp.plan.precision import report_precision
@@ -94,9 +95,12 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
                 _end_badly(ongoing, parts, told)
             raise told from error
         except BaseException as error:
+            told = RunError(explained(error)) if is_out_of_memory(error) else error
             if rank.is_first:
-                _end_badly(ongoing, parts, error)
-            raise
+                _end_badly(ongoing, parts, told)
+            if told is error:
+                raise
+            raise told from error
     return report
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from exp.hooks.hook import Step
-from exp.hooks.memory import Memory, mebibytes, storages
+from exp.hooks.memory import Memory, mebibytes
+from exp.hooks.saved_tensors import storages
 
 MIB = 2**20
 

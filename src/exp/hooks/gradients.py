@@ -149,11 +149,10 @@ class Gradients(Hook):
     def _norms(self, step: Step, beginning: str) -> dict[str, Any]:
         """Of each gradient, and of all together; the tags begin so."""
         if step.parts is None:
-            gradients = [parameter.grad for parameter in self._parameters]
+            gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
             tags = self._tags[beginning]
-            if any([gradient is None for gradient in gradients]):
-                names, gradients = self._gradients()
-                tags = [beginning + name for name in names]
+            if len(gradients) != len(tags):
+                tags = [beginning + name for name in self._gradients()[0]]
             each, total = with_total(norms(gradients))
         else:
             names, gradients = self._gradients()

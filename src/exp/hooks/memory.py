@@ -1,40 +1,103 @@
-"""The hook `memory`: what the memory of a step is used for."""
+"""The hook `memory`: what the memory of a step is used for, on each rank, and what filled it where it ran out."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 
-from exp.hooks.hook import Hook, Step
+from exp.errors import Fault
+from exp.hooks import cuda_snapshot
+from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.memory_snapshot import take
+from exp.hooks.out_of_memory import is_out_of_memory
+from exp.hooks.peaks import HOST, Peak, peak_of
+from exp.hooks.saved_tensors import Kept, SavedTensors, storages
 from exp.nested import tensors_in
-from exp.strategies.parts import local
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+log = logging.getLogger(__name__)
 
 MIB = 2**20
+NOTES = 100_000
+# What has passed at each boundary.
+PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 
 class Memory(Hook):
-    """Logs four parts of this process's memory, measured at their step, and what the device and the host say.
+    """Logs four parts of each process's memory, measured at their step, and what the device and the host say.
 
     `memory/parameters_mib`, `memory/gradients_mib` (when the backward is done) and `memory/optimizer_mib` (when the
     step is) are exact to the byte: each storage counts once, however many tensors share it. `memory/activations_mib` is
     what the forward keeps for the backward, parameters and buffers excluded; the largest micro-batch's where gradients
-    are accumulated. On CUDA `memory/allocated_mib`, `memory/reserved_mib` and `memory/peak_mib` (since the start) are
-    the allocator's; `memory/host_rss_mib` is the process's resident set.
+    are accumulated. `memory/host_rss_mib` is the process's resident set, and `memory/host_peak_<phase>_mib` the largest
+    one in the forward, the backward and the optimizer's step, where the system counts it (Linux).
+
+    On CUDA `memory/allocated_mib`, `memory/reserved_mib` and `memory/peak_mib` (since the start) are the allocator's,
+    `memory/fragmentation` is the share of what is reserved that is not allocated, and `memory/peak_<phase>_mib` the
+    largest allocated in the phase.
+
+    These are the first rank's. Of several ranks, each tag has /min, /mean and /max over them, too.
+
+    Where memory runs out, `on_error` leaves a file below the run directory, a table in the log, and a suggestion.
+
+    record_history: on CUDA, who asked the allocator for what goes into that file; it slows each allocation.
 
     It is measured on few steps because the forward of such a step costs up to a quarter more on a tiny network.
     """
 
-    def __init__(self, *, every_n_steps: int = 50) -> None:
+    def __init__(self, *, every_n_steps: int = 50, record_history: bool = False) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        self._activations = 0
+        self.record_history = record_history
         self._process = psutil.Process()
+        self._network: nn.Module | None = None
+        # Of the step under way, and of the last forward that was measured.
+        self._activations = 0
+        self._peaks: dict[str, int] = {}
+        self._gradients = 0.0
+        self._kept = Kept()
+        self._measured_at: int | None = None
+        # What any of several ranks has.
+        self._tags: set[str] | None = None
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        """A history of an allocator that there is not."""
+        faults = list(super().faults(planned))
+        accelerator = planned.placement.accelerator
+        if self.record_history and accelerator != "cuda":
+            expected = "false: only the CUDA allocator has a history"
+            faults.append(
+                Fault(key=f"hooks.{self.name}.record_history", got=f"true on {accelerator}", expected=expected)
+            )
+        return faults
+
+    def setup(self, network: nn.Module) -> None:
+        self._network = network
+        if self.record_history:
+            cuda_snapshot.record_history(NOTES)
+
+    def teardown(self) -> None:
+        if self._network is not None and self.record_history:
+            cuda_snapshot.stop_history()
+        self._network = None
+        self._kept, self._measured_at = Kept(), None
+
+    # --- a measured step ---
+
+    def passed(self, boundary: Boundary, step: Step) -> None:
+        for kind, peak in _counters(step.device).items():
+            if boundary in PHASES:
+                tag = _peak_tag(kind, boundary)
+                self._peaks[tag] = max(self._peaks.get(tag, 0), peak.since_restart())
+            peak.restart()
 
     def around_forward(self, step: Step) -> AbstractContextManager[Any]:
         network = step.network
@@ -42,61 +105,63 @@ class Memory(Hook):
         given: Counter[int] = Counter()
         for tensor in tensors_in(step.data):
             given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-        return _SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, self._keep_largest)
+        self._measured_at = step.index
+        return SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, self._keep)
 
-    def after_backward(self, step: Step) -> dict[str, float]:
-        gradients = [parameter.grad for parameter in step.network.parameters() if parameter.grad is not None]
-        return {"memory/gradients_mib": mebibytes(gradients)}
+    def after_backward(self, step: Step) -> Values:
+        gradients = mebibytes(parameter.grad for parameter in step.network.parameters() if parameter.grad is not None)
+        # With phases each has gradients of its own.
+        self._gradients = max(self._gradients, gradients)
+        return {"memory/gradients_mib": gradients}
 
-    def after_step(self, step: Step) -> dict[str, float]:
+    def after_step(self, step: Step) -> Values:
+        place = step.device
+        dtype = torch.float32 if place.type == "mps" else torch.float64
+        # The ranks are at one point from here on: a barrier that also tells how many there are.
+        ranks = len(step.gather(torch.zeros(1, dtype=dtype, device=place)))
         values = {
             "memory/parameters_mib": mebibytes(step.network.parameters()),
             "memory/optimizer_mib": mebibytes(tensors_in([optimizer.state for optimizer in step.optimizers])),
             "memory/activations_mib": self._activations / MIB,
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
+            **_allocated(place),
+            **{tag: peak / MIB for tag, peak in self._peaks.items()},
         }
-        self._activations = 0
-        if step.device.type == "cuda":
-            values["memory/allocated_mib"] = torch.cuda.memory_allocated(step.device) / MIB
-            values["memory/reserved_mib"] = torch.cuda.memory_reserved(step.device) / MIB
-            values["memory/peak_mib"] = torch.cuda.max_memory_allocated(step.device) / MIB
+        if ranks > 1:
+            own = {"memory/gradients_mib": self._gradients, **values}
+            tags = sorted({*own, *_peak_tags(place)})
+            numbers = torch.tensor([own.get(tag, torch.nan) for tag in tags], dtype=dtype, device=place)
+            found = step.gather(numbers)
+            if self._tags is None:
+                # Only once, for it waits for the device.
+                nowhere = found.isnan().all(0).tolist()
+                self._tags = {tag for tag, is_nowhere in zip(tags, nowhere, strict=True) if not is_nowhere}
+            values |= {
+                f"{tag}/{word}": number
+                for word, numbers in _over_ranks(found).items()
+                for tag, number in zip(tags, numbers.unbind(), strict=True)
+                if tag in self._tags
+            }
+        self._activations, self._gradients, self._peaks = 0, 0.0, {}
         return values
 
-    def _keep_largest(self, size: int) -> None:
-        self._activations = max(self._activations, size)
+    def _keep(self, kept: Kept, failed: bool) -> None:
+        """Of several micro-batches the largest; where the forward failed, what it had kept by then."""
+        if failed or kept.size >= self._activations:
+            self._kept = kept
+        self._activations = max(self._activations, kept.size)
 
+    # --- where it ran out ---
 
-class _SavedTensors(saved_tensors_hooks):
-    """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left.
-
-    own: what the network holds. It is asked again at the end, for weights in shards are gathered in the forward; those
-        that are freed in it have no bytes left by then.
-    """
-
-    def __init__(self, own: Callable[[], list[Tensor]], given: Mapping[int, int], report: Any) -> None:
-        super().__init__(self._pack, _unpack)
-        self._own = own
-        self._excluded = storages(own())
-        self._given = given
-        self._report = report
-        # Alive until the forward ends, so that no two of them had one address.
-        self._saved: list[torch.UntypedStorage] = []
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self._saved.append(local(tensor).untyped_storage())
-        # The tensor itself would keep its own graph alive through the node that saves it: a leak.
-        return tensor.detach()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        excluded = self._excluded | storages(self._own())
-        saved = {storage.data_ptr(): storage.nbytes() for storage in self._saved if storage.nbytes()}
-        self._saved = []
-        self._report(sum(self._given.get(at, size) for at, size in saved.items() if at not in excluded))
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
+    def on_error(self, error: BaseException, step: Step | None) -> None:
+        if self._network is None or not is_out_of_memory(error):
+            return
+        kept, at = self._kept, self._measured_at
+        snapshot = take(error, step, network=self._network, kept=kept, measured_at=at)
+        where = "" if self.directory is None else snapshot.write(self.directory / self.name)
+        log.error("%s\n\n%s", snapshot.headline(), snapshot.table())
+        told = f"{snapshot.headline()}. Try {snapshot.suggestion}"
+        error.add_note(f"{told}\nWhat filled the memory is in {where}" if where else told)
 
 
 def mebibytes(tensors: Iterable[Tensor]) -> float:
@@ -104,7 +169,41 @@ def mebibytes(tensors: Iterable[Tensor]) -> float:
     return sum(storages(tensors).values()) / MIB
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The size in bytes of each storage of `tensors`, by its address."""
-    found = (local(tensor).untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+def _counters(device: torch.device) -> dict[str, Peak]:
+    """Those that can be set back, by the beginning of their tags."""
+    counters = {"host_peak": HOST} if HOST.can_restart else {}
+    return {**counters, "peak": peak_of(device)} if device.type == "cuda" else counters
+
+
+def _peak_tag(kind: str, boundary: Boundary) -> str:
+    return f"memory/{kind}_{PHASES[boundary]}_mib"
+
+
+def _peak_tags(device: torch.device) -> list[str]:
+    return [_peak_tag(kind, boundary) for kind in _counters(device) for boundary in PHASES]
+
+
+def _allocated(device: torch.device) -> dict[str, float]:
+    """What the allocator of a CUDA device says."""
+    if device.type != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return {
+        "memory/allocated_mib": allocated / MIB,
+        "memory/reserved_mib": reserved / MIB,
+        "memory/fragmentation": (reserved - allocated) / reserved if reserved else 0.0,
+        "memory/peak_mib": peak_of(device).so_far() / MIB,
+    }
+
+
+def _over_ranks(found: Tensor) -> dict[str, Tensor]:
+    """The smallest, the mean and the largest of each of K values of R ranks: `[R, K]` to `[K]`.
+
+    A rank need not have all, and those that it has not are nan: the stages of a pipeline have no one forward, say.
+    """
+    missing = found.isnan()
+    return {
+        "min": found.masked_fill(missing, torch.inf).amin(0),
+        "mean": found.nanmean(0),
+        "max": found.masked_fill(missing, -torch.inf).amax(0),
+    }

@@ -1,0 +1,112 @@
+"""What a forward keeps for its backward, in bytes, and which module keeps it.
+
+Relied on, and tested: every call of a module runs the private `nn.Module._call_impl`, with the module as `self` (torch
+2.13). A compiled network runs as one function, and what it keeps is its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from exp.strategies.parts import local
+
+CALL = nn.Module._call_impl.__code__
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one forward keeps.
+
+    size: in bytes. half: those of it in a float of 16 bits.
+    by_module: bytes by the innermost module that first kept them; None has what the objective keeps.
+    at: the owner of each storage, by its address.
+    """
+
+    size: int = 0
+    half: int = 0
+    by_module: dict[nn.Module | None, int] = field(default_factory=dict)
+    at: dict[int, nn.Module | None] = field(default_factory=dict)
+
+
+class SavedTensors(saved_tensors_hooks):
+    """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left.
+
+    own: what the network holds. It is asked again at the end, for weights in shards are gathered in the forward; those
+        that are freed in it have no bytes left by then.
+    report: called with what is kept, and whether the forward failed.
+    given: by address, the bytes of the batch's tensors that are views of larger storages.
+    """
+
+    def __init__(
+        self, own: Callable[[], list[Tensor]], given: Mapping[int, int], report: Callable[[Kept, bool], None]
+    ) -> None:
+        super().__init__(self._pack, _unpack)
+        self._own = own
+        self._excluded = storages(own())
+        self._given = given
+        self._report = report
+        # Alive until the forward ends, so that no two of them had one address.
+        self._saved: list[tuple[torch.UntypedStorage, torch.dtype, nn.Module | None]] = []
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        owner = innermost_call()
+        self._saved += [(part.untyped_storage(), part.dtype, owner) for part in held(tensor)]
+        # The tensor itself would keep its own graph alive through the node that saves it: a leak.
+        return tensor.detach()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        excluded = self._excluded | storages(self._own())
+        saved, self._saved = self._saved, []
+        kept = Kept()
+        for storage, dtype, module in saved:
+            at = storage.data_ptr()
+            if at in kept.at or at in excluded or not (size := self._given.get(at, storage.nbytes())):
+                continue
+            kept.at[at] = module
+            kept.size += size
+            kept.half += size if dtype in HALVES else 0
+            kept.by_module[module] = kept.by_module.get(module, 0) + size
+        self._report(kept, error[0] is not None)
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def innermost_call() -> nn.Module | None:
+    """The module whose call is under way, of several the innermost; None where there is none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CALL:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+def held(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors of which one consists in this process: itself, its part, or a sparse one's entries and places.
+
+    Nothing of a tensor that has no storage, such as one inside of torch.func.
+    """
+    part = local(tensor)
+    if part.layout == torch.sparse_coo:
+        # Under these names, for `values()` would be a copy of what has not been coalesced.
+        return part._indices(), part._values()
+    if part.layout != torch.strided:
+        return ()
+    return (part,)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The size in bytes of each storage of `tensors`, by its address."""
+    found = (part.untyped_storage() for tensor in tensors for part in held(tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in found}

@@ -24,50 +24,40 @@ from PIL import Image
 
 SWEEP = (
     "optimizer.lr=1e-3,3e-3,1e-2",
-    "model.layers.hidden.out_features=16,64",
+    "model.layers.linear1.out_features=16,120",
     "precision=fp32,fp16",
-    "trainer.max_epochs=6",
+    "experiment=pictures",
     "hydra.sweep.dir=outputs/digits",
     "hydra.sweep.subdir=${hydra.job.num}",
-    "+hooks=glance",
 )
+# Not on the command line, which HParams shows.
+EXPERIMENT = """# @package _global_
+# A small convolutional network, with pictures of what it sees: experiment=pictures
+defaults:
+  - override /model: lenet
+  - override /hooks: [gradients, memory, throughput, activations, features, samples, confusion]
+  - _self_
+trainer: {max_epochs: 6}
+hooks:
+  activations: {every_n_steps: 10, modules: ["relu*"]}
+  features: {every_n_steps: 100}
+"""
 TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total)$"
+IMAGES = r"^(confusion|features|samples)/"
 # The name of each picture: of the sweep or of which job, what to put behind the address, and the window's size.
 PICTURES = {
     "scalars": (".", f"?tagFilter={urllib.parse.quote(TAGS, safe='')}&smoothing=0.8#timeseries", "1500,1040"),
     "hparams": (".", "#hparams", "1500,760"),
     "custom_scalars": ("11", "?smoothing=0.6#custom_scalars", "1500,1240"),
-    "images": ("11", "#images", "1100,760"),
+    "images": ("11", f"#images&tagFilter={urllib.parse.quote(IMAGES, safe='')}", "1500,1400"),
 }
 # Without --disable-3d-apis the charts stay empty: there is no GPU to draw them.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--hide-scrollbars")
-# A hook of one's own, for the page with images: what the network was shown, and what its first layer made of it.
-HOOK = """
-from exp.hooks.hook import Hook
-from exp.hooks.values import Histogram, Image
-
-
-class Glance(Hook):
-    def setup(self, network):
-        self.weights = next(network.parameters())
-
-    def after_step(self, step):
-        samples = step.data[0][:32]
-        return {
-            "samples/train": Image.of(samples, stretched=True, columns=8),
-            "weights/hidden": Image.of(self.weights.reshape(-1, 1, 8, 8)[:32], stretched=True, columns=8),
-            "weights_histogram/hidden": Histogram.of(self.weights),
-        }
-"""
-HOOK_YAML = """# Samples, the first layer's weights as pictures and as a histogram: +hooks=glance
-glance: {_target_: glance.Glance, every_n_steps: 20}
-"""
 
 
 def train(folder: Path, overrides: list[str]) -> None:
-    (folder / "conf" / "hooks").mkdir(parents=True)
-    (folder / "glance.py").write_text(HOOK)
-    (folder / "conf" / "hooks" / "glance.yaml").write_text(HOOK_YAML)
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    (folder / "conf" / "experiment" / "pictures.yaml").write_text(EXPERIMENT)
     command = [sys.executable, "-m", "exp.train", "-m", *SWEEP, *overrides]
     subprocess.run(command, cwd=folder, check=True, timeout=1200)
 

@@ -60,9 +60,10 @@ def test_what_one_process_draws_is_right_and_two_ranks_draw_the_same(ranks):
     inputs, targets, probabilities = of_the_test_part(one.directory)
     found = events(one.directory)
 
-    # The last pixels of a picture are 12 from the end of the table, and a cell of ten classes has 44.
+    # Ten cells of 30 pixels, that end 12 above the picture's end, and begin where the first grey line does.
     sheet = picture(found, "confusion/test").astype(float)
-    cells = sheet[-12 - 440 + 1 : -12 : 44, -12 - 440 + 1 : -12 : 44]
+    left = int((sheet[-12 - 300] == 225).all(-1).argmax())
+    cells = sheet[-12 - 300 + 1 : -12 : 30, left + 1 : left + 300 : 30]
     counts = confusion_matrix(targets, probabilities.argmax(-1))
     shares = counts / counts.sum(1, keepdims=True)
     seen = np.where(np.eye(10, dtype=bool), 1 - cells[..., 0] / 255, 1 - cells[..., 2] / 255) ** 2
@@ -76,7 +77,7 @@ def test_what_one_process_draws_is_right_and_two_ranks_draw_the_same(ranks):
             precision = precision_score(targets == digit, predicted, zero_division=1)
             assert curve[4:, place].tolist() == pytest.approx([precision, recall_score(targets == digit, predicted)])
 
-    # 8 of the 16 pictures a row, each of 8 by 8 pixels, eight times as large: the first one's, by its brightest line.
+    # 4 of the 16 pictures a row, each of 8 by 8 pixels, eight times as large: the first one's, by its brightest line.
     sheet = picture(found, "samples/test")
     pixels = (inputs[0, 0] * 0.375 + 0.3125) * 255
     enlarged = sheet[..., 0][23 : 23 + 64, 6 + 2 : 6 + 2 + 64][4::8, 4::8]

@@ -12,8 +12,10 @@ from PIL import Image, ImageDraw, ImageFont
 RIGHT, WRONG = (0, 114, 178), (213, 94, 0)
 INK, PAPER, PALE = (30, 30, 30), (255, 255, 255), (225, 225, 225)
 TEXT_SIZE = 11
-# A cell this wide holds a figure of three signs; and its height.
-CELL_WITH_FIGURE = 20
+# TensorBoard's Images page stretches what is narrower, and leaves out lines of what is wider.
+CARD = 350
+# A cell of the first width holds a figure of three signs; with the widest, ten classes fit a card.
+CELL_WITH_FIGURE, WIDEST_CELL = 20, 30
 MARGIN = 6
 PALEST = 0.2
 
@@ -44,7 +46,9 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
     columns = min(columns, count)
     rows = -(-count // columns)
     top = TEXT_SIZE + 2 * MARGIN
-    sheet = Image.new("RGB", (max(columns * wide, int(font.getlength(title)) + 2 * MARGIN), top + rows * high), PAPER)
+    sheet = Image.new(
+        "RGB", (max(columns * wide, int(font.getlength(title)) + 2 * MARGIN, CARD), top + rows * high), PAPER
+    )
     pen = ImageDraw.Draw(sheet)
     pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
     for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
@@ -69,13 +73,13 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     classes = len(counts)
     rows = counts.sum(1, keepdims=True)
     shares = counts / np.maximum(rows, 1)
-    cell = max(1, min(44, 900 // classes))
+    cell = max(1, min(WIDEST_CELL, 900 // classes))
     colours = _tinted(shares)
     font = ImageFont.load_default(TEXT_SIZE)
     side = cell * classes
     left = int(font.getlength(str(classes - 1))) + 3 * MARGIN + TEXT_SIZE
     top = 2 * (TEXT_SIZE + MARGIN) + 3 * MARGIN + TEXT_SIZE
-    width = max(left + side + 2 * MARGIN, int(font.getlength(title)) + 2 * MARGIN)
+    width = max(left + side + 2 * MARGIN, int(font.getlength(title)) + 2 * MARGIN, CARD)
     sheet = Image.new("RGB", (width, top + side + 2 * MARGIN), PAPER)
     sheet.paste(Image.fromarray(colours.repeat(cell, axis=0).repeat(cell, axis=1)), (left, top))
     pen = ImageDraw.Draw(sheet)
@@ -115,7 +119,7 @@ def _write_figures(
     cell: int,
     normalised: bool,
 ) -> None:
-    font = ImageFont.load_default(TEXT_SIZE if cell >= 30 else TEXT_SIZE - 2)
+    font = ImageFont.load_default(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
     for target, prediction in np.argwhere(counts):
         share = shares[target, prediction]
         figure = _per_cent(share) if normalised else short(int(counts[target, prediction]))

@@ -47,7 +47,7 @@ class Samples(Hook):
         every_n_steps: int = 500,
         stages: Sequence[str] = ("val",),
         count: int = 16,
-        columns: int = 8,
+        columns: int = 4,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         threshold: float = 0.0,

@@ -52,19 +52,27 @@ class AtomicCheckpointIO(CheckpointIO):
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any | None = None) -> dict[str, Any]:
     """See AtomicCheckpointIO.load_checkpoint."""
+    checkpoint = read_plain(path, map_location=map_location)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
+    return checkpoint
+
+
+def read_plain(path: str | os.PathLike[str], *, map_location: Any | None = None) -> Any:
+    """What AtomicCheckpointIO, or torch.save, wrote: tensors and plain values.
+
+    Raises: RunError where the file is not there, is damaged, or holds anything else.
+    """
     path = Path(path)
     _require_sound(path)
     try:
-        checkpoint = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RunError(
             f"{path} cannot be read as a checkpoint: {reason}. Only tensors and plain values are read, because "
             "anything else in it would be code"
         ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
-    return checkpoint
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:

@@ -72,11 +72,11 @@ def described(trace: Trace) -> str:
     """Where the first number that is not finite comes from, in a few sentences; empty where all are finite."""
     if not trace.is_bad:
         return ""
-    sentences = [_first(trace)]
-    if trace.count > 1 and trace.origin is not None:
+    sentences = [] if trace.batch and trace.origin is None else [_first(trace)]
+    if trace.count > 1 and (trace.origin is not None or trace.batch):
         sentences.append(f"It is micro-batch {trace.place + 1} of {trace.count}.")
     if trace.batch:
-        sentences.append(f"Its data are not finite: {', '.join(trace.batch)}.")
+        sentences.append(f"The data are not finite: {', '.join(trace.batch)}.")
     if trace.tensors:
         sentences.append(f"Not finite before the step already: {_some(trace.tensors)}.")
     return " ".join(sentences)[: 4 * LONGEST]

@@ -224,6 +224,7 @@ class NanGuard(Hook):
                 group["lr"] = rate
         file = StepFile(
             step=seen.index,
+            total_steps=step.total_steps,
             rank=step.rank,
             world_size=world_size,
             seed=step.seed,

@@ -20,7 +20,8 @@ FORMAT, VERSION = "exp step", 1
 class StepFile:
     """A step's file: tensors and plain values alone.
 
-    step: the optimizer step, counted from 1. rank: the share of the data; world_size: of how many ranks.
+    step: the optimizer step, counted from 1; total_steps: of the run, None where its end is not known.
+    rank: the share of the data; world_size: of how many ranks.
     window: its micro-batches and their place in the run; with seed and rank they give its random numbers.
     scale: the loss scale; None without.
     network, objective: all parameters and buffers by name, from before the step. evaluating, frozen: names of the
@@ -30,6 +31,7 @@ class StepFile:
     """
 
     step: int
+    total_steps: int | None
     rank: int
     world_size: int
     seed: int

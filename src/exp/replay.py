@@ -1,0 +1,280 @@
+"""python -m exp.replay FILE: runs the step that hooks.nan_guard kept, alone, and shows where it is not finite."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exp.errors import ConfigError, ExpError, Fault, RunError
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+
+    from exp.engine.module import TrainingModule
+    from exp.hooks.hook import Hook
+    from exp.hooks.step_file import StepFile
+    from exp.hooks.tracing import Trace
+
+SHOWN_AGAIN, NOT_SHOWN, NO_FILE = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs forward and backward of a step again, with its weights, micro-batches and random numbers, and no update.
+
+    Returns: 0 where loss or gradients are not finite again, 1 where they are; 2 where the file is not a step's, or its
+        config is refused.
+    """
+    try:
+        return _command(sys.argv[1:] if argv is None else argv)
+    except ExpError as error:
+        print(error, file=sys.stderr)
+        return NO_FILE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+
+
+def _command(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m exp.replay", description=main.__doc__)
+    parser.add_argument("file", type=Path, help="nan_guard/step-<n>.pt of a run directory")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:<n>")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
+    )
+    arguments = parser.parse_args(argv)
+    file = read_step(arguments.file)
+    with _quiet():
+        trace = replay(file, path=arguments.file, device=arguments.device, allow=arguments.allow)
+    _print(arguments.file, file, trace, device=arguments.device)
+    return SHOWN_AGAIN if trace.is_bad else NOT_SHOWN
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what a Trainer says of devices when it is made."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def read_step(path: Path) -> StepFile:
+    """Tensors and plain values alone are read.
+
+    Raises: RunError where the file is not there, is damaged, or is not a step's.
+    """
+    from exp.engine.checkpoint import read_plain
+    from exp.hooks.step_file import StepFile
+
+    return StepFile.of(read_plain(path), path=path)
+
+
+def replay(file: StepFile, *, path: Path, device: str, allow: Sequence[str] = ()) -> Trace:
+    """Builds the network of the file's config, which is checked as every config is, and runs the step.
+
+    path: for messages. allow: the packages that its targets may name, as security.allow.
+    Raises: ConfigError for a config with faults; RunError where the state is not that of its network.
+    """
+    from exp.engine.again import trace_again
+
+    place = _device(device)
+    config = _checked(file, path=path, device=place, allow=allow)
+    module = _built(file, config, device=place)
+    hooks = _transforms(file, config, module, device=place)
+    try:
+        return trace_again(module, _window(file, module, device=place))
+    finally:
+        for hook in hooks:
+            hook.detach()
+        module.trainer.precision_plugin.teardown()
+
+
+def _device(word: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(word)
+        torch.zeros((), device=device)
+    except (RuntimeError, AssertionError) as error:
+        fault = Fault(
+            key="--device", got=word, expected=f"cpu, or a GPU of this machine ({str(error).splitlines()[0]})"
+        )
+        raise ConfigError([fault]) from error
+    return device
+
+
+def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequence[str]) -> DictConfig:
+    """The file's config on one device, with nothing that writes."""
+    from omegaconf import OmegaConf
+
+    from exp.config.yaml_files import read_yaml
+    from exp.validation import examine
+
+    if file.config is None:
+        raise RunError(f"{path} has no config, so the network cannot be built: its run had no config.yaml")
+    with tempfile.TemporaryDirectory(prefix="exp-replay-") as directory:
+        text = Path(directory) / "config.yaml"
+        text.write_text(file.config, encoding="utf-8")
+        # Bounded: a file may come from anywhere.
+        content = read_yaml(text)
+    if not isinstance(content, dict) or not {"security", "strategy", "launch"} <= content.keys():
+        raise RunError(f"{path} is a step's file without the config of a run")
+    config = OmegaConf.create(content)
+    asked = [str(package) for package in config.security.allow or [] if package not in allow]
+    if asked:
+        fault = Fault(
+            key="security.allow",
+            got=f"[{', '.join(asked)}] in a file",
+            expected="packages that this command names",
+            cure="If you trust them, add " + " ".join(f"--allow {package}" for package in asked),
+        )
+        raise ConfigError([fault])
+    config.security.allow = list(allow)
+    config.resume, config.logger, config.callbacks = None, {}, {}
+    config.strategy = {"_target_": "exp.strategies.single.Single", "name": "single"}
+    config.launch.devices, config.launch.nodes = 1, 1
+    config.launch.accelerator = device.type
+    config.runtime.compile = False
+    faults = examine(config).faults
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> TrainingModule:
+    """The module as it stood before the step, without a run around it."""
+    from lightning.pytorch import Trainer
+
+    from exp.build import build_network, build_objective, build_optimization, build_phases, plain_config
+    from exp.engine.module import TrainingModule
+    from exp.engine.phases import PhasedModule
+    from exp.precision.choice import build_precision
+    from exp.types import DataSpec
+
+    plain = plain_config(config)
+    precision = plain["precision"]
+    scaler = dict(precision["scaler"])
+    if file.scale is not None:
+        scaler["init_scale"] = file.scale
+    plugin = build_precision(precision["word"], keep=precision["keep"], **scaler, device_type=device.type)
+    kind, phases = (PhasedModule, {"phases": build_phases(plain)}) if plain["phases"] else (TrainingModule, {})
+    module = kind(
+        network=build_network(plain, DataSpec.of(plain["data"])),
+        objective=build_objective(plain),
+        optimization=build_optimization(plain),
+        seed=file.seed,
+        rank=file.rank,
+        **phases,
+    )
+    plugin.represent(module)
+    _fill(module.network, file.network, what="network")
+    _fill(module.objective, file.objective, what="objective")
+    module.to(device)
+    plugin.convert_module(module)
+    network = module.network.train()
+    for name, part in network.named_modules():
+        part.training = name not in file.evaluating
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name not in file.frozen)
+    module.trainer = Trainer(
+        plugins=[plugin],
+        accelerator="gpu" if device.type == "cuda" else device.type,
+        devices=1,
+        accumulate_grad_batches=1 if phases else plain["trainer"].get("accumulate_grad_batches", 1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # Randomness is a function of it.
+    module.trainer.fit_loop.epoch_progress.current.processed = file.window.epoch
+    return module
+
+
+def _transforms(file: StepFile, config: DictConfig, module: TrainingModule, *, device: torch.device) -> list[Hook]:
+    """The hooks that change what the network does, attached, and told of the step."""
+    from exp.build import build_entries, plain_config
+    from exp.hooks.hook import Step
+
+    step = Step(
+        index=file.step,
+        network=module.network,
+        optimizers=[],
+        batch_size=sum(batch.global_size for batch, _ in file.window.batches),
+        device=device,
+        epoch=file.window.epoch,
+        seed=file.seed,
+        rank=file.rank,
+        total_steps=file.total_steps,
+    )
+    hooks = [hook for hook in build_entries(plain_config(config), "hooks").values() if hook.transforms]
+    for hook in hooks:
+        hook.attach(module.network)
+        if hook.overrides("passed"):
+            hook.passed("batch", step)
+    return hooks
+
+
+def _fill(module: Any, tensors: Any, *, what: str) -> None:
+    """Every parameter and buffer takes the file's numbers."""
+    import torch
+
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    missing, more = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    wrong = [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    if missing or more or wrong:
+        first = (missing + more + sorted(wrong))[0]
+        raise RunError(
+            f"the file's {what} is not that of its config: {len(missing)} tensors are not in it, {len(more)} are in it "
+            f"alone, {len(wrong)} have another shape, {first} among them. Run it with the program that wrote it"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def _window(file: StepFile, module: TrainingModule, *, device: torch.device) -> Any:
+    import dataclasses
+
+    from exp.nested import moved
+
+    batches = []
+    for batch, batch_idx in file.window.batches:
+        batch = batch._replace(data=moved(batch.data, device))
+        if module.objective.weighed:
+            # Its terms would ask other ranks for the weights of their samples.
+            batch = batch._replace(world_size=1, global_size=max(batch.size, 1))
+        batches.append((batch, batch_idx))
+    return dataclasses.replace(file.window, batches=batches)
+
+
+def _print(path: Path, file: StepFile, trace: Trace, *, device: str) -> None:
+    from exp.hooks.findings import described
+    from exp.hooks.trace_table import table
+
+    where = [f"step {file.step}", f"rank {file.rank} of {file.world_size}" if file.world_size > 1 else ""]
+    where += [f"phase {file.window.phase}" if file.window.phase is not None else ""]
+    where += [f"micro-batch {trace.place + 1} of {trace.count}", f"on {device}"]
+    print(f"{path}: {', '.join(part for part in where if part)}")
+    scaled = "" if file.scale is None else f" with the loss scale {file.scale:g}"
+    print(f"loss {trace.loss:g}{scaled}; gradients: {trace.gradients} not finite")
+    print()
+    print("\n".join(table(trace)))
+    print()
+    print(described(trace) if trace.is_bad else "The fault does not show: loss and gradients are finite.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

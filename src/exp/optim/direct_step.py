@@ -50,6 +50,8 @@ class DirectStep:
         """Of each group; None where `optimizer.step()` has to see to it."""
         optimizer = self.optimizer
         watched = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        # Held: the device may leave the step out (precision/holding.py).
+        watched = watched or "found_inf" in vars(optimizer)
         if watched or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or torch.autograd._profiler_enabled():
             return None
         if len(optimizer.param_groups) != len(self._groups):

@@ -1,0 +1,138 @@
+"""What a profiled window allocated and freed, in order: as rows, as a table, and as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+MIB = 2**20
+# Of a chrome trace: device types as torch numbers them.
+_CPU, _CUDA = 0, 1
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _TEXT = 960, 300, 78, 34, 30, 13
+# Told apart by those who see no red or no green, too (Okabe and Ito 2008).
+_COLOURS = {"forward": (86, 180, 233), "backward": (230, 159, 0), "optimizer": (0, 158, 115), "": (190, 190, 190)}
+_INK, _PAPER = (30, 30, 30), (255, 255, 255)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One allocation, or with fewer than 0 bytes one that was freed.
+
+    microseconds: since the window began. device: cpu, cuda:0. allocated: bytes behind it; on a CPU, where torch does
+    not know what was there before, above the window's beginning. part: forward, backward, optimizer, or empty.
+    """
+
+    microseconds: float
+    device: str
+    bytes: int
+    allocated: int
+    part: str
+
+
+def changes_in(trace: Mapping[str, Any]) -> list[Change]:
+    """The changes of a chrome trace with `profile_memory`, as torch 2.13 writes it, by time.
+
+    Parts are the ranges `forward` and `backward` of the trace, and torch's own around an optimizer's step. Where one
+    begins or ends there is a change of 0 bytes.
+    """
+    events = [event for event in trace["traceEvents"] if "ts" in event]
+    start = min((event["ts"] for event in events), default=0.0)
+    # By time; where times are equal a part ends before another begins, and what it allocates comes behind both.
+    moments = [(event["ts"], 2, event["args"]) for event in events if event.get("name") == "[memory]"]
+    for event in events:
+        part = _part_of(event["name"]) if event.get("cat") == "user_annotation" and "dur" in event else ""
+        if part:
+            moments += [(event["ts"], 1, part), (event["ts"] + event["dur"], 0, "")]
+    moments.sort(key=lambda moment: moment[:2])
+    found: list[Change] = []
+    allocated: dict[str, int] = {}
+    part = ""
+    for at, _, what in moments:
+        if isinstance(what, str):
+            part = what
+            changed = dict.fromkeys(allocated, 0)
+        else:
+            device = _device_of(what)
+            on_host = device == "cpu"
+            allocated[device] = allocated.get(device, 0) + what["Bytes"] if on_host else what["Total Allocated"]
+            changed = {device: what["Bytes"]}
+        found += [
+            Change(microseconds=at - start, device=device, bytes=size, allocated=allocated[device], part=part)
+            for device, size in changed.items()
+        ]
+    return found
+
+
+def _device_of(moment: Mapping[str, Any]) -> str:
+    kind = moment["Device Type"]
+    return "cpu" if kind == _CPU else f"{'cuda' if kind == _CUDA else 'device'}:{moment['Device Id']}"
+
+
+def _part_of(name: str) -> str:
+    if name in ("forward", "backward"):
+        return name
+    return "optimizer" if name.startswith("Optimizer.step#") else ""
+
+
+def table(changes: Sequence[Change]) -> str:
+    """As CSV."""
+    lines = ["microseconds,device,bytes,allocated,part"]
+    lines += [f"{one.microseconds:.3f},{one.device},{one.bytes},{one.allocated},{one.part}" for one in changes]
+    return "\n".join(lines) + "\n"
+
+
+def picture(changes: Sequence[Change]) -> np.ndarray:
+    """The bytes that are allocated over time, coloured by part; a strip for each device. uint8 `[H, W, 3]`."""
+    devices = list(dict.fromkeys(one.device for one in changes))
+    end = max(one.microseconds for one in changes)
+    sheet = Image.new("RGB", (_WIDTH, _HEIGHT * len(devices)), _PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
+    for number, device in enumerate(devices):
+        of_device = [one for one in changes if one.device == device]
+        _strip(pen, font, of_device, end=end, top=number * _HEIGHT)
+    return np.array(sheet)
+
+
+def _strip(pen: ImageDraw.ImageDraw, font: Any, changes: Sequence[Change], *, end: float, top: int) -> None:
+    low = min(0, min(one.allocated for one in changes))
+    high = max(low + 1, max(one.allocated for one in changes))
+    floor, height, width = top + _HEIGHT - _BOTTOM, _HEIGHT - _TOP - _BOTTOM, _WIDTH - _LEFT - 12
+
+    def x(microseconds: float) -> int:
+        return _LEFT + round(width * microseconds / max(end, 1e-9))
+
+    def y(allocated: float) -> int:
+        return floor - round(height * (allocated - low) / (high - low))
+
+    ends = [one.microseconds for one in changes[1:]] + [end]
+    for one, until in zip(changes, ends, strict=True):
+        colour = _COLOURS[one.part]
+        pen.rectangle((x(one.microseconds), min(y(one.allocated), y(0)), x(until), max(y(one.allocated), y(0))), colour)
+    for allocated in (low, (low + high) / 2, high):
+        pen.text((_LEFT - 6, y(allocated)), f"{allocated / MIB:.4g}", fill=_INK, font=font, anchor="rm")
+        pen.line((_LEFT - 3, y(allocated), _LEFT, y(allocated)), fill=_INK)
+    pen.line((_LEFT, floor, _LEFT, top + _TOP), fill=_INK)
+    pen.line((_LEFT, y(0), _LEFT + width, y(0)), fill=_INK)
+    device = changes[0].device
+    title = f"{device}: allocated, MiB{' above the beginning of the window' if device == 'cpu' else ''}"
+    pen.text((_LEFT, top + 8), title, fill=_INK, font=font)
+    right = _WIDTH - 12
+    for part, colour in reversed(_COLOURS.items()):
+        word = part or "between"
+        right -= int(font.getlength(word)) + 26
+        pen.rectangle((right, top + 10, right + 10, top + 20), fill=colour)
+        pen.text((right + 15, top + 8), word, fill=_INK, font=font)
+    pen.text((_LEFT, floor + 8), "0", fill=_INK, font=font)
+    pen.text((_LEFT + width, floor + 8), f"{end / 1000:.4g} ms", fill=_INK, font=font, anchor="ra")
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """The picture as a file. pixels: uint8 `[H, W, 3]`."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="png")
+    return file.getvalue()

@@ -1,0 +1,182 @@
+"""The hook `profile`: torch.profiler over some steps, as files and panels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+
+from exp.errors import Fault
+from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.profile_files import Recorded
+from exp.hooks.profile_window import Window, faults_of_window
+from exp.hooks.values import Panel
+from exp.strategies.strategy import Planned
+
+log = logging.getLogger(__name__)
+
+
+class Profile(Hook):
+    """Records every operator of some steps, and writes below the run directory, in a folder of the hook's name:
+
+        trace.rank0.json.gz      a chrome trace, for https://ui.perfetto.dev and chrome://tracing
+        operators.rank0.md       the operators, the most expensive first; its top is the text `profile/operators`
+        memory.rank0.csv, .png   with `memory` each allocation, and a picture, which is the image `profile/memory`
+
+    Steps, forwards and backwards are ranges in the trace. A recorded step is slower, by its operators' number: the
+    shares hold, and the times of small operators do not. A run that ends inside the window writes what it has.
+
+    start_step: the first step that is recorded, counted from 1. steps: how many are.
+    warmup: so many steps before them run under the profiler, too, and are thrown away: its first step is slow.
+    ranks: global ranks that record, each to its own files; `all` is every one. Rank 0's panels are shown.
+    shapes: tell operators apart by the shapes of their inputs. stacks: the trace has Python's functions; slow.
+    rows: of the table in the text; the file has all.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_step: int = 10,
+        steps: int = 3,
+        warmup: int = 2,
+        ranks: Sequence[int] | Literal["all"] = (0,),
+        shapes: bool = True,
+        memory: bool = True,
+        stacks: bool = False,
+        rows: int = 30,
+    ) -> None:
+        super().__init__()
+        self.window = Window(start=start_step, steps=steps, warmup=warmup, ranks=ranks)
+        if rows < 1:
+            raise ValueError(f"rows is {rows}; expected 1 or more")
+        self._shapes, self._memory, self._stacks, self._rows = shapes, memory, stacks, rows
+        # Whether the window is still to come, or under way, in a run that is.
+        self._is_waiting = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._profiler: torch.profiler.profile | None = None
+        self._is_recording = self._on_device = False
+        self._ranges: list[record_function] = []
+        self._recorded: list[int] = []
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        return [*super().faults(planned), *faults_of_window(self.window, planned, name=self.name)]
+
+    def setup(self, network: nn.Module) -> None:
+        self._forget()
+        self._rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self._is_waiting = self.window.is_of(self._rank)
+
+    def due(self, index: int) -> bool:
+        return self._is_waiting and self.window.first <= index <= self.window.last
+
+    # --- the window ---
+
+    def passed(self, boundary: Boundary, step: Step) -> None:
+        if boundary == "batch" and self._profiler is None:
+            self._prepare(step)
+        if not self._is_recording:
+            return
+        if boundary == "batch" and not self._ranges:
+            self._open(f"step {step.index}")
+            self._recorded.append(step.index)
+        elif boundary == "forward":
+            self._open("backward")
+        elif boundary == "backward" and len(self._ranges) > 1:
+            self._close()
+
+    def around_forward(self, step: Step) -> AbstractContextManager[Any] | None:
+        return record_function("forward") if self._is_recording else None
+
+    def after_step(self, step: Step) -> Values | None:
+        self._close_all()
+        if self._profiler is None:
+            return None
+        if step.index + 1 == self.window.start:
+            # From here, so that the wait for the first step's batch is in the trace.
+            self._start()
+        return self._finish() if step.index == self.window.last else None
+
+    def teardown(self) -> None:
+        """Ends what was begun, whatever ended the run, so that nothing goes on recording."""
+        if not self._is_waiting:
+            return
+        self._close_all()
+        recorded = len(self._recorded)
+        try:
+            self._finish()
+        except Exception:
+            # The run may be ending by an error of its own, which is the one to tell.
+            log.exception("hooks.%s could not write what it had recorded", self.name)
+        else:
+            log.warning(
+                "hooks.%s: the run ended before the end of its window, %s; %s",
+                self.name,
+                self.window,
+                f"{recorded} of them are written, the last one as far as it came" if recorded else "nothing is written",
+            )
+
+    # --- the profiler ---
+
+    def _prepare(self, step: Step) -> None:
+        self._on_device = step.device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_device else [])
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            record_shapes=self._shapes,
+            profile_memory=self._memory,
+            with_stack=self._stacks,
+        )
+        self._profiler.prepare_trace()
+        if step.index >= self.window.start:
+            self._start()
+
+    def _start(self) -> None:
+        assert self._profiler is not None
+        self._profiler.start_trace()
+        self._is_recording = True
+
+    def _finish(self) -> dict[str, Panel]:
+        """Stops, writes, and lets everything go."""
+        profiler, recorded, is_recording = self._profiler, self._recorded, self._is_recording
+        self._forget()
+        self._is_waiting = False
+        if profiler is None:
+            return {}
+        if not is_recording:
+            # It is ended by being begun: what was prepared is given back then only.
+            profiler.start_trace()
+        profiler.stop_trace()
+        if not recorded:
+            return {}
+        assert self.directory is not None
+        steps = f"step {recorded[0]}" if len(recorded) == 1 else f"steps {recorded[0]} to {recorded[-1]}"
+        return Recorded(
+            profiler=profiler,
+            what=f"{steps}, rank {self._rank}",
+            rank=self._rank,
+            on_device=self._on_device,
+            with_shapes=self._shapes,
+            with_memory=self._memory,
+            rows=self._rows,
+        ).write(self.directory / self.name)
+
+    # --- its ranges ---
+
+    def _open(self, name: str) -> None:
+        entered = record_function(name)
+        entered.__enter__()
+        self._ranges.append(entered)
+
+    def _close(self) -> None:
+        self._ranges.pop().__exit__(None, None, None)
+
+    def _close_all(self) -> None:
+        while self._ranges:
+            self._close()

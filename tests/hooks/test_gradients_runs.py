@@ -12,7 +12,6 @@ from torch import nn
 
 import exp
 from exp.build import build_data, build_network, plain_config
-from exp.errors import ConfigError
 
 STEPS = 3
 SHORT = (

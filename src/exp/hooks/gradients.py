@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault
 from exp.hooks.entries import histograms, shares
 from exp.hooks.hook import Hook, Step, Values
 from exp.hooks.norms import norms, with_total
@@ -47,9 +47,6 @@ class Gradients(Hook):
         shares_every_n_steps: int | None = 100,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        if clipped not in ("total", "each", None):
-            expected = "total, each, or null for no norms after clipping"
-            raise ConfigError([Fault(key="clipped", got=repr(clipped), expected=expected)])
         self.clipped = clipped
         self.histogram_every_n_steps = histogram_every_n_steps
         self.update_ratio_every_n_steps = update_ratio_every_n_steps

@@ -10,6 +10,11 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from exp.tensorboard.layout import CHARTS, Layout
 
 TAGS = Path(__file__).with_name("tags.txt").read_text().split()
+# tests/tensorboard/test_tags.py holds a GPU to them.
+ONLY_ON_CUDA = [
+    f"memory/{name}"
+    for name in ("allocated_mib", "reserved_mib", "peak_mib", "peak_forward_mib", "peak_step_mib", "fragmentation")
+]
 
 
 def titles(summary) -> dict[str, list[str]]:
@@ -32,10 +37,18 @@ def test_a_chart_comes_with_its_first_tag_and_the_groups_keep_their_order():
 
 def test_each_tag_is_in_one_chart():
     patterns = [pattern for charts in CHARTS.values() for pattern in charts.values()]
-    for tag in [*TAGS, "loss/train/cross_entropy", "f1/val", "memory/peak_mib", "throughput/mfu"]:
+    for tag in [*TAGS, *ONLY_ON_CUDA, "f1/val", "memory/peak_forward_mib/max", "memory/fragmentation/mean"]:
         if not tag.startswith(NOT_CURVES):
             assert sum(re.match(pattern, tag) is not None for pattern in patterns) == 1, tag
 
 
 # What other tabs show, or the Scalars tab alone.
-NOT_CURVES = ("config", "command", "git", "custom_scalars__config__", "_hparams_/", "gradients/histogram/")
+NOT_CURVES = (
+    "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
+    "throughput/flops", "gradients/histogram/", "gradients/output_histogram/", "activations/histogram/", "confusion/",
+    "features/", "samples/", "pr_curve/",
+)  # fmt: skip
+
+
+def test_what_other_tabs_show_brings_no_chart():
+    assert Layout().grown([tag for tag in TAGS if tag.startswith(NOT_CURVES)]) is None

@@ -22,9 +22,14 @@ CHARTS: dict[str, dict[str, str]] = {
     "Gradients": {
         "norm, total": r"^gradients/norm(_clipped)?/total",
         "norm of each parameter": r"^gradients/norm/(?!total)",
+        "norm of each parameter, clipped": r"^gradients/norm_clipped/(?!total)",
+        "norm at what modules return": r"^gradients/output_norm/",
         "update to weight": r"^gradients/update_ratio/",
         "share of zeros": r"^gradients/zeros/",
         "share not finite": r"^gradients/non_finite/",
+        "norm of single samples": r"^per_sample_gradients/norm",
+        "noise scale": r"^per_sample_gradients/noise_scale",
+        "noise scale, its parts": r"^per_sample_gradients/(covariance_trace|squared_norm)",
     },
     "Activations": {
         "mean": r"^activations/mean/",
@@ -35,8 +40,13 @@ CHARTS: dict[str, dict[str, str]] = {
     },
     "Memory": {
         "parts, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib$",
-        "device, MiB": r"^memory/(allocated|reserved|peak)[a-z_]*_mib",
-        "host, MiB": r"^memory/host_rss_mib",
+        "parts over ranks, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib/",
+        "device, MiB": r"^memory/(allocated|reserved|peak)_mib$",
+        "device, peak by phase, MiB": r"^memory/peak_[a-z]+_mib$",
+        "device over ranks, MiB": r"^memory/(allocated|reserved|peak[a-z_]*)_mib/",
+        "device, fragmentation": r"^memory/fragmentation",
+        "host, MiB": r"^memory/host_[a-z_]+_mib$",
+        "host over ranks, MiB": r"^memory/host_[a-z_]+_mib/",
     },
     "Precision": {
         "loss scale": r"^precision/loss_scale",

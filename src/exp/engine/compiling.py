@@ -67,6 +67,11 @@ def is_compiled(network: nn.Module) -> bool:
     return network._compiled_call_impl is not None
 
 
+def uncompiled(network: nn.Module) -> AbstractContextManager[None]:
+    """Where a network is called that may be compiled: it runs as it is."""
+    return torch.compiler.set_stance("force_eager") if is_compiled(network) else nullcontext()
+
+
 def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
     """Around the forward of a step: uncompiled where its terms need what a compiled network cannot give."""
     if needs & EAGER and is_compiled(network):

@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from exp.data.randomness import reseed
+from exp.engine.channels_last import lay_out_optimizer_states
 from exp.engine.clipping import clip
+from exp.engine.compiling import uncompiled
 from exp.engine.epoch_values import EpochValues
 from exp.engine.length import Limits, total_epochs, total_steps
 from exp.engine.naming import forward_by_name, target_of
@@ -218,13 +220,18 @@ class TrainingModule(LightningModule):
             checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        lay_out_optimizer_states(checkpoint, self.network)
         # The states of all shares of the data together: the ranks of one share take them, the others start empty.
         if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
 
     def loss_with(self, run_network: Callable[..., Any], data: Any) -> Tensor:
-        """The objective of a batch's data, 0-d and not weighted, with something else in the network's place."""
-        return self.objective(self._run(run_network, data))[0]
+        """The objective of a batch's data, 0-d and not weighted, with something else in the network's place.
+
+        A compiled network that it calls runs uncompiled: it is called once in this way, and not as in a step.
+        """
+        with uncompiled(self.network):
+            return self.objective(self._run(run_network, data))[0]
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
         """What the backward of the micro-batch at this place began with, computed again, 0-d, with its graph."""

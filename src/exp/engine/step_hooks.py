@@ -152,6 +152,8 @@ class StepHooks:
         """The gradients are true. Returns what the hooks give for them, and what they gave in the forward."""
         found, self._early = self._early, {}
         due = self._due
+        for hook in due.at_modules:
+            hook.disengage()  # what another hook computes from here on is not the step's
         if due.after_backward:
             found.update(self._called(due.after_backward, "after_backward", phase))
         if due.after_clipping:

@@ -35,12 +35,13 @@ EXPERIMENT = """# @package _global_
 # A small convolutional network, with pictures of what it sees: experiment=pictures
 defaults:
   - override /model: lenet
-  - override /hooks: [gradients, memory, throughput, activations, features, samples, confusion]
+  - override /hooks: [gradients, memory, throughput, activations, features, samples, confusion, pr_curve]
   - _self_
 trainer: {max_epochs: 6}
 hooks:
   activations: {every_n_steps: 10, modules: ["relu*"]}
   features: {every_n_steps: 100}
+  pr_curve: {max_classes: 4}
 """
 TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total)$"
 IMAGES = r"^(confusion|features|samples)/"
@@ -49,7 +50,8 @@ PICTURES = {
     "scalars": (".", f"?tagFilter={urllib.parse.quote(TAGS, safe='')}&smoothing=0.8#timeseries", "1500,1040"),
     "hparams": (".", "#hparams", "1500,760"),
     "custom_scalars": ("11", "?smoothing=0.6#custom_scalars", "1500,1240"),
-    "images": ("11", f"#images&tagFilter={urllib.parse.quote(IMAGES, safe='')}", "1500,1400"),
+    "pr_curves": ("0", "#pr_curves", "1500,1000"),
+    "images": ("0", f"#images&tagFilter={urllib.parse.quote(IMAGES, safe='')}", "1500,1400"),
 }
 # Without --disable-3d-apis the charts stay empty: there is no GPU to draw them.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--hide-scrollbars")

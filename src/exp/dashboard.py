@@ -30,6 +30,7 @@ PAGES = {
     "custom_scalars": "custom_scalars",
     "hparams": "hparams",
     "images": "images",
+    "pr_curves": "pr_curves",
     "histograms": "histograms",
     "text": "text",
     "graphs": "graphs",

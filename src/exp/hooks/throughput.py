@@ -16,6 +16,7 @@ from exp.hooks.split import Split
 from exp.hooks.utilisation import Peak, Utilisation, Workload
 from exp.hooks.values import Panel
 
+AHEAD = 5
 # Steps by which a device may lag behind the host before the split of one is given up.
 LAG = 64
 
@@ -39,9 +40,9 @@ class Throughput(Hook):
     hold, a single step's time would not.
 
     `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are those of one step, and their sum
-    is its time. It is the one before the step at which they are logged, since other hooks that are due at every
-    n-th step are due then; with every_n_steps of 1 or 2, that step itself. On CUDA they are logged when the device is
-    through with it.
+    is its time. It lies up to five steps before the one at which they are logged, since other hooks that are due at
+    every n-th step are due then, and a GPU may lag behind; with every_n_steps of 1 or 2 it is that step itself. On CUDA
+    they are logged when the device is through with it: nothing waits.
 
     `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` what it was computed from.
 
@@ -64,8 +65,8 @@ class Throughput(Hook):
             if isinstance(value, int | float) and value <= 0:
                 raise ValueError(f"{name} is {value}; expected a number above 0")
         self._utilisation = Utilisation(peak_flops=peak_flops, flops_per_sample=flops_per_sample, workload=workload)
-        # How far before the due step the one lies that is split.
-        self._ahead = 1 if every_n_steps > 2 else 0
+        # How far before the due step the one lies that is split: by then a GPU is through with it.
+        self._ahead = min(AHEAD, (every_n_steps - 1) // 2)
         self._begin()
 
     def _begin(self) -> None:
@@ -82,7 +83,7 @@ class Throughput(Hook):
     def due(self, index: int) -> bool:
         """At the end of a window and of the steps that a split needs, and where the clock has to be started."""
         place = (index + 1 + self._ahead) % self.every_n_steps
-        return place <= 1 + self._ahead or self._last is None or self._paused_at is not None
+        return place <= 1 or index % self.every_n_steps == 0 or self._last is None or self._paused_at is not None
 
     def passed(self, boundary: Boundary, step: Step) -> None:
         if self._split is not None:

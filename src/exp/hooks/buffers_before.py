@@ -1,6 +1,7 @@
 """A network's buffers as they were before a step, for a forward changes some of them.
 
-Relied on, and tested (torch 2.13): `Tensor._version` counts the changes of a tensor in place.
+Relied on, and tested (torch 2.13): `Tensor._version` counts the changes that Python's operators make in place. Those of
+a batch norm's own kernel to its statistics are not counted.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# A large buffer is a mask or a queue, and a copy of it at every step would cost.
+SMALL_BYTES = 2**16
+
 
 class BuffersBefore:
-    """Copies of buffers on their device, of those alone that changed since they were copied last.
+    """Copies of buffers on their device: of small ones always, of large ones where they changed since the last copy.
 
-    Compiled code does not count its changes on every path, so it asks for all of them.
+    Compiled code does not count its changes on every path, so a compiled network has all of them copied.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -26,7 +30,8 @@ class BuffersBefore:
             for buffer in module.buffers():
                 key, version = id(buffer), buffer._version
                 known = self._copies.get(key)
-                if all_of_them or known is None or known[0] is not buffer or known[1] != version:
+                same = known is not None and known[0] is buffer and known[1] == version
+                if all_of_them or not same or buffer.nbytes <= SMALL_BYTES:
                     known = self._copies[key] = (buffer, version, buffer.detach().clone())
                 found.append((buffer, known[2]))
         return found

@@ -1,0 +1,69 @@
+"""A layer that gives numbers which are none at one forward in training, for the tests of nan_guard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from exp.hooks.hook import Hook
+from exp.hooks.nan_guard import NanGuard
+
+
+class Fragile(nn.Module):
+    """Passes on what it is given, but for its forward number `at` in training, counted from 1.
+
+    where: forward, nan comes out; backward, the numbers are right and their gradient is that of a square root at 0.
+    """
+
+    def __init__(self, *, at: int, where: str = "forward") -> None:
+        super().__init__()
+        self.at, self.where = at, where
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        is_now = (self.seen == self.at) & self.training
+        if self.where == "forward":
+            return x * torch.where(is_now, torch.nan, 1.0)
+        eps = torch.where(is_now, 0.0, 1.0)
+        return x + torch.sqrt(x * 0 + eps) - eps
+
+
+class Keeper(Callback):
+    """Writes the weights and the optimizer's state as a run that fails leaves them."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        kept = {"step": trainer.global_step, "network": pl_module.network.state_dict(), "optimizers": states}
+        torch.save(kept, Path(trainer.default_root_dir) / "kept.pt")
+
+
+class End(Callback):
+    """Ends a run behind a step, which the schedule does not know."""
+
+    def __init__(self, *, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.at
+
+
+class Later(NanGuard):
+    """Looks as on a GPU: the optimizer leaves its step out by itself, and the host looks some steps later."""
+
+    def _looks_later(self, step: Any, update: Any) -> bool:
+        return update.can_hold
+
+
+class Broken(Hook):
+    """A transform whose gradients are infinite whatever the loss scale."""
+
+    transforms = True
+
+    def forward(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return output + torch.sqrt(output * 0) if name == "fragile" else None

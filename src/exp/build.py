@@ -23,7 +23,6 @@ from exp.data.data import Data
 from exp.data.randomness import initialisation
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.checkpointing import Checkpointing
-from exp.engine.compiling import compile_network
 from exp.engine.console import progress
 from exp.engine.data import RunData
 from exp.engine.lean import run_several_at_once
@@ -33,6 +32,7 @@ from exp.engine.phases import PhasedModule
 from exp.engine.pipelined import PipelinedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
+from exp.engine.switches import switch_on
 from exp.hooks.utilisation import Workload
 from exp.models.flops import FlopCount
 from exp.models.inference import example_inputs, materialise
@@ -101,9 +101,7 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         callbacks=[recording, *build_entries(plain, "callbacks").values(), checkpointing, stopping],
     )
     trainer.precision_plugin.represent(module)
-    if plain["runtime"]["compile"]:
-        for network, needs in module.runs():
-            compile_network(network, backend=plain["runtime"]["compile_backend"], needs=needs)
+    switch_on(module, plain["runtime"])
     return Parts(
         trainer=trainer,
         module=module,
@@ -149,7 +147,8 @@ def build_trainer(
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
     placed = trainer_arguments(build_strategy(plain), placement=placement, rank=rank)
     word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
-    precision = build_precision(word, keep=keep, **scaler, device_type=placement.accelerator)
+    runtime = plain["runtime"]
+    precision = build_precision(word, keep=keep, **scaler, device_type=placement.accelerator, matmul=runtime["matmul"])
     loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)
@@ -161,9 +160,10 @@ def build_trainer(
         # Lightning's own checkpoints only where the user's callbacks ask for them.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
-        deterministic=plain["runtime"]["deterministic"],
+        deterministic=runtime["deterministic"],
+        benchmark=runtime["cudnn_benchmark"],
     )
-    run_several_at_once(trainer, steps_per_execution=plain["runtime"]["steps_per_execution"])
+    run_several_at_once(trainer, steps_per_execution=runtime["steps_per_execution"])
     return trainer
 
 

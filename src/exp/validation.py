@@ -163,6 +163,7 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
 def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None) -> _Shapes:
     """The network without memory: its shapes, and what is built around it."""
     from exp.build import build_entries, build_network, build_objective, build_phases
+    from exp.engine.switches import switch_faults
     from exp.plan.shapes import examine_shapes
     from exp.plan.term_faults import term_faults
 
@@ -196,7 +197,7 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
             planned = _planned(plain, built, placement)
             more += _strategy_faults(plain, planned, faults)
             more += _hook_faults(plain, planned, faults)
-            more += _compile_faults(plain, built[1], placement, faults)
+            more += switch_faults(planned) if not _touched(faults, ("runtime", "trainer")) else []
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
@@ -270,16 +271,6 @@ def _planned(plain: Mapping[str, Any], built: Sequence[Any], placement: Placemen
         needs=built[0].needs,
         weighed=built[0].weighed,
     )
-
-
-def _compile_faults(
-    plain: Mapping[str, Any], network: nn.Module, placement: Placement, faults: Sequence[Fault]
-) -> Sequence[Fault]:
-    if _touched(faults, ("runtime",)) or not plain["runtime"]["compile"]:
-        return []
-    from exp.engine.compiling import compile_faults
-
-    return compile_faults(network, backend=plain["runtime"]["compile_backend"], accelerator=placement.accelerator)
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:

@@ -23,6 +23,7 @@ KEYS = {
     "trainer.overfit_batches": "write debug=overfit",
     "trainer.profiler": "write debug=profiler",
     "trainer.deterministic": "write runtime.deterministic=true",
+    "trainer.benchmark": "write runtime.cudnn_benchmark=true",
     "model.optimizer": "the optimizer has its own node: optimizer.lr=1e-3, optimizer=sgd",
     "model.optimizer.": "write optimizer.{rest}={value}",
     "model.scheduler": "the schedule has its own node: scheduler=cosine",

@@ -19,6 +19,7 @@ from exp.config.phase_rules import (
     phases_share_the_objective,
     phases_watch_what_is_measured,
 )
+from exp.config.runtime_rules import switches_agree
 from exp.config.values import Values
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, show
@@ -271,6 +272,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     phases_share_the_objective,
     phases_go_with_the_trainer,
     phases_watch_what_is_measured,
+    switches_agree,
 )
 
 

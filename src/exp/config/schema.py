@@ -190,6 +190,10 @@ SCHEMA: dict[str, Any] = {
         "steps_per_execution": maybe(integer(1)),
         "compile": boolean(),
         "compile_backend": text(),
+        "cuda_graph": boolean(),
+        "channels_last": boolean(),
+        "matmul": maybe(one_of("highest", "high", "medium")),
+        "cudnn_benchmark": maybe(boolean()),
     },
     "security": {"allow": list_of(text())},
     "launch": {

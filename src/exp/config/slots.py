@@ -33,6 +33,7 @@ class Slot:
 
 TRAINER_REFUSED = {
     "accelerator": "launch.accelerator",
+    "benchmark": "runtime.cudnn_benchmark",
     "barebones": "hooks=[] metrics=[] logger=[] for little beside the training; barebones would stop exp's recording",
     "callbacks": "the group callbacks",
     "default_root_dir": "hydra.run.dir",

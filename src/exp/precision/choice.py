@@ -22,6 +22,7 @@ def build_precision(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     enabled: bool = False,
+    matmul: str | None = None,
 ) -> RunPrecision:
     """The plugin for a word of `precision.word`.
 
@@ -29,6 +30,7 @@ def build_precision(
     keep: pattern of module names or name of a type to fp32 or fp64, as precision.keep.
     init_scale, growth_factor, backoff_factor, growth_interval, enabled: of the loss scale (precision.scaler), which
         only fp16 has.
+    matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
     if word not in WORDS:
@@ -43,7 +45,7 @@ def build_precision(
             growth_interval=growth_interval,
             enabled=enabled,
         )
-        return ScaledPrecision(device_type=device_type, scaler=scaler, keep=keep)
+        return ScaledPrecision(device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
     if enabled:
         fault = Fault(
             key="precision.scaler.enabled",
@@ -52,4 +54,4 @@ def build_precision(
             cure="Choose precision=fp16, or set precision.scaler.enabled=false",
         )
         raise ConfigError([fault])
-    return RunPrecision(word=word, device_type=device_type, keep=keep)
+    return RunPrecision(word=word, device_type=device_type, keep=keep, matmul=matmul)

@@ -40,15 +40,18 @@ class RunPrecision(Precision):
     device_type: torch's, such as cpu or cuda.
     keep: layers with a dtype of their own, as precision.keep has them. The names are those in the LightningModule's
         `network`, or in the module itself where it has none.
+    matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
     """
 
     is_scaled: bool = False
 
-    def __init__(self, *, word: Word, device_type: str, keep: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, word: Word, device_type: str, keep: Mapping[str, str] | None = None, matmul: str | None = None
+    ) -> None:
         super().__init__()
         self.word, self.device_type, self.keep = word, device_type, dict(keep or {})
         self.numbers = WORDS[word]
-        self._tf32 = TensorFloat32(allowed=word == "tf32")
+        self._tf32 = TensorFloat32(allowed=word == "tf32", matmul=matmul)
         self._handles: list[Any] = []
         self._kept: dict[str, torch.dtype] = {}
         self._has_spoken = False

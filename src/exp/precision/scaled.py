@@ -26,8 +26,15 @@ class ScaledPrecision(RunPrecision):
     Relies on Precision._after_closure, which calls on_before_optimizer_step and then clips, seen in Lightning 2.6.6.
     """
 
-    def __init__(self, *, device_type: str, scaler: CountingScaler, keep: Mapping[str, str] | None = None) -> None:
-        super().__init__(word="fp16", device_type=device_type, keep=keep)
+    def __init__(
+        self,
+        *,
+        device_type: str,
+        scaler: CountingScaler,
+        keep: Mapping[str, str] | None = None,
+        matmul: str | None = None,
+    ) -> None:
+        super().__init__(word="fp16", device_type=device_type, keep=keep, matmul=matmul)
         self.scaler = scaler
         self.is_scaled = scaler.is_enabled()
         self._watch = ScaleWatch()

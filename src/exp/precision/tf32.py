@@ -13,17 +13,20 @@ class TensorFloat32:
 
     By their older names, which set the newer `fp32_precision` ones with them: where only the newer are set, reading
     the older raises, and Lightning and torch.backends.cudnn.flags read them (seen in torch 2.13, Lightning 2.6.6).
+
+    matmul: torch's word for matrix products alone: highest, high or medium; None follows `allowed`.
     """
 
-    def __init__(self, *, allowed: bool) -> None:
+    def __init__(self, *, allowed: bool, matmul: str | None = None) -> None:
         self.allowed = allowed
+        self.matmul = matmul or ("high" if allowed else "highest")
         self._before: tuple[str, bool] | None = None
 
     def set(self) -> None:
         """torch itself lets convolutions use it and matrix products not; here a word says it for both."""
         if self._before is None:
             self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-            torch.set_float32_matmul_precision("high" if self.allowed else "highest")
+            torch.set_float32_matmul_precision(self.matmul)
             torch.backends.cudnn.allow_tf32 = self.allowed
 
     def __enter__(self) -> None:

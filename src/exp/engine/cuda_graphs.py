@@ -1,0 +1,115 @@
+"""runtime.cuda_graph: the network's forward and backward as two CUDA graphs, which the host starts by one call each.
+
+A small network leaves a GPU waiting for the host, which launches one kernel after the other. A graph is captured once
+for the shape of a full batch; the short last batch of an epoch, and evaluation, run as ever. Objective, clipping and
+optimizer stay outside. Written by torch's notes on CUDA graphs ("partial-network capture"); not run on a GPU yet.
+
+Relied on (torch 2.13): `torch.cuda.make_graphed_callables` runs a module a few times before it captures, which moves
+the statistics of batch norms, so that they are put back; its outputs and gradients lie in buffers that the next call
+overwrites; and a replay draws from the generator's present seed, which a step sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import Fault, RunError
+from exp.strategies.strategy import Planned
+
+KEY = "runtime.cuda_graph"
+Capture = Callable[[nn.Module, tuple[Tensor, ...]], Callable[..., Any]]
+Shape = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+
+
+class GraphedNetwork:
+    """Called in a network's place: replays its graphs in training, for inputs of the shape that it saw first.
+
+    capture: torch.cuda.make_graphed_callables, or something like it.
+    """
+
+    def __init__(self, network: nn.Module, *, capture: Capture = torch.cuda.make_graphed_callables) -> None:
+        self.network = network
+        self._capture = capture
+        self._shape: Shape | None = None
+        self._names: tuple[str, ...] = ()
+        self._graphed: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not (self.network.training and torch.is_grad_enabled()):
+            return self.network(*inputs, **named)
+        tensors = (*inputs, *named.values())
+        if self._graphed is None:
+            self._begin(tensors, tuple(named), count=len(inputs))
+        assert self._graphed is not None
+        if tuple(named) != self._names or _shape(tensors) != self._shape:
+            return self.network(*inputs, **named)
+        return self._graphed(*tensors)
+
+    def _begin(self, tensors: tuple[Any, ...], names: tuple[str, ...], *, count: int) -> None:
+        """Captures. Raises: RunError where an input is no tensor, or the capture fails."""
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise RunError(f"{KEY} takes a network whose inputs are tensors; write {KEY}=false")
+        before = [buffer.clone() for buffer in self.network.buffers()]
+        samples = tuple(tensor.clone() for tensor in tensors)
+        try:
+            self._graphed = self._capture(_ByPosition(self.network, names, count), samples)
+        except RuntimeError as error:
+            raise RunError(
+                f"the network cannot be captured as a CUDA graph: {error}. It must not read numbers off the device, "
+                f"nor take another way from step to step; write {KEY}=false"
+            ) from error
+        with torch.no_grad():
+            for buffer, value in zip(self.network.buffers(), before, strict=True):
+                buffer.copy_(value)
+        self._names, self._shape = names, _shape(tensors)
+
+
+class _ByPosition(nn.Module):
+    """The network with its named inputs behind the others: a graph's inputs have no names."""
+
+    def __init__(self, network: nn.Module, names: tuple[str, ...], count: int) -> None:
+        super().__init__()
+        self.network, self._names, self._count = network, names, count
+
+    def forward(self, *tensors: Tensor) -> Any:
+        named = dict(zip(self._names, tensors[self._count :], strict=True))
+        return self.network(*tensors[: self._count], **named)
+
+
+def cuda_graph_faults(planned: Planned) -> list[Fault]:
+    """What of a run cannot be in a graph."""
+    config, placement = planned.config, planned.placement
+    if placement.accelerator != "cuda":
+        return [
+            Fault(
+                key=KEY,
+                got=f"true on {placement.accelerator}",
+                expected="a CUDA device: the graphs are CUDA's",
+                cure=f"Write {KEY}=false",
+            )
+        ]
+    count = config["trainer"].get("accumulate_grad_batches")
+    in_the_way: Mapping[str, Any] = {
+        f"strategy={config['strategy']['name']} over several devices": placement.world_size > 1
+        or placement.devices_per_rank > 1,
+        f"trainer.accumulate_grad_batches={count}, whose next batch would overwrite the gradients": isinstance(
+            count, int
+        )
+        and count > 1,
+        "phases, which run parts of the network": config["phases"],
+        "an objective that differentiates twice or looks inside the network": planned.needs,
+        "runtime.compile=true, which makes graphs of its own": config["runtime"]["compile"],
+    }
+    return [
+        Fault(key=KEY, got=f"true with {reason}", expected="one network, called once a step", cure=f"Write {KEY}=false")
+        for reason, is_there in in_the_way.items()
+        if is_there
+    ]
+
+
+def _shape(tensors: tuple[Any, ...]) -> Shape:
+    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)

@@ -1,0 +1,136 @@
+"""The hook `landscape`: the loss on the way along the gradient, and along a random direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from exp.data.randomness import reseed, seed_for
+from exp.errors import Fault
+from exp.files import write_whole
+from exp.hooks.apart import MicroBatch, MicroBatches, apart
+from exp.hooks.curves import curves
+from exp.hooks.directions import downhill, moved, random_direction
+from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.values import Image
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
+
+WHOLE = "it moves whole weights, and ranks hold parts of them"
+
+
+class Landscape(Hook):
+    """Draws `landscape`: the loss of the step's batch where all weights are moved a distance, along two directions.
+
+    One is against the gradient, the other random, filter by filter as long as the weights (Li et al. 2018,
+    arXiv:1712.09913; see hooks/directions.py). Both are as long as the random one, which is as long as the weights but
+    for biases and norms, so that 0.1 moves weights by a tenth of their size. The loss is that of the training step,
+    over all ranks and micro-batches, with its dropout and its batch statistics: at distance 0 it is the step's own.
+    Weights, buffers and generators of random numbers are as they were. The numbers are in a file of the run directory,
+    too, `landscape/step_000200.csv`: distance, against_gradient, random.
+
+    distance: how far to both sides; above 0.
+    points: on each curve; odd, so that the middle one is where the weights are.
+    """
+
+    refuses = {
+        "phases": "each has a loss of its own, for parts of the network",
+        "fsdp": WHOLE,
+        "tensor_parallel": WHOLE,
+        "hybrid": WHOLE,
+        "pipeline": WHOLE,
+        "deepspeed": WHOLE,
+    }
+
+    def __init__(self, *, every_n_steps: int = 200, distance: float = 0.5, points: int = 21) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+        if not (0 < distance < math.inf):
+            raise ValueError(f"distance is {distance}; it must be a number above 0")
+        if points < 3 or points % 2 == 0:
+            raise ValueError(f"points is {points}; it must be odd, and 3 or more, so that the middle one is at 0")
+        self.distance, self.points = distance, points
+        self._batches = MicroBatches()
+
+    def faults(self, planned: Planned) -> Sequence[Fault]:
+        faults = list(super().faults(planned))
+        key, cure = f"hooks.{self.name}", f"Leave the hook out with ~hooks.{self.name}"
+        if planned.needs:
+            words = ", ".join(sorted(planned.needs))
+            faults.append(
+                Fault(key=key, got=f"an objective that needs {words}", expected="terms of one forward pass", cure=cure)
+            )
+        if planned.weighed and planned.placement.world_size > 1:
+            faults.append(
+                Fault(
+                    key=key,
+                    got=f"several ranks and weights of targets in {', '.join(planned.weighed)}",
+                    expected="one rank, or a mean over samples: a rank's loss is no share of the batch's",
+                    cure=cure,
+                )
+            )
+        return faults
+
+    def passed(self, boundary: Boundary, step: Step) -> None:
+        if boundary == "batch":
+            self._batches.add(step)
+
+    @torch.no_grad()
+    def after_backward(self, step: Step) -> Values:
+        batches = self._batches.of_step
+        self._batches.clear()
+        learning = {name: parameter for name, parameter in step.network.named_parameters() if parameter.requires_grad}
+        # The same on every rank.
+        generator = torch.Generator().manual_seed(seed_for(step.seed, "landscape", step.index))
+        across = random_direction(learning, generator=generator)
+        down = downhill({name: parameter.grad for name, parameter in learning.items()}, across)
+        half = self.points // 2
+        distances = [self.distance * place / half for place in range(-half, half + 1)]
+        with apart(step.network):
+            losses = [
+                torch.stack([self._loss(step, moved(learning, direction, at), batches) for at in distances])
+                for direction in (down, across)
+            ]
+        shares = step.gather(torch.stack(losses)).cpu().double().mean(0)
+        down_losses, across_losses = shares.tolist()
+        self._write(step, distances, down_losses, across_losses)
+        picture = curves(
+            distances,
+            {"against the gradient": down_losses, "random direction": across_losses},
+            title=f"loss, step {step.index}",
+            along="distance, in lengths of the weights",
+        )
+        return {"landscape": Image.of(torch.from_numpy(picture).permute(2, 0, 1))}
+
+    def _loss(self, step: Step, parameters: dict[str, Tensor], batches: Sequence[MicroBatch]) -> Tensor:
+        """The mean over this rank's samples, so weighted that the mean over ranks is that over all; 0-d."""
+        total = sum(batch.global_size for batch in batches)
+        losses = []
+        for batch in batches:
+            reseed(seed=step.seed, rank=step.rank, epoch=step.epoch, batch=batch.batch_idx)
+            # New copies each time, for a forward in training moves running statistics.
+            buffers = {name: buffer.clone() for name, buffer in step.network.named_buffers()}
+            runner = _runner(step, {**parameters, **buffers})
+            assert step.loss_with is not None
+            with step.autocast():
+                loss = step.loss_with(runner, batch.data)
+            share = batch.weight * batch.global_size / total
+            losses.append(loss if share == 1.0 else loss * share)
+        return torch.stack(losses).sum()
+
+    def _write(self, step: Step, distances: Sequence[float], down: Sequence[float], across: Sequence[float]) -> None:
+        if self.directory is None or step.rank:
+            return
+        place = self.directory / self.name
+        place.mkdir(parents=True, exist_ok=True)
+        rows = [f"{at!r},{one!r},{other!r}" for at, one, other in zip(distances, down, across, strict=True)]
+        write_whole(place / f"step_{step.index:06d}.csv", "\n".join(["distance,against_gradient,random", *rows, ""]))
+
+
+def _runner(step: Step, state: dict[str, Tensor]) -> Callable[..., Any]:
+    return lambda *inputs, **named: functional_call(step.network, state, inputs, named)

@@ -1,4 +1,4 @@
-"""The four parts of memory in runs of exp's own models: three against counts by hand, activations against what is alive.
+"""The four parts of memory in runs of exp's own models: three against counts by hand, activations against what lives.
 
 The reference asks nobody what is saved: a dispatch mode notes every storage that an operator makes, and what the graph
 alone keeps alive once the forward has returned is what it keeps for the backward.
@@ -10,7 +10,6 @@ import gc
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

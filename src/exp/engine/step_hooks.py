@@ -100,10 +100,12 @@ class StepHooks:
             hook.before_write()
 
     def failed(self, error: BaseException) -> None:
+        # A step that no hook has looked at yet has none.
+        step = None if self._due is None else self._step_now()
         for name, hook in self.hooks.items():
             if hook.overrides("on_error"):
                 try:
-                    hook.on_error(error, self._step)
+                    hook.on_error(error, step)
                 except Exception:
                     log.exception("hooks.%s failed in on_error; the run ends by what came before", name)
 

@@ -44,7 +44,7 @@ class Owners:
     def __init__(
         self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, data: Any, kept: Kept
     ) -> None:
-        self._known: dict[int, tuple[Kind, str | None, str]] = {}
+        self._known: dict[int, Live] = {}
         parameters = dict(network.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         paths = {id(module): path for path, module in network.named_modules()}
@@ -59,12 +59,12 @@ class Owners:
             self._add(tensor, "optimizer", _owner(name), f"{name} {key}".strip())
         for tensor in tensors_in(data):
             self._add(tensor, "batch", None, "")
-        for at, module in kept.at.items():
-            self._known.setdefault(at, ("activations", paths.get(id(module)), ""))
+        self._kept = {at: paths.get(id(module)) for at, module in kept.at.items()}
 
     def _add(self, tensor: Tensor, kind: Kind, module: str | None, name: str) -> None:
         for part in held(tensor):
-            self._known.setdefault(part.untyped_storage().data_ptr(), (kind, module, name))
+            # Not as a view that happens to be alive, too, such as a weight transposed.
+            self._known.setdefault(part.untyped_storage().data_ptr(), _live(part, kind, module, name))
 
     def live(self) -> list[Live]:
         """What the garbage collector knows of, each storage once, the largest first.
@@ -73,13 +73,15 @@ class Owners:
         """
         found: dict[int, Live] = {}
         for tensor in _tensors():
-            storage = tensor.untyped_storage()
-            at, size = storage.data_ptr(), storage.nbytes()
-            if at in found or not size:
+            at = tensor.untyped_storage().data_ptr()
+            if at in found or not tensor.untyped_storage().nbytes():
                 continue
-            kind, module, name = self._known.get(at, ("other", None, ""))
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found[at] = Live(kind=kind, size=size, module=module, name=name, shape=tuple(tensor.shape), dtype=dtype)
+            if at in self._known:
+                found[at] = self._known[at]
+            elif at in self._kept:
+                found[at] = _live(tensor, "activations", self._kept[at])
+            else:
+                found[at] = _live(tensor, "other")
         return sorted(found.values(), key=lambda one: -one.size)
 
 
@@ -91,6 +93,17 @@ def by_module(tensors: Iterable[Live]) -> dict[str, dict[Kind, int]]:
             row = rows.setdefault(one.module, dict.fromkeys(PARTS, 0))
             row[one.kind] += one.size
     return dict(sorted(rows.items(), key=lambda item: -sum(item[1].values())))
+
+
+def _live(tensor: Tensor, kind: Kind, module: str | None = None, name: str = "") -> Live:
+    return Live(
+        kind=kind,
+        size=tensor.untyped_storage().nbytes(),
+        module=module,
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
 
 
 def _tensors() -> Iterator[Tensor]:

@@ -1,0 +1,184 @@
+"""A run that asks for more than the machine has: what it says, and what it leaves."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from exp.hooks import cuda_snapshot
+from exp.hooks.memory_advice import Use, advice
+from exp.hooks.out_of_memory import asked_for, failing_module, is_out_of_memory
+from exp.report import read_report
+from exp.train import main
+
+MIB = 2**20
+# The shapes are inferred without a graph, and there the layer does nothing.
+GREEDY = """
+import torch
+from torch import nn
+
+class Greedy(nn.Module):
+    def __init__(self, *, at_call: int = 1):
+        super().__init__()
+        self.at_call, self.calls = at_call, 0
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return x
+        self.calls += 1
+        return x + x.new_empty(2**48).sum() if self.calls == self.at_call else x.relu()
+"""
+RUN = (
+    *("model=sequential", "metrics=[]", "test=false", "security.allow=[greedy]"),
+    *("trainer.limit_val_batches=0", "monitor=loss/train", "data.batch_size=32"),
+    *("trainer.max_epochs=null", "trainer.max_steps=3", "launch.accelerator=cpu", "strategy=single"),
+)
+HERE = "hydra.run.dir=run"
+
+
+@pytest.fixture
+def greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    (tmp_path / "conf" / "hooks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def layer(at_call: int) -> str:
+    """Behind the second hidden layer, in the place of what is there."""
+    return f"+model.layers.activation2={{_target_: greedy.Greedy, at_call: {at_call}}}"
+
+
+@pytest.mark.usefixtures("greedy")
+def test_the_first_step_runs_out_and_says_what_filled_the_memory(capsys):
+    assert main([*RUN, HERE, "hooks=[memory]", layer(1)]) == 1
+    told = capsys.readouterr().err
+    assert "out of memory on cpu in step 1, in activation2: 1,073,741,824.0 MiB more were asked for." in told
+    assert "Try a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger" in told
+    assert "Traceback" not in told.rpartition("out of memory on cpu")[2]
+
+    report = read_report("run")
+    assert report.status == "failed"
+    assert report.error["type"] == "RunError"
+    for words in (
+        "in activation2",
+        "smaller data.batch_size",
+        "run/memory/out_of_memory.rank0.json",
+        "DefaultCPUAlloc",
+    ):
+        assert words in report.error["message"]
+
+    found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
+    assert (found["step"], found["rank"], found["device"], found["measured_at_step"]) == (1, 0, "cpu", 1)
+    assert (found["module"], found["requested_bytes"]) == ("activation2", 2**50)
+    # 64-256-128-10 with GELU, which keeps its input; and nothing after the third layer has been computed.
+    weights = {"hidden": 4 * 256 * 65, "hidden2": 4 * 128 * 257, "head": 4 * 10 * 129}
+    parameters = {name: row["parameters"] for name, row in found["modules"].items() if row["parameters"]}
+    assert parameters == weights
+    assert found["parts"] == {
+        "parameters": sum(weights.values()),
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 4 * 32 * (64 + 256 + 256),
+    }
+    kept = {name: row["activations"] for name, row in found["modules"].items() if row["activations"]}
+    assert kept == {"hidden": 4 * 32 * 64, "activation": 4 * 32 * 256, "hidden2": 4 * 32 * 256}
+    named = {one["name"]: one for one in found["tensors"] if one["kind"] == "parameters"}
+    assert named["hidden2.weight"]["shape"] == [128, 256]
+    assert any(one["kind"] == "activations" and one["module"] == "activation" for one in found["tensors"])
+
+    log = Path("run/train.log").read_text()
+    assert "MiB, by module  parameters  gradients  optimizer  activations" in log
+    assert "largest live tensors" in log
+
+
+@pytest.mark.usefixtures("greedy")
+def test_a_later_step_tells_what_the_last_measured_one_kept():
+    assert main([*RUN, HERE, "hooks=[memory]", layer(3)]) == 1
+    found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
+    assert (found["step"], found["measured_at_step"]) == (3, 1)
+    # A whole forward, the objective's scores and classes among it.
+    assert found["modules"]["activation2"]["activations"] == 4 * 32 * 128
+    assert found["modules"]["(objective)"]["activations"] >= 4 * 32 * 10
+    parameters = found["parts"]["parameters"]
+    assert found["parts"]["optimizer"] == 2 * parameters + 4 * 6
+    states = {one["name"] for one in found["tensors"] if one["kind"] == "optimizer"}
+    assert {"hidden2.weight exp_avg", "hidden2.weight exp_avg_sq"} <= states
+
+
+@pytest.mark.usefixtures("greedy")
+def test_without_the_hook_it_is_one_message_all_the_same(capsys):
+    assert main([*RUN, HERE, layer(1), "hooks=[]"]) == 1
+    assert "you tried to allocate 1125899906842624 bytes" in capsys.readouterr().err
+    assert not Path("run/memory").exists()
+
+
+@pytest.mark.usefixtures("greedy")
+def test_a_rank_says_it_for_itself(ranks):
+    with pytest.raises(AssertionError, match="out of memory on cpu in step 1, in activation2"):
+        ranks.train(*RUN, "hooks=[memory]", layer(1), "strategy=ddp", "launch.devices=2", ranks=2)
+    assert len(list(Path().glob("*/memory/out_of_memory.rank*.json"))) >= 1
+
+
+def test_how_it_is_known():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**48)
+    assert is_out_of_memory(caught.value)
+    assert asked_for(caught.value) == 2**50
+    told = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8 GiB")
+    assert is_out_of_memory(told)
+    assert asked_for(told) == 2.5 * 2**30
+    assert is_out_of_memory(MemoryError())
+    assert asked_for(MemoryError()) is None
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_the_module_that_failed_is_the_innermost_one():
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise MemoryError
+
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Failing()))
+    with pytest.raises(MemoryError) as caught:
+        network(torch.zeros(1, 2))
+    assert failing_module(caught.value, network) == "1.1"
+    assert failing_module(MemoryError(), network) is None
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ({"activations": 900, "samples": 64}, "a smaller data.batch_size"),
+        ({"activations": 100, "samples": 64, "devices": 8}, "strategy=fsdp over 8 devices"),
+        ({"activations": 900, "samples": 1}, "precision=bf16: it saves up to half of 900.0 MiB of activations"),
+        ({"activations": 900, "samples": 1, "halves": 900}, "a smaller network"),
+        ({"activations": 900, "samples": 1, "holders": 16, "is_sharded": True}, "strategy.activation_checkpointing"),
+        ({"activations": 0, "samples": 64}, "a smaller network"),
+    ],
+)
+def test_what_saves_most_is_advised(use, expected):
+    parts = {"parameters": 100, "gradients": 100, "optimizer": 200}
+    sizes = {name: value * MIB for name, value in {**parts, **use}.items() if name in {*parts, "activations", "halves"}}
+    others = {name: value for name, value in use.items() if name not in sizes}
+    assert advice(Use(**sizes, **others)).startswith(expected)
+
+
+def test_torch_s_private_snapshot_has_the_names_that_are_used():
+    """Relied on in hooks/cuda_snapshot.py; seen in torch 2.13."""
+    assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert inspect.signature(torch.cuda.memory._record_memory_history).parameters["enabled"].default == "all"
+    assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's snapshot needs a GPU")
+def test_cuda_s_own_snapshot_is_written(tmp_path):
+    cuda_snapshot.record_history(100)
+    torch.ones(10, device="cuda")
+    cuda_snapshot.dump(tmp_path / "snapshot.pickle")
+    cuda_snapshot.stop_history()
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0

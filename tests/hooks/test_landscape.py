@@ -127,9 +127,9 @@ def test_a_picture_holds_each_curve(values: list[float]) -> None:
     )
     assert picture.dtype == np.uint8
     for colour in COLOURS[:2]:
-        assert (picture == colour).all(-1)[60:].any()
+        assert (picture == colour).all(-1)[38:].any()
     lost = curves([0.0, 1.0], {"one": [math.inf, math.nan]}, title="loss", along="distance")
-    assert not (lost == COLOURS[0]).all(-1)[60:].any()
+    assert not (lost == COLOURS[0]).all(-1)[38:].any()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ STEP = [
     "hook full_backward",
     "hook passed backward",
     "callback on_after_backward",
+    "hook before_update",
     "hook after_backward",
     "callback on_before_optimizer_step",
     "hook after_clipping",
@@ -100,6 +101,9 @@ class Everything(Hook):
         assert values["output"].requires_grad
         assert {"input", "target", "output"} <= values.keys()
         return self._note("after_forward")
+
+    def before_update(self, step, update):
+        self._note("before_update")
 
     def after_backward(self, step):
         return self._note("after_backward")

@@ -32,6 +32,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.overhead import overridden
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision
+from exp.strategies.lightning_ddp import ExpDDPStrategy
 
 if TYPE_CHECKING:
     from exp.engine.lean import LeanEpochLoop
@@ -111,10 +112,25 @@ class LeanStep:
             on_cpu = strategy.root_device.type == "cpu"
             self._to_device = None if on_cpu else self._transfer
         self._forward, self._context = strategy.training_step, None
-        is_plain = type(strategy).training_step is LightningStrategy.training_step and strategy.model is self.module
-        if is_plain and type(precision).train_step_context is Precision.train_step_context:
+        own = type(strategy).training_step
+        if type(precision).train_step_context is not Precision.train_step_context:
+            return
+        if own is LightningStrategy.training_step and strategy.model is self.module:
             self._forward = self.module.training_step
-            self._context = None if type(precision.forward_context()) is nullcontext else precision.forward_context
+        elif own is ExpDDPStrategy.training_step and strategy.is_plain and strategy.model is not self.module:
+            self._forward = self._forward_through_wrapper
+        else:
+            return
+        self._context = None if type(precision.forward_context()) is nullcontext else precision.forward_context
+
+    def _forward_through_wrapper(self, batch: Any, batch_idx: int) -> Tensor:
+        """DistributedDataParallel calls the module's forward, which is its training step meanwhile."""
+        own = vars(self.module)
+        own["forward"] = self.module.training_step
+        try:
+            return self._strategy.model(batch, batch_idx)
+        finally:
+            del own["forward"]
 
     def _transfer(self, batch: Any) -> Any:
         return self.trainer.datamodule.transfer_batch_to_device(batch, self._strategy.root_device, 0)
@@ -227,4 +243,9 @@ def _own(owner: Any, base: type, name: str) -> Callable[..., Any] | None:
 
 def _steps_plainly(strategy: LightningStrategy) -> bool:
     """Whether the strategy adds nothing to an optimizer's step."""
-    return type(strategy).optimizer_step is LightningStrategy.optimizer_step
+    own = type(strategy).optimizer_step
+    if own is ExpDDPStrategy.optimizer_step:
+        return strategy.is_plain
+    if own is DDPStrategy.optimizer_step:
+        return strategy._model_averager is None
+    return own is LightningStrategy.optimizer_step

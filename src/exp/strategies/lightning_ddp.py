@@ -79,6 +79,14 @@ class ExpDDPStrategy(DDPStrategy):
             self._local = LocalSteps(self._local_options, node_group=self._node_group())
             register(self.model, self._local)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step has nothing of it but DistributedDataParallel: neither local steps nor shared statistics.
+
+        Relied on, and tested: Lightning's `_model_averager` is None but for its own post-local SGD (lightning 2.6.6).
+        """
+        return self._local is None and self._share is None and self._model_averager is None
+
     def training_step(self, batch: Any, *arguments: Any, **named: Any) -> Any:
         if self._share is not None:
             self._share.counts = batch.size > 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from exp.errors import Fault, RunError
-from exp.types import Stage
+from exp.models.inference import example_inputs
+from exp.types import DataSpec, Stage
+
+if TYPE_CHECKING:
+    from exp.strategies.strategy import Planned
 
 EVALUATIONS: tuple[Stage, ...] = ("val", "test")
 
@@ -53,18 +57,46 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
 
 
 def class_faults(
-    name: str, *, num_classes: int | None, most: int, stages: Sequence[str], known: Sequence[str] = EVALUATIONS
+    name: str, planned: Planned, *, num_classes: int | None, most: int, stages: Sequence[str], output: str
 ) -> list[Fault]:
-    """What a hook that counts by class cannot do, before the run. name: the hook's; most: classes that it can show."""
-    faults = stage_faults(name, stages=stages, known=known)
+    """What a hook that counts by class cannot do, before the run.
+
+    name: the hook's. most: classes that it can show. output: the name of what has the scores.
+    """
+    faults = stage_faults(name, stages=stages, known=EVALUATIONS)
     key = f"hooks.{name}.num_classes"
     leave = f"Leave the hook out with ~hooks.{name}"
     if num_classes is None:
         expected = "the number of classes: the data is no classification, so that there is nothing to count by class"
-        faults.append(Fault(key=key, got="null", expected=expected, cure=leave))
-    elif not 2 <= num_classes <= most:
-        faults.append(Fault(key=key, got=str(num_classes), expected=f"2 to {most} classes", cure=leave))
-    return faults
+        return [*faults, Fault(key=key, got="null", expected=expected, cure=leave)]
+    if not 2 <= num_classes <= most:
+        expected = f"2 to {most} classes"
+        return [*faults, Fault(key=key, got=str(num_classes), expected=expected, cure=leave)]
+    shape = _output_shape(planned, output)
+    # Of two classes one score is enough, and [B, T] may be one for each place.
+    if shape is None or num_classes == 2 or (len(shape) > 1 and shape[-1] == num_classes):
+        return faults
+    got = f"{output}, which is [{', '.join(['B', *(str(size) for size in shape[1:])])}]"
+    expected = f"an output of the network that is [B, ..., {num_classes}]: a score for each class"
+    return [
+        *faults,
+        Fault(key=f"hooks.{name}.output", got=got, expected=expected, cure=f"Name another one. {leave} otherwise"),
+    ]
+
+
+def _output_shape(planned: Planned, output: str) -> Sequence[int] | None:
+    """None where the network does not give it by that name, and where its forward cannot be run without numbers."""
+    inputs = example_inputs(DataSpec.of(planned.config["data"]), device="meta")
+    try:
+        with torch.device("meta"), torch.no_grad():
+            found = planned.network(*inputs)
+    except Exception:  # a user's own layer may raise anything; the check of shapes tells it, with its reason
+        return None
+    if isinstance(found, Mapping):
+        found = found.get(output)
+    elif output != "output":
+        return None
+    return list(found.shape) if isinstance(found, Tensor) else None
 
 
 def stage_faults(name: str, *, stages: Sequence[str], known: Sequence[str]) -> list[Fault]:

@@ -54,7 +54,14 @@ class Confusion(Hook):
     def faults(self, planned: Planned) -> Sequence[Fault]:
         return [
             *super().faults(planned),
-            *class_faults(self.name, num_classes=self.num_classes, most=MOST_CLASSES, stages=self.stages),
+            *class_faults(
+                self.name,
+                planned,
+                num_classes=self.num_classes,
+                most=MOST_CLASSES,
+                stages=self.stages,
+                output=self.output,
+            ),
         ]
 
     def setup(self, network: nn.Module) -> None:

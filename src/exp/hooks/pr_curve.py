@@ -61,7 +61,14 @@ class PRCurve(Hook):
     def faults(self, planned: Planned) -> Sequence[Fault]:
         faults = [
             *super().faults(planned),
-            *class_faults(self.name, num_classes=self.num_classes, most=MOST_CLASSES, stages=self.stages),
+            *class_faults(
+                self.name,
+                planned,
+                num_classes=self.num_classes,
+                most=MOST_CLASSES,
+                stages=self.stages,
+                output=self.output,
+            ),
         ]
         key = f"hooks.{self.name}"
         for name, value, least in (("thresholds", self.thresholds, 2), ("max_classes", self.max_classes, 1)):

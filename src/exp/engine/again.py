@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.engine.checkpoint import AtomicCheckpointIO
@@ -45,7 +45,7 @@ def update_of(
 
 
 def trace_again(module: TrainingModule, window: Window) -> Trace:
-    """Runs the micro-batches of a window up to the first that is not finite.
+    """Runs the micro-batches of a window, and traces them up to the first that is not finite.
 
     Parameters, their gradients and the optimizer are left alone; buffers are not. Every random number is the step's
     own. A compiled network runs uncompiled.
@@ -57,27 +57,38 @@ def trace_again(module: TrainingModule, window: Window) -> Trace:
     sums: dict[str, Tensor] = {}
     for place, (batch, _) in enumerate(window.batches):
         tracer = Tracer(module.network, module.objective)
+        loss, gradients = _backward_again(module, window, place, tracer, named)
+        if trace.is_bad:
+            continue  # the other ranks may have to meet this one in what follows
+        for name, gradient in gradients.items():
+            sums[name] = sums[name] + gradient if name in sums else gradient
         trace.place, trace.batch = place, _broken_entries(batch.data)
-        with torch.enable_grad(), _uncompiled(module):
-            with tracer.forward():
-                loss = module.scaled_loss(window, place)
-            found: Sequence[Tensor | None] = ()
-            if loss.requires_grad:
-                tracer.backward(loss)
-                # Not loss.backward(): what waits at the parameters, as ddp does, is not told.
-                found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        for name, gradient in zip(named, found, strict=bool(found)):
-            if gradient is not None:
-                sums[name] = sums[name] + gradient if name in sums else gradient
-        trace.rows, trace.loss = tracer.rows, float(loss.detach())
+        trace.rows, trace.loss = tracer.rows, float(loss)
         trace.gradients = Extent.of(sums.values())
         trace.origin = tracer.origin(is_lost=trace.loss - trace.loss != 0.0)
-        if trace.is_bad:
+        if trace.is_bad and batch.world_size == 1:
             return trace
-    sizes = dict(zip(sums, norms(list(sums.values())), strict=True))
-    trace.overflown = [name for name, size in sizes.items() if not size.isfinite()]
-    trace.origin = None
+    if not trace.is_bad:
+        sizes = dict(zip(sums, norms(list(sums.values())), strict=True))
+        trace.overflown = [name for name, size in sizes.items() if not size.isfinite()]
+        trace.origin = None
     return trace
+
+
+def _backward_again(
+    module: TrainingModule, window: Window, place: int, tracer: Tracer, named: Mapping[str, nn.Parameter]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one micro-batch, 0-d and detached, and the gradients of the named parameters that have one."""
+    with torch.enable_grad(), _uncompiled(module):
+        with tracer.forward():
+            loss = module.scaled_loss(window, place)
+        if not loss.requires_grad:
+            return loss, {}
+        tracer.backward(loss)
+        # Not loss.backward(): what waits at the parameters, as ddp does, is not told.
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    pairs = zip(named, found, strict=True)
+    return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
 
 
 def _uncompiled(module: TrainingModule) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 import exp
 from exp.build import build_data, build_network, plain_config
+from exp.engine.compiling import forget_compiled
 
 STEPS = 3
 SHORT = (
@@ -110,3 +111,19 @@ def test_what_ranks_find_in_their_parts_is_that_of_whole_gradients(ranks, strate
             assert drawn[tag][step][:2] == pytest.approx(expected[:2], rel=1e-6)
             moved = sum(abs(a - b) for a, b in zip(drawn[tag][step][2:], expected[2:], strict=True))
             assert moved <= 2 * 0.002 * sum(expected[2:]), (tag, step)
+
+
+def test_a_compiled_network_has_the_same_tags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = [*SHORT, "hooks=[gradients,memory]", "trainer.gradient_clip_val=0.1"]
+    plain = exp.fit(exp.compose([*run, "hydra.run.dir=plain"])).metrics
+    compiled = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]
+    found = exp.fit(exp.compose([*run, *compiled, "hydra.run.dir=compiled"])).metrics
+    forget_compiled()
+    assert found.keys() == plain.keys()
+    for tag in (tag for tag in plain if tag.startswith("gradients/")):
+        assert found[tag] == pytest.approx(plain[tag], rel=1e-4), tag
+    for part in ("parameters", "gradients", "optimizer"):
+        assert found[f"memory/{part}_mib"] == plain[f"memory/{part}_mib"]
+    # What a compiled backward needs need not be what each layer would keep.
+    assert 0 < found["memory/activations_mib"] < 2 * plain["memory/activations_mib"]

@@ -1,0 +1,110 @@
+"""What the hooks gradients and memory cost of a step of a GPT of 10 million parameters on a CPU.
+
+    python benchmarks/hooks.py [--steps 200] [--batch-size 8]
+
+Two runs in two processes take turns, one step each, so that whatever else the machine does meets both alike: one with
+the two hooks as they are by default (norms every step, memory every 50, histograms, ratios and shares every 100), one
+with none. The times are of whole steps: what is written to TensorBoard is in them. One thread each.
+
+Steps are compared by kind, since one with a histogram is rare and costs most: the median difference of each kind, times
+its share of a hundred steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import exp
+
+SKIPPED = 3
+Times = list[tuple[float, float]]
+
+
+def overrides(place: Path, *, name: str, steps: int, batch_size: int) -> list[str]:
+    """Of one of the two runs: `with` or `without`."""
+    other = "without" if name == "with" else "with"
+    turns = {
+        "_target_": "hook_turns.Turns",
+        "own": str(place / name),
+        "other": str(place / other),
+        "begins": str(name == "with").lower(),
+        "steps": str(steps),
+        "out": str(place / f"{name}.json"),
+    }
+    return [
+        f"hydra.run.dir={place}/run_{name}",
+        *("data=text", f"data.batch_size={batch_size}", "model.layers.blocks.repeat=8"),
+        *("model.constants.width=320", "model.constants.hidden=1280", "model.constants.heads=5"),
+        *("trainer.max_epochs=null", f"trainer.max_steps={steps}", "trainer.limit_val_batches=0", "test=false"),
+        *("metrics=[]", "monitor=loss/train", "checkpoint.save_last=false", "checkpoint.save_best=false"),
+        *("runtime.threads=1", "strategy=single", "launch.accelerator=cpu", "trainer.enable_progress_bar=false"),
+        *("security.allow=[hook_turns]", f"hooks=[{'gradients,memory' if name == 'with' else ''}]"),
+        f"+hooks.turns={{{', '.join(f'{key}: {value}' for key, value in turns.items())}}}",
+    ]
+
+
+def train(place: Path, name: str, steps: int, batch_size: int) -> None:
+    os.chdir(place)
+    exp.fit(exp.compose(overrides(place, name=name, steps=steps, batch_size=batch_size)))
+
+
+def kind_of(index: int) -> str:
+    """By what is due in an optimizer step, counted from 1."""
+    if index % 100 == 0:
+        return "memory, histograms, ratios, shares"
+    return "memory" if index % 50 == 0 else "norms"
+
+
+def compare(ours: Times, bare: Times, *, clock: int) -> None:
+    """clock: 0 the wall's, 1 the processor's."""
+    kinds: dict[str, list[int]] = {}
+    for index in range(SKIPPED + 1, min(len(ours), len(bare))):
+        kinds.setdefault(kind_of(index), []).append(index)
+    # The difference of a pair of neighbours in time; place 0 is step 1.
+    step = statistics.median(time[clock] for time in bare[SKIPPED:])
+    share = {"norms": 98, "memory": 1, "memory, histograms, ratios, shares": 1}
+    cost = 0.0
+    for kind, indices in kinds.items():
+        difference = statistics.median(ours[index - 1][clock] - bare[index - 1][clock] for index in indices)
+        cost += difference * share[kind] / 100
+        print(f"  {kind:36} {len(indices):4} pairs  {1000 * difference:9.2f} ms more, the median")
+    total = sum(time[clock] for time in ours[SKIPPED:]) / sum(time[clock] for time in bare[SKIPPED:])
+    print(f"  a step without hooks {1000 * step:8.1f} ms; with them {100 * cost / step:5.2f} per cent more", end="")
+    print(f" (sum over sum: {100 * (total - 1):5.2f})", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=8)
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=".", prefix="hooks-") as folder:
+        place = Path(folder).resolve()
+        (place / "conf" / "hooks").mkdir(parents=True)
+        names = ("with", "without")
+        for name in names:
+            os.mkfifo(place / name)
+        processes = [
+            context.Process(target=train, args=(place, name, arguments.steps, arguments.batch_size)) for name in names
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        ours, bare = (json.loads((place / f"{name}.json").read_text()) for name in names)
+    for clock, title in enumerate(("wall clock", "processor time")):
+        print(f"{title}, {arguments.steps} steps, batch {arguments.batch_size} of 64 characters")
+        compare(ours, bare, clock=clock)
+
+
+if __name__ == "__main__":
+    main()

@@ -188,8 +188,7 @@ def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path, caplog):
             "trainer.limit_train_batches=20",
         )
     assert [record.getMessage() for record in caplog.records if record.name == "exp.hooks.profile"] == [
-        "hooks.profile: the run ended before the end of its window, steps 19 to 27; 2 of them are written, the last "
-        "one as far as it came"
+        "hooks.profile: the run ended before the end of its window, steps 19 to 27; 2 of them are written"
     ]
     assert [name for name in ranges(trace_of(tmp_path / "run")) if name.startswith("step")] == ["step 19", "step 20"]
 
@@ -207,7 +206,7 @@ def test_a_run_that_ends_before_the_window_says_so(tmp_path, caplog, steps):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_run_that_fails_inside_the_window_stops_the_profiler_and_writes(tmp_path, monkeypatch, error):
+def test_a_run_that_fails_inside_the_window_stops_the_profiler_and_writes(tmp_path, monkeypatch, caplog, error):
     def fail(hook, step):
         if step.index == 5:
             raise error
@@ -218,6 +217,8 @@ def test_a_run_that_fails_inside_the_window_stops_the_profiler_and_writes(tmp_pa
         profiled(tmp_path / "run", *every_step, steps=5)
     assert not torch.autograd._profiler_enabled()
     assert [name for name in ranges(trace_of(tmp_path / "run")) if name.startswith("step")] == ["step 4", "step 5"]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "exp.hooks.profile"]
+    assert told.endswith("2 of them are written, the last one in part")
 
 
 def test_each_rank_has_its_own_files(ranks):
@@ -233,10 +234,14 @@ def test_each_rank_has_its_own_files(ranks):
     assert trained.losses == plain.losses
 
 
-def test_one_rank_of_two_can_be_chosen(ranks):
-    window = ["hooks.profile.start_step=2", "hooks.profile.steps=1", "hooks.profile.warmup=0", "trainer.max_steps=3"]
-    trained = ranks.train("strategy=ddp", "hooks=[profile]", *window, "hooks.profile.ranks=[1]", ranks=2)
-    assert all("rank1" in path.name for path in (trained.directory / "profile").iterdir())
+def test_one_rank_of_two_can_be_chosen_and_shards_can_be_taken_off_after_a_window_that_was_cut(ranks):
+    """A profiler looks at the tensors that it saw; fsdp takes its parameters off at the end."""
+    window = ["hooks.profile.start_step=2", "hooks.profile.steps=9", "hooks.profile.warmup=0"]
+    limits = ["trainer.max_epochs=1", "trainer.limit_train_batches=3"]
+    trained = ranks.train("strategy=fsdp", "hooks=[profile]", *window, *limits, "hooks.profile.ranks=[1]", ranks=2)
+    assert [path.name for path in (trained.directory / "profile").iterdir() if "rank1" not in path.name] == []
+    steps = [name for name in ranges(trace_of(trained.directory, 1)) if name.startswith("step")]
+    assert steps == ["step 2", "step 3"]
 
 
 # --- before the run ---

@@ -83,6 +83,7 @@ class Recording(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
+        self._step_hooks.ended()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._step_hooks.detach()

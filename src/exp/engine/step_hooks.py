@@ -95,6 +95,11 @@ class StepHooks:
         for hook in self._pausing:
             hook.pause()
 
+    def ended(self) -> None:
+        for hook in self._all:
+            if hook.overrides("ended"):
+                hook.ended()
+
     def before_write(self) -> None:
         for hook in self._writing:
             hook.before_write()

@@ -10,7 +10,7 @@ A hook of one's own is one .py with a subclass that overrides one method, and on
     once an optimizer step after_backward, clipping, after_clipping, the optimizer, passed("optimizer"), after_step
     a checkpoint           state_dict_save, state_dict_load
     an evaluation          evaluated, for each batch; after_evaluation
-    once                   on_error, where the run fails; teardown
+    once                   ended, or on_error where the run fails; teardown
 """
 
 from __future__ import annotations
@@ -151,6 +151,9 @@ class Hook:
 
     def pause(self) -> None:
         """Training pauses behind a step (an epoch's end, validation): the time to the next step is not its own."""
+
+    def ended(self) -> None:
+        """The last step is done, well, and the strategy still stands: a place to let go of its tensors."""
 
     def on_error(self, error: BaseException, step: Step | None) -> None:
         """The run ends by this, in this step where it is in one. What is raised here is logged, and not raised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -103,12 +104,16 @@ class Profile(Hook):
             self._start()
         return self._finish() if step.index == self.window.last else None
 
+    def ended(self) -> None:
+        # Before the strategy is taken down: fsdp could not, while a profiler looks at its parameters.
+        self.teardown()
+
     def teardown(self) -> None:
         """Ends what was begun, whatever ended the run, so that nothing goes on recording."""
         if not self._is_waiting:
             return
+        recorded, is_cut = len(self._recorded), bool(self._ranges)
         self._close_all()
-        recorded = len(self._recorded)
         try:
             self._finish()
         except Exception:
@@ -119,7 +124,9 @@ class Profile(Hook):
                 "hooks.%s: the run ended before the end of its window, %s; %s",
                 self.name,
                 self.window,
-                f"{recorded} of them are written, the last one as far as it came" if recorded else "nothing is written",
+                f"{recorded} of them {'is' if recorded == 1 else 'are'} written{', the last one in part' * is_cut}"
+                if recorded
+                else "nothing is written",
             )
 
     # --- the profiler ---
@@ -157,7 +164,7 @@ class Profile(Hook):
             return {}
         assert self.directory is not None
         steps = f"step {recorded[0]}" if len(recorded) == 1 else f"steps {recorded[0]} to {recorded[-1]}"
-        return Recorded(
+        ended = Recorded(
             profiler=profiler,
             what=f"{steps}, rank {self._rank}",
             rank=self._rank,
@@ -165,7 +172,13 @@ class Profile(Hook):
             with_shapes=self._shapes,
             with_memory=self._memory,
             rows=self._rows,
-        ).write(self.directory / self.name)
+        )
+        try:
+            return ended.write(self.directory / self.name)
+        finally:
+            # A profiler refers to itself, and to tensors that it saw: fsdp could not be taken down.
+            del profiler, ended
+            gc.collect()
 
     # --- its ranges ---
 

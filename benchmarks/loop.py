@@ -32,6 +32,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import exp
+from exp.data.data import Data
+from exp.data.in_memory import Tensors
 
 BATCH_SIZE = 64
 Times = tuple[float, float]
@@ -58,6 +60,23 @@ def by_hand(steps: int, epochs: int) -> Times:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(epochs):
         for inputs, target in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(inputs), target)
+            loss.backward()
+            optimizer.step()
+            clock.step()
+    return clock.microseconds()
+
+
+def by_hand_on_our_batches(steps: int, epochs: int) -> Times:
+    """The same loop over exp's own batches, which are gathered many at once."""
+    inputs, target = samples(steps // epochs)
+    data = Data(train=Tensors(entries=(inputs, target), num_classes=10), batch_size=BATCH_SIZE)
+    loader, net, clock = data.loader("train", rank=0, world_size=1), network(), Clock()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(epochs):
+        for batch in loader:
+            inputs, target = batch.data
             optimizer.zero_grad()
             loss = functional.cross_entropy(net(inputs), target)
             loss.backward()
@@ -138,15 +157,15 @@ def measure(contenders: dict[str, Callable[[int, int], Times]], steps: int, epoc
                 times[name].append(contender(steps, epochs))
     names = list(contenders)
     print(f"\n{steps} steps in {epochs} epoch{'s' if epochs > 1 else ''}, {repetitions} repetitions in turn")
-    print(f"{'':50} wall clock: step   speed against   processor: step   speed against")
-    print(f"{'':50}           us      (a)     (b)              us      (a)     (b)")
+    print(f"{'':50} wall clock: step   speed against           processor: step   speed against")
+    print(f"{'':50}           us      (a)    (a')     (b)              us      (a)    (a')     (b)")
     for name in names:
         cells = ""
         for kind in (0, 1):
             own = [time[kind] for time in times[name]]
-            bases = [[time[kind] for time in times[base]] for base in names[:2]]
+            bases = [[time[kind] for time in times[base]] for base in names[:3]]
             ratios = [statistics.median(b / o for b, o in zip(base, own, strict=True)) for base in bases]
-            cells += f"{statistics.median(own):13.0f}{ratios[0]:9.2f}{ratios[1]:8.2f}   "
+            cells += f"{statistics.median(own):13.0f}{ratios[0]:9.2f}{ratios[1]:8.2f}{ratios[2]:8.2f}   "
         print(f"{name:50}{cells}", flush=True)
 
 
@@ -160,6 +179,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     contenders = {
         "(a) by hand, stock DataLoader, no logging": by_hand,
+        "(a') the same on exp's own batches": by_hand_on_our_batches,
         "(b) plain Lightning, self.log, TensorBoardLogger": lambda *args: plain_lightning(*args, with_norms=False),
         "(b') the same with Lightning's grad_norm": lambda *args: plain_lightning(*args, with_norms=True),
         "(c) exp: norms, memory, throughput, TensorBoard": here,

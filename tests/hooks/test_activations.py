@@ -102,6 +102,7 @@ def test_of_a_softmax_a_distribution_is_saturated_and_what_is_not_bounded_has_no
     found = measured(nn.Sequential(nn.Softmax(dim=1)), scores)
     assert found["activations/saturated/0"] == pytest.approx(2 / 3)
     assert saturation(scores.T.softmax(0), nn.Softmax(dim=0))[0] == 2
+    assert saturation(scores.softmax(1), nn.Softmax())[0] == 2  # not told, torch sums along axis 1 of two
     assert saturation(scores.T.softmax(0)[None, :, :, None], nn.Softmax2d())[0] == 2
     assert not [tag for tag in measured(nn.Sequential(nn.ReLU()), scores) if "saturated" in tag]
 

@@ -270,8 +270,7 @@ EVERY_STEP = ["hooks=[throughput]", "hooks.throughput.every_n_steps=1", "trainer
         [],
         ["trainer.accumulate_grad_batches=3"],
         ["runtime.steps_per_execution=1"],
-        ["precision=fp16"],
-        ["checkpoint.every_n_steps=5"],
+        ["precision=fp16", "checkpoint.every_n_steps=5"],
     ],
 )
 def test_the_parts_of_every_step_sum_to_its_time(tmp_path, more):

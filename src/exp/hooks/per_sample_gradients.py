@@ -35,7 +35,7 @@ class PerSampleGradients(Hook):
     torch.func.vmap of grad. `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace`: see
     hooks/noise_scale.py; the gradient of the whole batch is the step's own. Over all ranks and micro-batches.
 
-    Dropout and the like draw numbers of their own for each sample. It costs about three times the step, and memory for
+    Dropout and the like draw numbers of their own for each sample. It costs as much as 3 to 20 steps, and memory for
     `chunk_size` gradients of the whole network.
 
     chunk_size: samples at once. smoothing: see hooks/noise_scale.py.

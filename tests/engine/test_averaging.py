@@ -92,7 +92,9 @@ def by_hand(states: Sequence[dict[str, Tensor]], decays: Sequence[float]) -> dic
     for state, decay in zip(states[1:], decays, strict=True):
         for name, tensor in state.items():
             old = average[name]
-            average[name] = decay * old + (1 - decay) * tensor if tensor.is_floating_point() else tensor.double()
+            average[name] = (
+                decay * old + (1 - decay) * tensor.double() if tensor.is_floating_point() else tensor.double()
+            )
     return average
 
 
@@ -188,6 +190,52 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     assert equal(dict(resumed.average), dict(unbroken.average))
     assert all(equal(a, b) for a, b in zip(late_weights.trained, all_weights.trained[-2 * BATCHES :], strict=True))
     assert resumed.state_dict() == unbroken.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_average_of_half_precision_is_in_float32_and_does_not_stall(tmp_path: Path, dtype: torch.dtype) -> None:
+    class Half(Regression):
+        """All but the batch norm in half precision, as under a true word."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.network[0].to(dtype)
+
+        def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+            return nn.functional.mse_loss(self.network[1:](self.network[0](batch[0].to(dtype)).float()), batch[1])
+
+        def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
+            self.log("loss/val", self.training_step(batch, index))
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    average, weights, saving = ExponentialMovingAverage(decay=0.999, warmup=False), Weights(), ModelCheckpoint(tmp_path)
+    module = Half()
+    trainer([average, weights, saving], tmp_path, epochs=8).fit(module, loader(), loader(2))
+    expected = by_hand(weights.trained, [0.999] * (8 * BATCHES - 1))
+    close(dict(average.average), expected)
+    # In the weights' own dtype most of it would have stood still.
+    stalled = weights.trained[0]["network.0.weight"].clone()
+    for state in weights.trained[1:]:
+        stalled.lerp_(state["network.0.weight"], 0.001)
+    moved = (expected["network.0.weight"] - weights.trained[0]["network.0.weight"].double()).abs().max()
+    assert (stalled.double() - expected["network.0.weight"]).abs().max() > 0.5 * moved
+    # The module has them in its own dtype; the checkpoint as they are, so that a resume goes on exactly.
+    assert module.network[0].weight.dtype == dtype
+    assert torch.equal(module.network[0].weight, average.average["network.0.weight"].to(dtype))
+    saved = torch.load(saving.best_model_path, weights_only=True)
+    assert equal(saved["state_dict"], dict(average.average))
+    assert saved[CURRENT]["network.0.weight"].dtype == dtype
+    resumed = ExponentialMovingAverage(decay=0.999, warmup=False)
+    again = trainer([resumed], tmp_path, epochs=8, enable_checkpointing=False)
+    again.fit(Half(), loader(), loader(2), ckpt_path=saving.best_model_path, weights_only=True)
+    assert equal(dict(resumed.average), dict(average.average))
+    [tested] = again.test(Half(), loader(2), saving.best_model_path, weights_only=True, verbose=False)
+    [direct] = again.test(module, loader(2), verbose=False)
+    assert tested["loss/val"] == direct["loss/val"]
 
 
 def test_a_checkpoint_without_an_average_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

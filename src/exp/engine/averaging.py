@@ -30,7 +30,8 @@ CURRENT = "current_model_state"
 class ExponentialMovingAverage(Callback):
     """After every n-th optimizer step: average = d average + (1 - d) weights; the first one takes the weights.
 
-    Floating point buffers, such as BatchNorm's statistics, are averaged alike; integer ones are copied. Validation
+    Floating point buffers, such as BatchNorm's statistics, are averaged alike; integer ones are copied. The average of
+    weights in half precision is float32: what one step adds is soon below the last place of bfloat16. Validation
     within fit, the checkpoints' `state_dict` and the module after fit have the averages; training goes on with, and a
     resumed run gets back, the weights themselves.
 
@@ -117,7 +118,7 @@ class ExponentialMovingAverage(Callback):
             log.warning("the checkpoint has no averaged weights; the average starts with the weights that it has")
             return
         own = checkpoint["state_dict"]
-        self._average = {name: own[name].clone() for name in _tensors(pl_module)}
+        self._average = {name: _wide(own[name]) for name in _tensors(pl_module)}
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,15 +131,16 @@ class ExponentialMovingAverage(Callback):
     @torch.no_grad()
     def _update(self, own: Mapping[str, Tensor]) -> None:
         if not self._average:
-            self._average = {name: tensor.detach().clone() for name, tensor in own.items()}
+            self._average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
             self._updates = 1
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
         real = [name for name, tensor in own.items() if tensor.is_floating_point()]
         # Of DTensors the local parts: torch's kernels for many refuse lists that mix the two kinds.
-        torch._foreach_lerp_(
-            [local(self._average[name]) for name in real], [local(own[name]) for name in real], 1.0 - decay
-        )
+        averages = [local(self._average[name]) for name in real]
+        weights = [local(own[name]) for name in real]
+        weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
         for name in own.keys() - set(real):
             self._average[name].copy_(own[name])
         self._updates += 1
@@ -159,6 +161,12 @@ class ExponentialMovingAverage(Callback):
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
     """What a module's state dict holds, as the module's own tensors. Tied ones are there under each name."""
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy, in float32 where the tensor is in half precision."""
+    half = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
+    return tensor.to(torch.float32) if half else tensor.clone()
 
 
 @torch.no_grad()

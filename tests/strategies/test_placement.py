@@ -84,6 +84,18 @@ def test_a_wish_that_the_machine_cannot_grant_names_its_key_and_the_cure(wish, m
     assert cure is None or cure in faults[0].cure
 
 
+def test_no_more_cpu_ranks_than_make_sense():
+    for cores, most in ((1, 16), (2, 16), (8, 32)):
+        machine = Machine(gpus=0, cores=cores)
+        assert placement("ddp", devices=most, machine=machine).world_size == most
+        with pytest.raises(ConfigError, match=f"at most {most} on this machine, which has {cores} core") as caught:
+            placement("ddp", devices=most + 1, machine=machine)
+        assert [fault.key for fault in caught.value.faults] == ["launch.devices"]
+    assert placement("ddp", devices=64, machine=Machine(gpus=64, cores=2)).world_size == 64
+    # Layers over 64 names of the one CPU are one rank.
+    assert placement("layer_split", devices=64, demand=Demand(devices=None), machine=Machine(gpus=0, cores=2))
+
+
 def test_single_refuses_several_ranks():
     with pytest.raises(ConfigError, match="strategy=ddp"):
         placement("single", devices=2, machine=LAPTOP)

@@ -9,6 +9,7 @@ Ranks that work on one share of a batch together (tensor or pipeline parallel) a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,11 +33,15 @@ Devices = int | Literal["auto"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this machine can offer: CUDA devices that are visible, whether torch can use Apple's GPU, and NCCL."""
+    """What this machine can offer: CUDA devices that are visible, whether torch can use Apple's GPU, and NCCL.
+
+    cores: of the CPU, that this process may use; None is not known, and limits nothing.
+    """
 
     gpus: int
     mps: bool = False
     nccl: bool = True
+    cores: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +116,8 @@ def this_machine() -> Machine:
     import torch.distributed
 
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return Machine(gpus=torch.cuda.device_count(), mps=torch.backends.mps.is_available(), nccl=nccl)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Machine(gpus=torch.cuda.device_count(), mps=torch.backends.mps.is_available(), nccl=nccl, cores=cores)
 
 
 def placement(

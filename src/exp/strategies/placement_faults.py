@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Devices, Machine, Placement
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
+# Ranks that share a core are for trying a strategy out. Each is a process with half a gigabyte of its own.
+RANKS_OF_A_CORE = 4
+# So many are let pass on a machine of any size.
+CPU_RANKS_AT_LEAST = 16
 
 
 def faults_of_division(strategy: str, *, count: int, each: int, nodes: int, model_ranks: int) -> list[Fault]:
@@ -53,7 +57,7 @@ def faults_of_words(*, devices: Any, nodes: Any, accelerator: Any) -> list[Fault
 
 
 def faults_of_placement(placed: Placement, *, devices: Devices, machine: Machine) -> list[Fault]:
-    faults = _faults_of_backend(placed, machine)
+    faults = [*_faults_of_backend(placed, machine), *_faults_of_cores(placed, machine)]
     count = placed.ranks_per_node
     listed = devices != "auto" and not isinstance(devices, int)
     if placed.accelerator == "cuda" and not machine.gpus:
@@ -105,6 +109,18 @@ def faults_of_placement(placed: Placement, *, devices: Devices, machine: Machine
             )
         )
     return faults
+
+
+def _faults_of_cores(placed: Placement, machine: Machine) -> list[Fault]:
+    if placed.accelerator != "cpu" or machine.cores is None:
+        return []
+    most = max(CPU_RANKS_AT_LEAST, RANKS_OF_A_CORE * machine.cores)
+    if placed.ranks_per_node <= most:
+        return []
+    cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    expected = f"at most {most} on this machine, which has {cores}: each rank is a process, and they share the cores"
+    cure = "Write launch.devices=2 to try a strategy out"
+    return [Fault(key="launch.devices", got=f"{placed.ranks_per_node} ranks on the CPU", expected=expected, cure=cure)]
 
 
 def _faults_of_backend(placed: Placement, machine: Machine) -> list[Fault]:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from exp.objectives.derivative import DerivativeTerm
 from exp.objectives.passes import Passes, Precision
-from exp.objectives.penalties import checked_precision
-from exp.objectives.term import AbstractTerm
-from exp.objectives.values import full, pick
+from exp.objectives.values import full
 from exp.types import Batch
 
 
-class JacobianNorm(AbstractTerm):
+class JacobianNorm(DerivativeTerm):
     """Mean over samples of the squared Frobenius norm of the Jacobian of an output with respect to an input.
 
         E_x [ || d f(x) / d x ||_F^2 ]
@@ -30,8 +29,6 @@ class JacobianNorm(AbstractTerm):
     precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
     """
 
-    needs = frozenset({"input_gradients"})
-
     def __init__(
         self,
         *,
@@ -41,21 +38,16 @@ class JacobianNorm(AbstractTerm):
         projections: int | None = None,
         precision: Precision = "step",
     ) -> None:
-        super().__init__(weight=weight)
+        super().__init__(weight=weight, output=output, input=input, precision=precision)
         if projections is not None and projections < 1:
             raise ValueError(f"projections is {projections}; it must be 1 or more, or null for the exact norm")
-        self.output, self.input, self.projections = output, input, projections
-        self.precision = checked_precision(precision)
-        if precision == "full":
-            self.needs = self.needs | {"forward_passes"}
+        self.projections = projections
 
     def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the input has no gradient."""
         assert passes is not None
-        if self.precision == "full":
-            values = passes.run(precision="full")
-        output = full(pick(values, self.output, "output")).flatten(1)
-        given = pick(values, self.input, "input")
+        output, given = self.ends(values, passes)
+        output = full(output).flatten(1)
         if self.projections is None:
             return sum(_squared(passes.gradients(column, given)) for column in output.unbind(1)).mean()
         total = 0.0

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from exp.errors import RunError
+from exp.objectives.derivative import DerivativeTerm, checked_precision
 from exp.objectives.passes import Passes, Precision
 from exp.objectives.term import AbstractTerm
 from exp.objectives.values import full, pick
 from exp.types import Batch
 
 
-class R1(AbstractTerm):
+class R1(DerivativeTerm):
     """Mean over samples of the squared norm of the gradient of an output with respect to an input.
 
         E_x [ || d D(x) / d x ||^2 ]
@@ -28,23 +29,15 @@ class R1(AbstractTerm):
     precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
     """
 
-    needs = frozenset({"input_gradients"})
-
     def __init__(
         self, *, weight: float = 1.0, output: str = "output", input: str = "input", precision: Precision = "step"
     ) -> None:
-        super().__init__(weight=weight)
-        self.output, self.input = output, input
-        self.precision = checked_precision(precision)
-        if precision == "full":
-            self.needs = self.needs | {"forward_passes"}
+        super().__init__(weight=weight, output=output, input=input, precision=precision)
 
     def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the input has no gradient."""
         assert passes is not None
-        if self.precision == "full":
-            values = passes.run(precision="full")
-        slope = passes.gradients(pick(values, self.output, "output"), pick(values, self.input, "input"))
+        slope = passes.gradients(*self.ends(values, passes))
         return slope.flatten(1).square().sum(1).mean()
 
 
@@ -97,10 +90,3 @@ class WGANGP(AbstractTerm):
         squared = passes.gradients(output, between).flatten(1).square().sum(1)
         norm = torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
         return (norm - 1).square().mean()
-
-
-def checked_precision(precision: Precision) -> Precision:
-    """Raises: ValueError where it is none."""
-    if precision not in ("step", "full"):
-        raise ValueError(f"precision is {precision!r}; it must be step (the run's own) or full (float32)")
-    return precision

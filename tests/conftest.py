@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import pickle
 import runpy
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
+COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
+# One process that has imported everything, and starts no thread: what is forked from it needs no seconds to start.
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["torch", "lightning.pytorch", "torchmetrics", "exp.run", "exp.worker", "exp.train"])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
@@ -62,8 +70,6 @@ class Ranks:
     def __init__(self, place: Path) -> None:
         self.place = place
         self._count = 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "lightning.pytorch", "torchmetrics", "exp.run", "exp.worker"])
 
     def freeze(self, *overrides: str) -> Path:
         """A run directory with the frozen config of a command line that passes the check."""
@@ -99,7 +105,7 @@ class Ranks:
             }
             # The standard library's runpy can be named to another process; a module of the tests cannot.
             arguments = (str(RANK_PROGRAM), {"SETTINGS": given}, "__main__")
-            started.append(self._context.Process(target=runpy.run_path, args=arguments))
+            started.append(WARM.Process(target=runpy.run_path, args=arguments))
             started[-1].start()
         try:
             ends = time.monotonic() + seconds
@@ -137,3 +143,75 @@ class Trained:
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.chdir(tmp_path)
     return Ranks(tmp_path)
+
+
+class Commands:
+    """`python -m exp.train ...` in a process of its own, forked from the warm one: its streams, its exit status.
+
+    For tests of what a command says and does. Ranks that it starts are fresh interpreters, as ever.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._count = 0
+        self._started: list[BaseProcess] = []
+
+    def run(
+        self,
+        *arguments: str,
+        module: str = "exp.train",
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        seconds: float = 120,
+    ) -> subprocess.CompletedProcess[str]:
+        """environment: beside this process's own."""
+        return self.start(*arguments, module=module, cwd=cwd, environment=environment).end(seconds=seconds)
+
+    def start(
+        self,
+        *arguments: str,
+        module: str = "exp.train",
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Command:
+        self._count += 1
+        streams = self.place / f".stdout{self._count}", self.place / f".stderr{self._count}"
+        settings = {
+            "module": module,
+            "arguments": list(arguments),
+            "directory": str(cwd or Path.cwd()),
+            "environment": {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            "output": str(streams[0]),
+            "error": str(streams[1]),
+        }
+        process = WARM.Process(target=runpy.run_path, args=(str(COMMAND_PROGRAM), {"SETTINGS": settings}, "__main__"))
+        process.start()
+        self._started.append(process)
+        return Command(process=process, arguments=arguments, streams=streams)
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A started one."""
+
+    process: BaseProcess
+    arguments: tuple[str, ...]
+    streams: tuple[Path, Path]
+
+    def end(self, *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+        self.process.join(seconds)
+        told = [stream.read_text() if stream.exists() else "" for stream in self.streams]
+        assert self.process.exitcode is not None, f"it does not end within {seconds} s: {told}"
+        return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *told)
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with contextlib.closing(Commands(tmp_path_factory.mktemp("streams"))) as started:
+        yield started

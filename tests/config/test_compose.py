@@ -208,12 +208,22 @@ def test_the_two_spellings_of_a_precision_are_one_command_for_hydra_whatever_els
         assert handed[0] == handed[1] == [f"precision={precision}", *others]
 
 
+def one_config_of_two_spellings(precision, *others):
+    configs = [whole(f"{sign}precision={precision}", *others) for sign in ("", "+")]
+    assert configs[0] == configs[1]
+    assert configs[0]["precision"]["word"] == precision
+
+
+@pytest.mark.parametrize("precision", options("precision"))
+def test_the_two_spellings_of_a_precision_give_one_config(precision):
+    one_config_of_two_spellings(precision)
+
+
 @pytest.mark.parametrize("others", [choice for axis in AXES for choice in axis if choice], ids=lambda choice: choice[0])
-def test_the_two_spellings_of_a_precision_give_one_config(others):
-    for precision in options("precision"):
-        configs = [whole(f"{sign}precision={precision}", *others) for sign in ("", "+")]
-        assert configs[0] == configs[1]
-        assert configs[0]["precision"]["word"] == precision
+def test_the_two_spellings_give_one_config_beside_whatever_else_is_chosen(others):
+    """Of one precision, another for each choice: the first test shows that Hydra is handed the same of all."""
+    known = options("precision")
+    one_config_of_two_spellings(known[sum(map(ord, others[0])) % len(known)], *others)
 
 
 @pytest.mark.parametrize("axis", ["experiment", "debug"])

@@ -42,10 +42,7 @@ class Elsewhere:
     """Starts small runs in processes of their own, forked from one that has imported everything: 0.1 s each."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["torch", "lightning.pytorch", "exp.engine.stopping", "exp.precision.plugin"]
-        )
+        self._context = multiprocessing.get_context("forkserver")  # warmed by tests/conftest.py
         self._started: list[BaseProcess] = []
 
     def start(self, directory: Path, **settings: Any) -> BaseProcess:

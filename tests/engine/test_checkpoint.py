@@ -81,7 +81,6 @@ def test_a_kill_while_writing_leaves_the_old_file_or_the_new_one(tmp_path: Path)
         "    AtomicCheckpointIO().save_checkpoint(state, PATH)\n"
     )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch", "exp.engine.stopping", "exp.precision.plugin"])
     for attempt in range(6):
         process = context.Process(target=runpy.run_path, args=(str(program), {"PATH": str(path)}))
         process.start()

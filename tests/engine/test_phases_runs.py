@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +115,10 @@ def test_a_wasserstein_gan_with_gradient_penalty_trains(ranks: Any, precision: s
 
 
 def test_the_command_trains_a_gan_and_another_config_may_not_go_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Any
 ) -> None:
     command = ["experiment=gan", "trainer.max_epochs=2", "scheduler=constant", "hydra.run.dir=first"]
-    done = subprocess.run(
-        [sys.executable, "-m", "exp.train", *command, "trainer.enable_progress_bar=false"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = commands.run(*command, "trainer.enable_progress_bar=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "first" / "report.json").read_text())
     assert report["status"] == "completed"

@@ -1,7 +1,6 @@
 """Two ranks are one process: the same weights and the same metrics from the same global batch."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,8 @@ import torch
 ONE_EPOCH = ["trainer.max_epochs=1", "data.batch_size=64", "optimizer=sgd", "optimizer.lr=0.05", "test=false"]
 
 
-def trained(place: Path, *overrides: str) -> tuple[dict, dict[str, torch.Tensor], Path]:
-    done = subprocess.run(
-        [sys.executable, "-m", "exp.train", *ONE_EPOCH, "launch.accelerator=cpu", *overrides],
-        cwd=place,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def trained(commands, place: Path, *overrides: str) -> tuple[dict, dict[str, torch.Tensor], Path]:
+    done = commands.run(*ONE_EPOCH, "launch.accelerator=cpu", *overrides, cwd=place)
     assert done.returncode == 0, done.stdout + done.stderr
     (directory,) = place.glob("outputs/*/*/*")
     report = json.loads((directory / "report.json").read_text())
@@ -31,13 +22,13 @@ def trained(place: Path, *overrides: str) -> tuple[dict, dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("single"), "strategy=single")
+def single(tmp_path_factory, commands):
+    return trained(commands, tmp_path_factory.mktemp("single"), "strategy=single")
 
 
 @pytest.fixture(scope="module")
-def double(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("double"), "strategy=ddp")
+def double(tmp_path_factory, commands):
+    return trained(commands, tmp_path_factory.mktemp("double"), "strategy=ddp")
 
 
 def test_the_weights_after_an_epoch_with_a_short_last_batch_are_equal(single, double):

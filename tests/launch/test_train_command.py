@@ -3,55 +3,59 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 ENDLESS = ["strategy=ddp", "launch.accelerator=cpu", "trainer.max_epochs=100000", "test=false", "hooks=[]"]
+ENDLESS += ["callbacks=[slow]", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
+# A run that lasts, and leaves the processor to others.
+SLOW = """
+import time
+from lightning.pytorch import Callback
+
+class Slow(Callback):
+    def on_train_batch_start(self, *_):
+        time.sleep(0.02)
+"""
 
 
 @pytest.fixture
-def training(tmp_path):
+def training(tmp_path, commands):
     """A function that starts an endless run over two ranks and waits for its first checkpoint."""
-    started = []
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    (tmp_path / "conf" / "callbacks" / "slow.yaml").write_text(
+        "# Takes its time: callbacks=[slow]\nslow: {_target_: slow.Slow}\n"
+    )
+    (tmp_path / "slow.py").write_text(SLOW)
 
-    def training(*overrides: str) -> tuple[subprocess.Popen, Path, list[psutil.Process]]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "exp.train", *ENDLESS, *overrides],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
+    def training(*overrides: str) -> tuple[Any, Path, list[psutil.Process]]:
+        command = commands.start(*ENDLESS, *overrides, cwd=tmp_path)
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and command.process.is_alive():
             saved = list(tmp_path.glob("outputs/*/*/*/checkpoints/last.ckpt"))
             if saved:
-                ranks = sorted(psutil.Process(process.pid).children(), key=lambda rank: int(rank.environ()["RANK"]))
-                return process, saved[0].parent.parent, ranks
+                ranks = psutil.Process(command.process.pid).children()
+                ranks = sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))
+                return command, saved[0].parent.parent, ranks
             time.sleep(0.1)
-        process.kill()
-        raise AssertionError(f"no checkpoint was written: {process.communicate()[0]}")
+        command.process.kill()
+        raise AssertionError(f"no checkpoint was written: {command.end()}")
 
-    yield training
-    for process in started:
-        process.kill()
-        process.communicate()
+    return training
 
 
 def test_a_killed_rank_ends_the_run_within_ten_seconds_and_the_report_names_it(training):
-    process, directory, ranks = training()
+    command, directory, ranks = training()
     begun = time.monotonic()
     ranks[1].kill()
-    output, _ = process.communicate(timeout=30)
+    done = command.end(seconds=30)
+    output = done.stdout + done.stderr
     assert time.monotonic() - begun < 10
-    assert process.returncode == 1
+    assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL" in output
     report = json.loads((directory / "report.json").read_text())
     assert report["status"] == "failed"
@@ -61,12 +65,13 @@ def test_a_killed_rank_ends_the_run_within_ten_seconds_and_the_report_names_it(t
 
 def test_sigterm_to_every_process_saves_and_exits_143(training):
     """A cluster's manager signals every process of a job, and the parent passes its own signal on as well."""
-    process, directory, ranks = training()
-    process.send_signal(signal.SIGTERM)
+    command, directory, ranks = training()
+    os.kill(command.process.pid, signal.SIGTERM)
     for rank in ranks:
         rank.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 143, output
+    done = command.end(seconds=30)
+    output = done.stdout + done.stderr
+    assert done.returncode == 143, output
     report = json.loads((directory / "report.json").read_text())
     assert report["status"] == "interrupted"
     assert str(directory / "checkpoints" / "last.ckpt") in output
@@ -74,10 +79,11 @@ def test_sigterm_to_every_process_saves_and_exits_143(training):
 
 
 def test_a_restart_goes_on_where_the_killed_ranks_were(training):
-    process, directory, ranks = training("launch.max_restarts=1", "trainer.max_epochs=60")
+    command, directory, ranks = training("launch.max_restarts=1", "trainer.max_epochs=20")
     ranks[0].kill()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = command.end()
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
     assert "restart 1 of 1" in output
     report = json.loads((directory / "report.json").read_text())
-    assert (report["status"], report["epochs"], report["steps"]) == ("completed", 60, 60 * 20)
+    assert (report["status"], report["epochs"], report["steps"]) == ("completed", 20, 20 * 4)

@@ -1,9 +1,7 @@
 """Where a run could lose its report, or report another run's figures."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -60,7 +58,7 @@ def test_torchrun_is_told_what_to_start(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, signum):
+def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, commands, signum):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
     (tmp_path / "slow.py").write_text(
@@ -73,10 +71,7 @@ def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, signum
         "    def forward(self, x):\n"
         "        return super().forward(x.flatten(1))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "exp.train", "model=slow"],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = commands.run("model=slow", cwd=tmp_path)
     (directory,) = tmp_path.glob("outputs/train/*/*")
     assert done.returncode == 128 + signum, done.stderr
     assert "Traceback" not in done.stderr

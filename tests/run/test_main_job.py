@@ -20,10 +20,11 @@ REPORT_KEYS = {
 }  # fmt: skip
 
 
-def train(*overrides, cwd, **options):
+def train(*overrides, cwd):
+    """With the start of Python, as typed; the main job is lived so once."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "exp.train", *overrides]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=300, **options)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def only_run(cwd: Path, name="train") -> Path:
@@ -74,10 +75,10 @@ def test_report_holds_the_contracts_keys(main_job):
     assert report["error"] is None
 
 
-def test_a_checkpoint_alone_gives_the_same_test_figures(main_job, tmp_path):
+def test_a_checkpoint_alone_gives_the_same_test_figures(main_job, tmp_path, commands):
     _, cwd = main_job
     best = only_run(cwd) / "checkpoints" / "best.ckpt"
-    done = train("train=false", "test=true", f"resume={best}", cwd=tmp_path)
+    done = commands.run("train=false", "test=true", f"resume={best}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     before = json.loads((only_run(cwd) / "report.json").read_text())["metrics"]
     after = json.loads((only_run(tmp_path) / "report.json").read_text())["metrics"]
@@ -86,21 +87,17 @@ def test_a_checkpoint_alone_gives_the_same_test_figures(main_job, tmp_path):
     assert not (only_run(tmp_path) / "checkpoints").exists()
 
 
-def test_ctrl_c_saves_and_resume_goes_on(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    options = ["trainer.max_epochs=2000", "test=false"]
-    command = [sys.executable, "-m", "exp.train", *options]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def test_ctrl_c_saves_and_resume_goes_on(tmp_path, commands):
+    command = commands.start("trainer.max_epochs=2000", "test=false", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("outputs/train/*/*/checkpoints/last.ckpt")):
         assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+        assert command.process.is_alive(), command.end()
+        time.sleep(0.05)
+    os.kill(command.process.pid, signal.SIGINT)
+    ended = command.end(seconds=60)
+    error = ended.stderr
+    assert ended.returncode == 130
     assert "last.ckpt" in error
     assert "Traceback" not in error
     directory = only_run(tmp_path)
@@ -108,7 +105,7 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path):
     assert report["status"] == "interrupted"
     steps = report["steps"]
     assert 0 < steps < 40_000
-    done = train(
+    done = commands.run(
         "test=false", "name=second", "trainer.max_epochs=2000", f"trainer.max_steps={steps + 30}",
         f"resume={directory / 'checkpoints' / 'last.ckpt'}", cwd=tmp_path,
     )  # fmt: skip
@@ -116,7 +113,7 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path):
     assert json.loads((only_run(tmp_path, "second") / "report.json").read_text())["steps"] == steps + 30
 
 
-def test_a_failing_run_reports_its_error_and_exits_1(tmp_path):
+def test_a_failing_run_reports_its_error_and_exits_1(tmp_path, commands):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "broken.yaml").write_text(
         "# Fails in its third step: model=broken\n_target_: mine.Broken\n"
@@ -133,7 +130,7 @@ def test_a_failing_run_reports_its_error_and_exits_1(tmp_path):
         "            raise ArithmeticError('the third step')\n"
         "        return self.layer(x.flatten(1))\n"
     )
-    done = train("model=broken", cwd=tmp_path)
+    done = commands.run("model=broken", cwd=tmp_path)
     assert done.returncode == 1
     assert "the third step" in done.stderr
     report = json.loads((only_run(tmp_path) / "report.json").read_text())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -25,9 +22,8 @@ def test_on_cpu_it_is_one_process(ranks, model):
     assert two.report["world_size"] == 1
 
 
-def test_as_a_command_it_warns_once(tmp_path):
-    command = [sys.executable, "-m", "exp.train", "strategy=data_parallel", "launch.accelerator=cpu", *SHORT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_as_a_command_it_warns_once(tmp_path, commands):
+    done = commands.run("strategy=data_parallel", "launch.accelerator=cpu", *SHORT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("write strategy=ddp") == 1
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -134,12 +130,9 @@ def test_memory_of_a_rank(ranks):
     assert 0.2 < share < 0.3
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, commands):
     command = ["strategy=fsdp", "model=transformer", "debug=fast", "launch.accelerator=cpu", "launch.devices=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "exp.train", *command],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = commands.run(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
     (path,) = tmp_path.rglob("last.ckpt")

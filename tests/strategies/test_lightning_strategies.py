@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import exp
@@ -33,10 +30,9 @@ def test_two_ranks_of_it_train_as_one_process(ranks, mine):
     assert two.losses == pytest.approx(one.losses, abs=1e-5)
 
 
-def test_one_rank_of_it_as_a_command(mine, tmp_path):
+def test_one_rank_of_it_as_a_command(mine, tmp_path, commands):
     # Lightning's strategy asks for a process group even where it is alone in it.
-    command = [sys.executable, "-m", "exp.train", "strategy=mine", "launch.devices=1", "launch.accelerator=cpu", *SHORT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = commands.run("strategy=mine", "launch.devices=1", "launch.accelerator=cpu", *SHORT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

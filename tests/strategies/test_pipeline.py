@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -128,13 +125,13 @@ def test_a_checkpoint_goes_on_and_goes_elsewhere(ranks):
         assert metrics["accuracy/test"] == evaluated[0]["accuracy/test"]
 
 
-def test_from_the_command_line(tmp_path):
+def test_from_the_command_line(tmp_path, commands):
     command = [
-        *(sys.executable, "-m", "exp.train", "strategy=pipeline", "launch.devices=2", "model=sequential"),
+        *("strategy=pipeline", "launch.devices=2", "model=sequential"),
         *("trainer.max_epochs=null", "trainer.max_steps=2", "trainer.limit_val_batches=1", "test=false"),
         f"hydra.run.dir={tmp_path}/run",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = commands.run(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = read_report(tmp_path / "run")
     assert (report.status, report.strategy, report.world_size) == ("completed", "pipeline", 2)

@@ -26,6 +26,7 @@ class Vocabulary:
     def __init__(self, loader: Loader, *, config_name: str) -> None:
         self.loader, self.config_name = loader, config_name
         self._keys_below: list[str] | None = None
+        self._options: dict[str, list[str]] = {}
         keys, declared = loader.primary(config_name)
         groups = [group for group in declared if not group.startswith("hydra/")]
         self.groups = sorted(set(groups))
@@ -38,7 +39,9 @@ class Vocabulary:
         return "axis" if group in AXIS else "one"
 
     def options(self, group: str) -> list[str]:
-        return self.loader.options(group)
+        if group not in self._options:
+            self._options[group] = self.loader.options(group)
+        return self._options[group]
 
     def keys_below(self) -> list[str]:
         """All dotted keys of the config without overrides; none where even that does not compose."""

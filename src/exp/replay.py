@@ -129,10 +129,11 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
         text.write_text(file.config, encoding="utf-8")
         # Bounded: a file may come from anywhere.
         content = read_yaml(text)
-    if not isinstance(content, dict) or not {"security", "strategy", "launch"} <= content.keys():
+    fixed = ("security", "launch", "runtime")
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in fixed):
         raise RunError(f"{path} is a step's file without the config of a run")
-    config = OmegaConf.create(content)
-    asked = [str(package) for package in config.security.allow or [] if package not in allow]
+    named = content["security"].get("allow")
+    asked = [str(package) for package in named if package not in allow] if isinstance(named, list) else []
     if asked:
         fault = Fault(
             key="security.allow",
@@ -141,12 +142,13 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
             cure="If you trust them, add " + " ".join(f"--allow {package}" for package in asked),
         )
         raise ConfigError([fault])
-    config.security.allow = list(allow)
-    config.resume, config.logger, config.callbacks = None, {}, {}
-    config.strategy = {"_target_": "exp.strategies.single.Single", "name": "single"}
-    config.launch.devices, config.launch.nodes = 1, 1
-    config.launch.accelerator = device.type
-    config.runtime.compile = False
+    content["security"]["allow"] = list(allow)
+    content |= {"resume": None, "logger": {}, "callbacks": {}}
+    content["strategy"] = {"_target_": "exp.strategies.single.Single", "name": "single"}
+    content["launch"] |= {"devices": 1, "nodes": 1, "accelerator": device.type}
+    # Layers are called one by one.
+    content["runtime"] |= {"compile": False, "cuda_graph": False}
+    config = OmegaConf.create(content)
     faults = examine(config).faults
     if faults:
         raise ConfigError(faults)

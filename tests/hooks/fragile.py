@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from exp.engine.cuda_graphs import GraphedNetwork
 from exp.hooks.hook import Hook
 from exp.hooks.nan_guard import NanGuard
 
@@ -51,6 +52,22 @@ class End(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.should_stop = trainer.global_step == self.at
+
+
+class Graphed(Callback):
+    """Puts the network into what stands for CUDA graphs, and counts their calls."""
+
+    calls = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        def capture(network: nn.Module, samples: Any) -> Any:
+            return lambda *tensors: self.replayed(network, tensors)
+
+        vars(pl_module)["run_network"] = GraphedNetwork(pl_module.network, capture=capture)
+
+    def replayed(self, network: nn.Module, tensors: Any) -> Any:
+        type(self).calls += 1
+        return network(*tensors)
 
 
 class Later(NanGuard):

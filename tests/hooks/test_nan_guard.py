@@ -141,6 +141,8 @@ def test_losses_and_weights_are_equal_bit_for_bit_with_it(run, more: list[str]) 
 
 def test_of_accumulated_micro_batches_the_bad_one_is_named(run, capsys) -> None:
     bad = run("trainer.accumulate_grad_batches=3", "model.layers.fragile.at=5", "trainer.max_steps=9")
+    assert isinstance(bad.error, RunError)
+    assert bad.error.exit_status == 1
     assert "step 2: the loss is nan" in str(bad.error)
     assert "It is micro-batch 2 of 3." in str(bad.error)
     assert [batch["batch_idx"] for batch in bad.file("step-2.pt")["window"]["batches"]] == [3, 4, 5]
@@ -194,6 +196,12 @@ def test_a_compiled_network_is_run_again_uncompiled(run) -> None:
     bad = run(*compiled, "trainer.max_steps=9")
     assert "The first is `fragile` (Fragile), in the forward" in str(bad.error)
     assert torch.equal(bad.file()["network"]["fragile.seen"], torch.tensor(3))
+
+
+def test_a_network_in_cuda_graphs_is_run_again_outside_them(run) -> None:
+    bad = run("+callbacks.graphed={_target_: fragile.Graphed}", "trainer.max_steps=9")
+    assert "The first is `fragile` (Fragile), in the forward" in str(bad.error)
+    assert sys.modules["fragile"].Graphed.calls == 4
 
 
 def test_a_fused_optimizer_holds_its_steps_until_the_host_looks(run) -> None:
@@ -262,7 +270,7 @@ def test_a_file_that_is_not_a_steps_or_asks_for_more_is_refused(run, tmp_path, c
     assert "The fault does not show: loss and gradients are finite." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline", "data_parallel"])
+@pytest.mark.parametrize("strategy", ["fsdp", "data_parallel"])
 def test_what_it_cannot_live_with_is_refused_before_the_run(strategy: str) -> None:
     with pytest.raises(ConfigError, match=f"a NanGuard hook with strategy={strategy}"):
         exp.validate(exp.compose([*QUIET, "hooks=[nan_guard]", f"strategy={strategy}", "launch.accelerator=cpu"]))

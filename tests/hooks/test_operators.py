@@ -122,8 +122,6 @@ def test_it_says_what_autocast_did_and_whose_call_it_was(run) -> None:
 @pytest.mark.parametrize(
     ("more", "hidden", "head"),
     [
-        ([], "float32 | float32 | float32 |", "float32 | float32 | float32 |"),
-        (["precision=bf16"], "float32 | bfloat16 | float32 |", "bfloat16 | bfloat16 | float32 |"),
         (["precision=fp16"], "float32 | float16 | float32 |", "float16 | float16 | float32 |"),
         (["precision=fp64"], "float64 | float64 | float64 |", "float64 | float64 | float64 |"),
         (["precision=bf16_true"], "bfloat16 | bfloat16 | bfloat16 |", "bfloat16 | bfloat16 | bfloat16 |"),
@@ -144,9 +142,8 @@ def test_the_table_of_dtypes(run, more: list[str], hidden: str, head: str) -> No
 @pytest.mark.parametrize(
     "more",
     [
-        ["precision=fp16"],
         ["strategy=layer_split"],
-        ["phases=[body_and_head]"],
+        ["phases=[body_and_head]", "precision=fp16"],
         ["runtime.compile=true", "runtime.compile_backend=aot_eager"],
     ],
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.compiling import is_compiled
+from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 from exp.hooks.extent import Extent
 from exp.hooks.norms import norms
@@ -36,7 +37,7 @@ def update_of(
         losses=tuple(losses),
         scale=precision.loss_scale if ours and precision.is_scaled else None,
         objective=module.objective,
-        is_compiled=is_compiled(module.network),
+        is_compiled=is_compiled(module.network) or isinstance(module.run_network, GraphedNetwork),
         can_hold=ours and can_hold(optimizer),
         hold=partial(precision.hold, optimizer) if ours else _cannot_hold,
         again=partial(trace_again, module),
@@ -48,7 +49,7 @@ def trace_again(module: TrainingModule, window: Window) -> Trace:
     """Runs the micro-batches of a window, and traces them up to the first that is not finite.
 
     Parameters, their gradients and the optimizer are left alone; buffers are not. Every random number is the step's
-    own. A compiled network runs uncompiled.
+    own. A compiled network runs uncompiled, and one in CUDA graphs outside them.
     """
     last = module.last
     last.around = last.around_each = last.seen = last.passed = last.after_clipping = None
@@ -91,8 +92,17 @@ def _backward_again(
     return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
 
 
-def _uncompiled(module: TrainingModule) -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if is_compiled(module.network) else nullcontext()
+@contextmanager
+def _uncompiled(module: TrainingModule) -> Iterator[None]:
+    """The layers are called one by one, so that hooks see them."""
+    runner = module.run_network
+    if isinstance(runner, GraphedNetwork):
+        vars(module)["run_network"] = runner.network
+    try:
+        with torch.compiler.set_stance("force_eager") if is_compiled(module.network) else nullcontext():
+            yield
+    finally:
+        vars(module)["run_network"] = runner
 
 
 def _broken(module: TrainingModule) -> list[str]:

@@ -68,7 +68,6 @@ class NanGuard(Hook):
         "pipeline": PARTS,
         "deepspeed": "its engine unscales, clips and steps where no hook can stop it",
         "data_parallel": "its replicas draw random numbers in threads of their own; use ddp",
-        "cuda_graph": "a captured step calls no Python, and so nobody before its update",
     }
 
     def __init__(self, *, steps_in_flight: int = 8) -> None:

@@ -38,7 +38,7 @@ class Update:
     losses: of the micro-batches, 0-d on their device, this rank's share; of a phase their sum.
     scale: by what the loss was multiplied, 0-d or a float; None without a loss scale.
     objective: the module that gives the loss; it has no parameters that are trained.
-    is_compiled: whether the network runs compiled.
+    is_compiled: whether the network runs compiled, or in CUDA graphs.
     can_hold: whether the optimizer can leave a step out by a number on its device, as torch's fused ones do.
     hold: takes a 0-d float32 tensor: where it is not 0 when the device comes to it, the step changes nothing. Waits for
         nothing. Only where `can_hold`.

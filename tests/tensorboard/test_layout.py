@@ -46,7 +46,7 @@ def test_each_tag_is_in_one_chart():
 NOT_CURVES = (
     "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
     "throughput/flops", "gradients/histogram/", "gradients/output_histogram/", "activations/histogram/", "confusion/",
-    "features/", "samples/", "pr_curve/",
+    "features/", "samples/", "pr_curve/", "landscape",
 )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class Shown(Panel):
             lines = [f"{name} {words}" for name, words in (("target", target), ("output", output)) if words]
             captions.append(Caption(lines=lines, right=right))
         judged = [right for right in hits if right is not None]
-        title = f"{sum(judged)} of {len(judged)} right (blue), wrong in orange" if judged else f"{len(captions)} samples"
+        title = f"{sum(judged)} of {len(judged)} right; orange is wrong" if judged else f"{len(captions)} samples"
         sheet = captioned(_coloured(self.pixels), captions, title=title, columns=self.columns)
         return Image(torch.from_numpy(sheet).permute(2, 0, 1)[None])
 

@@ -26,9 +26,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from torch.optim import Optimizer
 
 from exp.engine.lean_reasons import why_one_by_one
 from exp.engine.lean_step import LeanStep
+from exp.optim.direct_step import DirectStep
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, **limits)
         self.steps_per_execution = steps_per_execution
         self._lean: LeanStep | None = None
+        self._direct: DirectStep | None = None
         self._told: str | None = None
 
     @property
@@ -70,8 +73,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
             )
             self._told = reason
 
+    def direct_step(self, optimizer: Optimizer) -> DirectStep:
+        """One for all epochs: its first step is the optimizer's own."""
+        if self._direct is None or self._direct.optimizer is not optimizer:
+            self._direct = DirectStep(optimizer)
+        return self._direct
+
     def teardown(self) -> None:
-        self._lean = None
+        self._lean = self._direct = None
         super().teardown()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:

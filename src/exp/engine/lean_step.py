@@ -12,6 +12,7 @@ A strategy, a module or an optimizer with a way of its own for one of these is a
 Relied on, and tested (lightning 2.6.6): what `Strategy.training_step`, `backward`, `batch_to_device` and
 `optimizer_step`, `LightningModule.backward`, `optimizer_zero_grad` and `optimizer_step`, and `Precision.optimizer_step`
 do, which is what stands here in their place; `optim_progress` of the automatic optimization; `_lightning_optimizers`.
+And of torch 2.13: `torch.autograd.backward` hands the loss and a one to the private `_engine_run_backward`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.optim import LBFGS, Optimizer
+from torch.overrides import has_torch_function_unary
 
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import overridden
-from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision
 from exp.strategies.lightning_ddp import ExpDDPStrategy
 
@@ -50,7 +53,7 @@ class LeanStep:
 
     def __init__(self, loop: LeanEpochLoop) -> None:
         trainer = loop.trainer
-        self.trainer = trainer
+        self.trainer, self._loop = trainer, loop
         self.module: TrainingModule = trainer.lightning_module
         self.accumulates = False
         self.outputs: Outputs = {}
@@ -142,6 +145,7 @@ class LeanStep:
         known = (LightningStrategy.pre_backward, LightningStrategy.post_backward)
         of_ddp = (DDPStrategy.pre_backward, DDPStrategy.post_backward)
         self._is_backward_plain = kind.backward is LightningStrategy.backward and around in (known, of_ddp)
+        self._ones: dict[Any, Tensor] = {}
         self._module_backward = _own(self.module, LightningModule, "backward")
         self._zero_grad = _own(self.module, LightningModule, "optimizer_zero_grad")
         self._parameters = None
@@ -160,7 +164,7 @@ class LeanStep:
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
         # Under a loss scale the step is the scaler's.
-        self._step_unscaled = None if self._precision.is_scaled else DirectStep(optimizer)
+        self._step_unscaled = None if self._precision.is_scaled else self._loop.direct_step(optimizer)
         clipping = type(self.module).configure_gradient_clipping
         self._clips = bool(self.trainer.gradient_clip_val) or clipping is not TrainingModule.configure_gradient_clipping
 
@@ -205,11 +209,21 @@ class LeanStep:
         for hook in self._before_backward:
             hook(trainer, module, loss)
         if self._module_backward is None:
-            loss.backward()
+            self._run_backward(loss)
         else:
             self._module_backward(loss)
         for hook in self._after_backward:
             hook(trainer, module)
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """`loss.backward()` of a plain number, without 10 us of looks at what else it might be."""
+        if type(loss) is not Tensor or loss.dim() or has_torch_function_unary(loss):
+            loss.backward()
+            return
+        one = self._ones.get((loss.dtype, loss.device))
+        if one is None:
+            one = self._ones[loss.dtype, loss.device] = torch.ones_like(loss.detach())
+        _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def _update_directly(self) -> None:
         """For an optimizer that calls its closure once, first of all: the same without one."""

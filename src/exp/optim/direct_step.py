@@ -57,7 +57,9 @@ class DirectStep:
         if len(optimizer.param_groups) != len(self._groups):
             return None
         found = []
-        for _, parameters, _ in self._groups:
+        for (group, parameters, _), now in zip(self._groups, optimizer.param_groups, strict=True):
+            if group is not now or len(group["params"]) != len(parameters):
+                return None
             own = [parameter.grad for parameter in parameters]
             for gradient in own:
                 if gradient is None:
@@ -69,7 +71,7 @@ class DirectStep:
         optimizer = self.optimizer
         self._groups, self._state = [], None
         for group in optimizer.param_groups:
-            parameters = group["params"]
+            parameters = list(group["params"])
             states = [optimizer.state.get(parameter, {}) for parameter in parameters]
             names = ("momentum_buffer",) if type(optimizer) is SGD else ("exp_avg", "exp_avg_sq", "step")
             if type(optimizer) is SGD and not group["momentum"]:

@@ -95,12 +95,14 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
                 _end_badly(ongoing, parts, told)
             raise told from error
         except BaseException as error:
-            told = RunError(explained(error)) if is_out_of_memory(error) else error
+            told = error
+            if is_out_of_memory(error):
+                told = RunError(explained(error))
+                # Before it is raised, for the log tells where it came from.
+                told.__cause__ = error
             if rank.is_first:
                 _end_badly(ongoing, parts, told)
-            if told is error:
-                raise
-            raise told from error
+            raise told
     return report
 
 

@@ -95,6 +95,7 @@ def test_the_first_step_runs_out_and_says_what_filled_the_memory(capsys):
     log = Path("run/train.log").read_text()
     assert "MiB, by module  parameters  gradients  optimizer  activations" in log
     assert "largest live tensors" in log
+    assert 'greedy.py", line' in log, "where it was asked for"
 
 
 @pytest.mark.usefixtures("greedy")

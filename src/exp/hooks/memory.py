@@ -94,10 +94,10 @@ class Memory(Hook):
 
     def passed(self, boundary: Boundary, step: Step) -> None:
         for kind, peak in _counters(step.device).items():
+            found = peak.restart()
             if boundary in PHASES:
                 tag = _peak_tag(kind, boundary)
-                self._peaks[tag] = max(self._peaks.get(tag, 0), peak.since_restart())
-            peak.restart()
+                self._peaks[tag] = max(self._peaks.get(tag, 0), found)
 
     def around_forward(self, step: Step) -> AbstractContextManager[Any]:
         network = step.network

@@ -42,4 +42,5 @@ def failing_module(error: BaseException, network: nn.Module) -> str | None:
 
 def explained(error: BaseException) -> str:
     """What the hook `memory` found, where it was there, and what the allocator said."""
-    return "\n".join([*getattr(error, "__notes__", ()), str(error).partition("\n")[0]])
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return "\n".join([*getattr(error, "__notes__", ()), said])

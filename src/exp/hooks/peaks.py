@@ -33,10 +33,12 @@ class Peak(ABC):
     def _restart(self) -> None:
         """Sets the counter to what is used now."""
 
-    def restart(self) -> None:
-        """Counts anew from here; `so_far` forgets nothing."""
-        self._before = self.so_far()
+    def restart(self) -> int:
+        """Counts anew from here, and gives what was largest since the last time; `so_far` forgets nothing."""
+        found = self.since_restart()
+        self._before = max(self._before, found)
         self._restart()
+        return found
 
     def so_far(self) -> int:
         """Bytes, since `forget` or the beginning of the process."""

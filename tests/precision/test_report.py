@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import exp
 from exp.build import Parts
 from exp.config.freeze import freeze
 from exp.errors import ConfigError
-from exp.precision.advice import keep_as_yaml, proposed_keep
+from exp.precision.advice import keep_as_yaml, proposed_keep, write_comparison
 from exp.precision.choice import build_precision
 from exp.precision.comparison import Comparison, compare
 from exp.run import run
@@ -142,6 +143,21 @@ def test_an_underflow_is_a_share() -> None:
     assert cube.underflow > 0.3
     again = functools.partial(compared, "fp16_true", Scale(1e-3), Cube(), Scale(1e9))
     assert "2" in proposed_keep(comparison, {}, again=lambda keep: again(keep=dict(keep)))
+
+
+@pytest.mark.parametrize("word", ["bf16", "bf16_true"])
+def test_the_row_of_a_kept_layer_has_the_dtype_in_which_it_runs(word: str) -> None:
+    kept = compared(word, nn.Linear(8, 8), nn.LayerNorm(8), keep={"1": "fp32", "2": "fp64"})
+    assert [layer.dtype for layer in kept.layers] == ["bfloat16", "float32", "float64", "bfloat16"]
+
+
+def test_a_share_that_rounds_to_nothing_is_shown_as_none(tmp_path: Path) -> None:
+    layer = compared("bf16").layers[0]
+    for share, shown in ((0.0, "0"), (4e-4, "0"), (6e-4, "0.1%"), (0.25, "25.0%")):
+        layers = (dataclasses.replace(layer, underflow=share),)
+        comparison = Comparison(word="bf16", layers=layers, loss=1.0, loss_float32=1.0, loss_scale=1.0)
+        row = write_comparison(comparison, tmp_path, keep={}, notes=[]).read_text().splitlines()[6]
+        assert row.endswith(f"| {shown} |"), row
 
 
 def test_a_layer_that_is_wrong_by_itself_is_proposed_and_cured() -> None:

@@ -122,7 +122,8 @@ def _facts(comparison: Comparison) -> list[str]:
 def _cells(layer: LayerComparison) -> tuple[str, ...]:
     errors = (layer.output_error, layer.own_error, layer.gradient_error)
     shown = [f"{error:.1e}" if error else "0" for error in errors]
-    underflow = f"{layer.underflow:.1%}" if layer.underflow else "0"
+    # A share that rounds to nothing is none to look at.
+    underflow = "0" if (share := f"{layer.underflow:.1%}") == "0.0%" else share
     return (layer.name, layer.kind, layer.dtype, *shown, str(layer.overflow), underflow)
 
 

@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module], Tensor]
 class LayerComparison:
     """One layer against float32. Errors are relative, in the 2-norm: |x - x32| / |x32|.
 
-    dtype: of its output, torch's name without `torch.`.
+    dtype: of its output, or of a kept layer its own, before the edge casts it; torch's name without `torch.`.
     output_error: with all the errors of the layers before it. own_error: of its output, for equal inputs.
     gradient_error: of its own parameters' gradients, or where it has none, of the loss with respect to its output.
     overflow: numbers of output and gradient that are infinite or not a number, and finite in float32.
@@ -82,7 +82,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     gradients(reference, expected, scale=1.0)
     gradients(chosen, found, scale=scale)
     layers = tuple(
-        _layer(name, record, expected[name], half=half, scale=scale)
+        _layer(name, record, expected[name], half=half, scale=scale, dtype=precision.kept.get(name, record.dtype))
         for name, record in found.items()
         if name in expected
     )
@@ -123,7 +123,9 @@ def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found:
             record.output_gradients.clear()
 
 
-def _layer(name: str, found: Record, expected: Record, *, half: torch.dtype, scale: float) -> LayerComparison:
+def _layer(
+    name: str, found: Record, expected: Record, *, half: torch.dtype, scale: float, dtype: torch.dtype
+) -> LayerComparison:
     output, output32 = found.output(), expected.output()
     gradient, gradient32 = found.gradient, expected.gradient
     overflow = _overflow(output, output32) + _overflow(gradient, gradient32)
@@ -134,7 +136,7 @@ def _layer(name: str, found: Record, expected: Record, *, half: torch.dtype, sca
     return LayerComparison(
         name=name,
         kind=found.kind,
-        dtype=str(found.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         output_error=_error(output, output32),
         own_error=_error(output, found.apart()),
         gradient_error=_error(gradient, gradient32),

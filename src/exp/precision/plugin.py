@@ -129,6 +129,11 @@ class RunPrecision(Precision):
         self._speak(network)
         return module
 
+    @property
+    def kept(self) -> Mapping[str, torch.dtype]:
+        """The dtype of every layer that has one of its own, by name; empty before convert_module."""
+        return self._kept
+
     def attach(self, module: nn.Module) -> None:
         """Puts the hooks on the network, and sets the process's switches. Behind convert_module; again is no change.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from exp.files import write_whole
-from exp.types import Mode
+from exp.types import STAGES, Mode
 
 NOT_STARTED = "not started"
 
@@ -47,7 +47,10 @@ def best_row(rows: Sequence[Row]) -> Row | None:
 
 
 def write_table(directory: Path, rows: Sequence[Row]) -> None:
-    """Writes table.csv and table.md, each whole or not at all."""
+    """Writes table.csv with every value that a job had last, and table.md with losses and metrics, for readers.
+
+    Each whole or not at all.
+    """
     header, cells = _cells(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -91,10 +94,14 @@ def print_table(directory: Path, rows: Sequence[Row]) -> None:
     console.print(f"dashboard  python -m exp.dashboard {shown}", markup=False, soft_wrap=True)
 
 
-def _cells(rows: Sequence[Row], *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
+def _cells(rows: Sequence[Row], *, results: bool = False, brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """results: losses and metrics alone. brief: those of validation, for a screen."""
     swept = list(dict.fromkeys(key for row in rows for key in row.swept))
     monitors = list(dict.fromkeys(row.monitor for row in rows))
     metrics = sorted({tag for row in rows for tag in row.metrics})
+    if results:
+        # <metric>/<stage>, loss/<stage>/<term>: what hooks log has dozens of tags a parameter or a layer.
+        metrics = [tag for tag in metrics if tag.split("/")[1:2] and tag.split("/")[1] in STAGES]
     if brief:
         metrics = [tag for tag in metrics if tag.endswith("/val") and tag not in monitors]
     header = ["job", "status", *swept, *(f"best {name}" for name in monitors), *metrics, "seconds"]
@@ -110,7 +117,7 @@ def _cells(rows: Sequence[Row], *, brief: bool = False) -> tuple[list[str], list
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    header, cells = _cells(rows)
+    header, cells = _cells(rows, results=True)
     best = best_row(rows)
     lines = [f"# {len(rows)} job{'s' if len(rows) != 1 else ''}", ""]
     if best is not None:

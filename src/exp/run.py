@@ -102,7 +102,7 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
                 told.__cause__ = error
             if rank.is_first:
                 _end_badly(ongoing, parts, told)
-            raise told
+            raise told from told.__cause__
     return report
 
 

@@ -85,7 +85,7 @@ def histograms(directory: Path) -> dict[str, dict[int, tuple[float, ...]]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "count"), [("ddp", 2), ("fsdp", 2), ("tensor_parallel", 2), ("pipeline", 2), ("layer_split", 1)]
+    ("strategy", "count"), [("fsdp", 2), ("tensor_parallel", 2), ("pipeline", 2), ("layer_split", 1)]
 )
 def test_what_ranks_find_in_their_parts_is_that_of_whole_gradients(ranks, strategy, count):
     if not WHOLE:

@@ -68,7 +68,7 @@ def test_a_job_without_a_result_has_empty_cells(tmp_path, capsys):
 
 
 def test_the_page_has_losses_and_metrics_and_the_csv_what_hooks_logged_too(tmp_path):
-    seen = {"loss/val": 0.5, "loss/val/penalty": 0.1, "accuracy/test": 0.9, "gradients/norm/head.weight": 3.0, "own": 1.0}
+    seen = {"loss/val": 0.5, "loss/val/penalty": 0.1, "accuracy/test": 0.9, "gradients/norm/total": 3.0}
     write_table(tmp_path, [row(0, 0.5, metrics=seen)])
     with (tmp_path / "table.csv").open() as file:
         assert seen.keys() <= next(csv.DictReader(file)).keys()

@@ -357,12 +357,11 @@ def test_buffers_are_copied_where_they_changed() -> None:
     norm.register_buffer("mask", torch.ones(20_000))
     norm.register_buffer("queue", torch.ones(20_000))
     buffers = BuffersBefore(norm)
-    first = {id(buffer): copy for buffer, copy in buffers.take(all_of_them=False)}
+    first = {name: copy for _, name, copy in buffers.take(all_of_them=False)}
     norm(torch.randn(5, 3))
     norm.queue[0] = 2.0
     second = buffers.take(all_of_them=False)
-    changed = [copy is not first[id(buffer)] for buffer, copy in second]
-    assert dict(zip([name for name, _ in norm.named_buffers()], changed, strict=True)) == {
+    assert {name: copy is not first[name] for _, name, copy in second} == {
         "running_mean": True, "running_var": True, "num_batches_tracked": True, "mask": False, "queue": True,
     }  # fmt: skip
     now = {name: buffer.clone() for name, buffer in norm.named_buffers()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ class Finding:
 
     def encoded(self) -> Tensor:
         """As bytes, uint8 `[BYTES]`: what ranks gather."""
-        text = json.dumps(asdict(self)).encode()
+        text = json.dumps(asdict(self), ensure_ascii=False).encode()
+        if len(text) > BYTES:
+            short = replace(self, where=self.where[:LONGEST], problems=())
+            text = json.dumps(asdict(short), ensure_ascii=False).encode()
         return torch.frombuffer(bytearray(text.ljust(BYTES)[:BYTES]), dtype=torch.uint8)
 
     @classmethod

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from exp.config.freeze import read_frozen
 from exp.errors import ConfigError, Fault, RunError
-from exp.hooks.buffers_before import BuffersBefore, put_back
+from exp.hooks.buffers_before import BuffersBefore, Copies, put_back
 from exp.hooks.findings import Finding, finding_of, message
 from exp.hooks.hook import Hook, Step
 from exp.hooks.norms import norms
@@ -44,7 +44,7 @@ class _Seen:
     index: int
     update: Update
     flag: _OnItsWay
-    buffers: list[tuple[Tensor, Tensor]]
+    buffers: Copies
     optimizers: Sequence[Optimizer]
     rates: list[list[Any]]
 
@@ -81,7 +81,7 @@ class NanGuard(Hook):
     def _forget(self) -> None:
         self._step: Step | None = None
         self._buffers: BuffersBefore | None = None
-        self._before: list[tuple[Tensor, Tensor]] | None = None
+        self._before: Copies | None = None
         self._is_compiled = True  # until the first step says otherwise
         self._waiting: deque[_Seen] = deque()
         self._latch: Tensor | None = None
@@ -122,6 +122,8 @@ class NanGuard(Hook):
         if later:
             assert isinstance(flag, Tensor)
             flag = self._held_back(flag, update)
+        elif flag == 0.0 and isinstance(flag, float):
+            return  # on the host, and fine
         seen = _Seen(
             index=step.index,
             update=update,
@@ -159,19 +161,17 @@ class NanGuard(Hook):
             is_lost = not all(math.isfinite(loss.item()) for loss in update.losses)
             is_bad = not all(math.isfinite(size.item()) for size in sizes)
             flag: Tensor | float = float(is_lost or (is_bad and (update.scale is None or float(update.scale) < 1.0)))
-            local = torch.tensor(flag)
         else:
             device = step.device
             lost = ~torch.stack([loss.to(device) for loss in update.losses]).isfinite().all()
             bad = ~torch.stack([size.to(device) for size in sizes]).isfinite().all() if sizes else lost
             if update.scale is not None:
                 bad = bad & (torch.as_tensor(update.scale, device=device) < 1.0)
-            flag = local = (lost | bad).to(torch.float32)
-        everyone = step.gather(local)
-        if len(everyone) > 1:
-            worst = everyone.amax()
-            return worst.item() if on_host else worst
-        return flag
+            flag = (lost | bad).to(torch.float32)
+        if update.window.batches[0][0].world_size == 1:
+            return flag
+        worst = step.gather(torch.as_tensor(flag, dtype=torch.float32)).amax()
+        return worst.item() if on_host else worst
 
     def _held_back(self, flag: Tensor, update: Update) -> Tensor:
         """From the first bad step on no optimizer changes anything, until the host has seen it."""

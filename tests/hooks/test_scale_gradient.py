@@ -48,6 +48,20 @@ def test_the_factor_is_on_what_lies_before(at: Any, scaled: list[str], factor: f
     assert all(torch.equal(found, plain[name]) for name, found in gradients(net).items())
 
 
+def test_torch_func_sees_the_scaled_gradients() -> None:
+    net = network()
+    hook = ScaleGradient(modules=["second"], factor=3.0)
+    hook.attach(net)
+    inputs = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, parameters, (sample[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(dict(net.named_parameters()), inputs)
+    for name, whole in gradients(net).items():
+        torch.testing.assert_close(found[name].sum(0), whole)
+
+
 def test_a_module_without_a_floating_tensor_is_an_error_that_names_it() -> None:
     net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     hook = ScaleGradient(modules=["0"], factor=2.0, at="input")

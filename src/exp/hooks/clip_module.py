@@ -69,37 +69,36 @@ class ClipModule(GradientTransform):
         return super().overrides(method)
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        faults = [*super().faults(planned), *self._faults_with(planned)]
-        return list(faults)
+        return [*super().faults(planned), *self._faults_with(planned)]
 
     def _faults_with(self, planned: Planned) -> list[Fault]:
         """What only some of its settings cannot live with."""
         config = planned.config
         strategy, is_compiled = config["strategy"], config["runtime"]["compile"]
         gathers = self.at != "parameters" and self.algorithm == "norm" and planned.placement.world_size > 1
-        found: list[tuple[str, str, str]] = []
+        found: list[tuple[str, str, str, str]] = []
         if self.at == "parameters" and config["phases"]:
             cure = "Write phases.<name>.gradient_clip_val, or at=output"
-            found.append(("phases", "a run without them: a phase's repeats step without asking hooks", cure))
+            found.append(("phases", "phases", "a run without them: a repeat steps without asking hooks", cure))
         if self.at != "parameters" and strategy["name"] == "tensor_parallel":
-            found.append(("strategy=tensor_parallel", f"another strategy: {IN_PARTS}", "Write at=parameters"))
+            found.append(("strategy", "tensor_parallel", f"another strategy: {IN_PARTS}", "Write at=parameters"))
         if self.at != "parameters" and strategy["name"] == "data_parallel":
             reason = "another strategy: each device has a part of the batch, and of its gradient"
-            found.append(("strategy=data_parallel", reason, "Write strategy=ddp, or at=parameters"))
+            found.append(("strategy", "data_parallel", reason, "Write strategy=ddp, or at=parameters"))
         if "local_sgd" in strategy and strategy["local_sgd"]["every_n_steps"] is not None:
             reason = "null: ranks that step by themselves have no gradient in common"
-            found.append(("strategy.local_sgd.every_n_steps", reason, "Leave the hook out"))
+            found.append(("strategy.local_sgd.every_n_steps", "a number", reason, "Or leave the hook out"))
         if gathers and is_compiled:
-            reason = "a run without one of the two: a compiled backward cannot ask other ranks for their norms"
-            found.append(("runtime.compile=true over several ranks", reason, "Write algorithm=value, or at=parameters"))
+            reason = "false: a compiled backward cannot ask other ranks for their norms"
+            found.append(("runtime.compile", "true over several ranks", reason, "Or write algorithm=value"))
         return [
             Fault(
-                key=f"hooks.{self.name}",
-                got=f"at={self.at}, algorithm={self.algorithm} with {what}",
+                key=key,
+                got=f"{what}, with hooks.{self.name} of at={self.at}, algorithm={self.algorithm}",
                 expected=expected,
                 cure=cure,
             )
-            for what, expected, cure in found
+            for key, what, expected, cure in found
         ]
 
     def setup(self, network: nn.Module) -> None:

@@ -59,21 +59,25 @@ class Landscape(Hook):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         faults = list(super().faults(planned))
-        key, cure = f"hooks.{self.name}", f"Leave the hook out with ~hooks.{self.name}"
+        hook = f"hooks.{self.name}"
         if planned.needs:
-            words = ", ".join(sorted(planned.needs))
-            faults.append(
-                Fault(key=key, got=f"an objective that needs {words}", expected="terms of one forward pass", cure=cure)
-            )
-        if planned.weighed and planned.placement.world_size > 1:
             faults.append(
                 Fault(
-                    key=key,
-                    got=f"several ranks and weights of targets in {', '.join(planned.weighed)}",
-                    expected="one rank, or a mean over samples: a rank's loss is no share of the batch's",
-                    cure=cure,
+                    key="objective",
+                    got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {hook}",
+                    expected="terms of the values of one forward pass",
+                    cure=f"Choose other terms, or leave the hook out with ~{hook}",
                 )
             )
+        faults += [
+            Fault(
+                key=f"objective.{term}",
+                got=f"a term that divides by weights of its targets, over several ranks, with {hook}",
+                expected="one rank, or a mean over samples: a rank's loss is no share of the batch's",
+                cure=f"Take class weights and ignored targets out, or leave the hook out with ~{hook}",
+            )
+            for term in (planned.weighed if planned.placement.world_size > 1 else ())
+        ]
         return faults
 
     def passed(self, boundary: Boundary, step: Step) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,45 +18,65 @@ from exp.types import DataSpec
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
 
+CLIP_MODULE = "exp.hooks.clip_module.ClipModule"
 APART = "a network that treats the samples of a batch apart"
 
 
 def sample_faults(name: str, planned: Planned) -> Iterator[Fault]:
-    """Of a hook of this name that takes the gradient of each sample."""
-    key, config, network = f"hooks.{name}", planned.config, planned.network
-    cure = f"Leave the hook out with ~{key}"
+    """Of a hook of this name that takes the gradient of each sample. Each at the key of what stands in its way."""
+    config, network = planned.config, planned.network
+    hook = f"hooks.{name}"
+    leave = f"leave the hook out with ~{hook}"
     if planned.needs:
-        words = ", ".join(sorted(planned.needs))
-        expected = "terms of the values of one forward pass: a gradient of theirs cannot be taken for each sample"
-        yield Fault(key=key, got=f"an objective that needs {words}", expected=expected, cure=cure)
-    if planned.weighed:
         yield Fault(
-            key=key,
-            got=f"an objective that divides by weights of its targets: {', '.join(planned.weighed)}",
-            expected="a mean over samples, of which each has an equal share",
-            cure=f"Take class_weights and ignore_index out, or {cure[0].lower()}{cure[1:]}",
+            key="objective",
+            got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {hook}",
+            expected="terms of the values of one forward pass: else there is no gradient for each sample",
+            cure=f"Choose other terms, or {leave}",
         )
-    accumulated = config["trainer"].get("accumulate_grad_batches", 1)
-    if planned.batch_size * accumulated < 2:
-        yield Fault(key=key, got="a step of one sample", expected="2 or more, to compare one with all", cure=cure)
+    for term in planned.weighed:
+        yield Fault(
+            key=f"objective.{term}",
+            got=f"a term that divides by weights of its targets, with {hook}",
+            expected="a mean over samples, of which each has an equal share",
+            cure=f"Take class weights and ignored targets out, or {leave}",
+        )
+    if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
+        got, expected = f"a step of one sample, with {hook}", "2 or more, to compare one with all"
+        yield Fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {leave}")
+    yield from _clipping_faults(hook, config["hooks"])
     mixing = [path for path, module in network.named_modules() if _mixes(module)]
     if mixing:
         kind = type(network.get_submodule(mixing[0])).__name__
+        paths = f"{', '.join(mixing[:3])}{' and others' if len(mixing) > 3 else ''}"
         yield Fault(
-            key=key,
-            got=f"{', '.join(mixing[:3])}{' and others' if len(mixing) > 3 else ''}: {kind}, which mixes samples",
+            key="model",
+            got=f"{paths}: {kind}, which mixes samples, with {hook}",
             expected=APART,
-            cure=f"Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place, or {cure[0].lower()}{cure[1:]}",
+            cure=f"Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place, or {leave}",
         )
     else:
-        yield from _forward_faults(key, network, DataSpec.of(config["data"]), cure)
+        yield from _forward_faults(hook, network, DataSpec.of(config["data"]), f"Choose another model, or {leave}")
+
+
+def _clipping_faults(hook: str, hooks: Mapping[str, Any]) -> Iterator[Fault]:
+    for other, node in hooks.items():
+        # Written out: a hook that its YAML leaves at the default of `at` is at the output.
+        at, algorithm = node.get("at", "output"), node.get("algorithm", "norm")
+        if node["_target_"] == CLIP_MODULE and at != "parameters" and algorithm == "norm":
+            yield Fault(
+                key=f"hooks.{other}",
+                got=f"the gradient of a batch clipped, with {hook}, for which each sample's would be by itself",
+                expected="gradients of samples whose mean is the batch's",
+                cure=f"Write hooks.{other}.at=parameters, or leave one of the two out",
+            )
 
 
 def _mixes(module: nn.Module) -> bool:
     return isinstance(module, ANY_BATCH_NORM) or (isinstance(module, INSTANCE_NORMS) and module.track_running_stats)
 
 
-def _forward_faults(key: str, network: nn.Module, spec: DataSpec, cure: str) -> Iterator[Fault]:
+def _forward_faults(hook: str, network: nn.Module, spec: DataSpec, cure: str) -> Iterator[Fault]:
     """Forwards without numbers, of 2 samples, of 3, and of 2 by vmap."""
     try:
         with torch.no_grad():
@@ -67,15 +87,16 @@ def _forward_faults(key: str, network: nn.Module, spec: DataSpec, cure: str) -> 
         shapes = [list(tensor.shape) for tensor in tensors_in(output)]
         if any(not shape or shape[0] != count for shape in shapes):
             yield Fault(
-                key=key,
-                got=f"a network that makes of {count} samples a tensor of shape {shapes[0]}",
+                key="model",
+                got=f"a network that makes of {count} samples a tensor of shape {shapes[0]}, with {hook}",
                 expected="an output with the batch as its first axis",
                 cure=cure,
             )
             return
     reason = _why_not_by_vmap(network, example_inputs(spec, device="meta"))
     if reason is not None:
-        yield Fault(key=key, got=f"a network that torch.func.vmap refuses: {reason}", expected=APART, cure=cure)
+        got = f"a network that torch.func.vmap refuses, with {hook}: {reason}"
+        yield Fault(key="model", got=got, expected=APART, cure=cure)
 
 
 def _why_not_by_vmap(network: nn.Module, inputs: tuple[Any, ...]) -> str | None:

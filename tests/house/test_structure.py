@@ -71,6 +71,34 @@ def test_rooms_of_equal_rank_have_no_cycles():
     assert [here for here in reach if here in reach[here]] == []
 
 
+def running_imports(nodes: list[ast.stmt]) -> set[str]:
+    """Modules that are imported when these statements run, those inside functions included; not for annotations."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        found |= running_imports(list(ast.iter_child_nodes(node)))
+    return found
+
+
+def test_modules_of_a_room_have_no_cycles():
+    modules = {f"exp.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}": path for path in SOURCES}
+    reach = {
+        name: {there for there in running_imports(ast.parse(path.read_text()).body) if there in modules} - {name}
+        for name, path in modules.items()
+        if path.parent != ROOT
+    }
+    todo = True
+    while todo:
+        longer = {name: there.union(*(reach.get(one, set()) for one in there)) for name, there in reach.items()}
+        todo, reach = longer != reach, longer
+    assert [name for name in reach if name in reach[name]] == []
+
+
 def test_walls_between_the_columns():
     for path in SOURCES:
         here = room(path)

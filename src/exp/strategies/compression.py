@@ -9,6 +9,7 @@ powersgd: each matrix is sent as two of low rank, and what was lost is added to 
 # No postponed annotations: DistributedDataParallel compares those of a hook with the classes themselves.
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from exp.strategies.ddp import PowerSGD
+if TYPE_CHECKING:
+    from exp.strategies.ddp import PowerSGD
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class LowRank:
     """PowerSGD's state, made when the run's position is known: a resumed run does not begin with whole gradients."""
 
-    def __init__(self, options: PowerSGD, steps_done: Callable[[], int]) -> None:
+    def __init__(self, options: "PowerSGD", steps_done: Callable[[], int]) -> None:
         self._options, self._steps_done = options, steps_done
         self._state: PowerSGDState | None = None
 
@@ -44,7 +46,9 @@ class LowRank:
         return self._state
 
 
-def compress(wrapped: DistributedDataParallel, word: str, *, powersgd: PowerSGD, steps_done: Callable[[], int]) -> None:
+def compress(
+    wrapped: DistributedDataParallel, word: str, *, powersgd: "PowerSGD", steps_done: Callable[[], int]
+) -> None:
     """Registers the hook of a word: bf16, fp16 or powersgd.
 
     steps_done: how many steps of the run are done, asked when the first gradients are there.

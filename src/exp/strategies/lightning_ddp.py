@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -13,8 +13,10 @@ from torch import nn
 from exp.errors import RunError
 from exp.strategies import batch_norm, compression
 from exp.strategies.averaging import broadcast_state
-from exp.strategies.ddp import LocalSGD, PowerSGD
 from exp.strategies.local_sgd import LocalSteps, register
+
+if TYPE_CHECKING:
+    from exp.strategies.ddp import LocalSGD, PowerSGD
 
 
 class ExpDDPStrategy(DDPStrategy):

@@ -6,15 +6,19 @@ taken out, so that optimizer and memory are of these alone. Checkpoints are whol
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch import nn
 
 from exp.models.inference import example_inputs
 from exp.models.parts import split
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.pipeline import Pipeline
 from exp.strategies.pipeline_stages import Stage, Stages
 from exp.strategies.placement import Placement
+
+if TYPE_CHECKING:
+    from exp.strategies.pipeline import Pipeline
 
 
 class PipelineStrategy(ModelParallel):

@@ -7,6 +7,7 @@ averagings (Lin et al. 2018, arXiv:1808.07217, post-local SGD; torch's post_loca
 # No postponed annotations: DistributedDataParallel compares those of a hook with the classes themselves.
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from exp.strategies.averaging import average_tensors
-from exp.strategies.ddp import LocalSGD
+
+if TYPE_CHECKING:
+    from exp.strategies.ddp import LocalSGD
 
 
 class LocalSteps:
@@ -24,7 +27,7 @@ class LocalSteps:
     node_group: ranks whose gradients are averaged at every step all the same; None where each is on its own.
     """
 
-    def __init__(self, options: LocalSGD, *, node_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, options: "LocalSGD", *, node_group: dist.ProcessGroup | None) -> None:
         self.options, self.node_group = options, node_group
         self.is_local = False
         self._is_apart = False

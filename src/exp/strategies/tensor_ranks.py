@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,12 @@ from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Placement
 from exp.strategies.tensor_functions import join, own
 from exp.strategies.tensor_layers import Cut
-from exp.strategies.tensor_parallel import TensorOptions
 from exp.strategies.tensor_placing import carry_out
 from exp.strategies.units import AUTO, uniform, units
 from exp.strategies.verification import Trial, require_same, stand_in, try_out
+
+if TYPE_CHECKING:
+    from exp.strategies.tensor_parallel import TensorOptions
 
 log = logging.getLogger(__name__)
 

@@ -233,12 +233,14 @@ class LeanStep:
             precision.unscale(optimizer)
         for hook in self._before_step:
             hook(self.trainer, self.module, optimizer)
-        if self._clips or self.module.last.after_clipping is not None:
+        if self._clips:
             self.module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=self.trainer.gradient_clip_val,
                 gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
             )
+        elif self.module.last.after_clipping is not None:
+            self.module.last.after_clipping()
         if self._step_unscaled is not None:
             self._step_unscaled()
             return

@@ -69,6 +69,7 @@ class StepHooks:
         self._batches: list[tuple[Batch, int]] = []
         self._losses: list[Any] = []
         self._total_steps: int | None = None
+        self._same: dict[str, Any] = {}
         self._early: Found = {}
 
     # --- the run ---
@@ -77,6 +78,7 @@ class StepHooks:
         """In fit all of them; in another stage those that act in one."""
         self._trainer, self._module = trainer, module
         self._due = self._step = None
+        self._same = {}
         fitting = trainer.state.fn == "fit"
         self._total_steps = module.lengths()["total_steps"] if fitting else None
         precision = trainer.precision_plugin
@@ -88,6 +90,7 @@ class StepHooks:
 
     def detach(self) -> None:
         self._step = self._due = self._data = None
+        self._same = {}
         for hook in self._all:
             hook.detach()
 
@@ -132,6 +135,8 @@ class StepHooks:
         if due.before_update:
             self._batches.append((batch, batch_idx))
         self._batch_idx, self._data, self._weight = batch_idx, batch.data, batch.weight
+        if self._step is not None:
+            self._bring_up(self._step)
         last = self._module.last
         last.passed = self._passed if due.passed else None
         last.seen = self._seen if due.after_forward or due.passed else None
@@ -215,37 +220,50 @@ class StepHooks:
             self._passed("forward")
 
     def _step_now(self) -> Step:
-        trainer, module, step = self._trainer, self._module, self._step
+        step = self._step
         if step is None:
             step = self._step = Step(
                 index=self._index,
-                network=module.network,
-                optimizers=stepping(trainer.optimizers),
-                batch_size=self._size,
-                device=trainer.strategy.root_device,
-                epoch=trainer.current_epoch,
-                seed=module.seed,
-                rank=module.rank,
-                accumulated=trainer.accumulate_grad_batches,
-                total_steps=self._total_steps,
-                loss_with=module.loss_with,
-                clips=bool(trainer.gradient_clip_val),
-                gather=gather_ranks,
-                autocast=trainer.precision_plugin.train_step_context,
+                epoch=self._trainer.current_epoch,
+                accumulated=self._trainer.accumulate_grad_batches,
+                **(self._same or self._same_for_all_steps()),
             )
-            if isinstance(trainer.strategy, ModelParallel):
-                step.norms, step.parts = trainer.strategy.norms, trainer.strategy
-        step.batch_idx = self._batch_idx
-        step.batch_size = self._size
-        step.samples_seen, step.seconds_waited = self._samples, trainer.datamodule.seconds_waited
-        step.loss = module.last.loss
-        step.data, step.weight = self._data, self._weight
+            self._bring_up(step)
+        step.loss = self._module.last.loss
         step.phase = None
         return step
+
+    def _bring_up(self, step: Step) -> None:
+        """To the micro-batch that came last."""
+        step.batch_idx, step.batch_size = self._batch_idx, self._size
+        step.samples_seen, step.seconds_waited = self._samples, self._trainer.datamodule.seconds_waited
+        step.data, step.weight = self._data, self._weight
+
+    def _same_for_all_steps(self) -> dict[str, Any]:
+        # Once: Lightning's properties look each of them up through others.
+        trainer, module = self._trainer, self._module
+        self._same = {
+            "network": module.network,
+            "optimizers": stepping(trainer.optimizers),
+            "batch_size": 0,
+            "device": trainer.strategy.root_device,
+            "seed": module.seed,
+            "rank": module.rank,
+            "total_steps": self._total_steps,
+            "loss_with": module.loss_with,
+            "clips": bool(trainer.gradient_clip_val),
+            "gather": gather_ranks,
+            "autocast": trainer.precision_plugin.train_step_context,
+        }
+        if isinstance(trainer.strategy, ModelParallel):
+            self._same |= {"norms": trainer.strategy.norms, "parts": trainer.strategy}
+        return self._same
 
     def _around_one(self, data: Any) -> AbstractContextManager[Any] | None:
         """For one forward of a phase: each has a context of its own."""
         self._data = data
+        if self._step is not None:
+            self._step.data = data
         return self._around()
 
     def _around(self) -> AbstractContextManager[Any] | None:

@@ -109,7 +109,8 @@ class PerSampleGradients(Hook):
             # Their cells add in place what depends on the sample to what depends on weights and a first state alone.
             learning, place = {name: one.expand(batch.size, *one.shape) for name, one in learning.items()}, 0
         tensors = [tensor.detach() for tensor in tensors_in(batch.data)]
-        with warnings.catch_warnings(), torch.no_grad():
+        # Around the backward, too: without it that of attention under vmap mixes dtypes (torch 2.13).
+        with warnings.catch_warnings(), torch.no_grad(), step.autocast():
             # Of operators without a rule of their own, which are called for one sample after the other.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             of_each = vmap(

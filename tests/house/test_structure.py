@@ -160,4 +160,5 @@ def test_every_yaml_begins_with_what_it_is_and_how_to_select_it():
         lines = path.read_text().splitlines()
         # Hydra reads `# @package` from the header, wherever in it that line stands.
         comment = next(line for line in lines if not line.startswith("# @package"))
-        assert comment.startswith("# ") and len(comment) > 15, f"{path}: {comment!r}"
+        assert comment.startswith("# "), f"{path}: {comment!r}"
+        assert len(comment) > 15, f"{path}: {comment!r}"

@@ -39,8 +39,8 @@ class Data:
     transforms: applied in turn to the input of each sample. train_transforms: the same before them, in training only.
     collate: list of samples to batch; None means torch's own.
     input_shape, input_dtype, num_classes, num_outputs: see DataSpec; None leaves them to the data.
-    input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels from 0
-        (black) to 1 (white). One number, or one a channel. Nothing is done with them but to show the pictures again.
+    input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels
+        from 0 (black) to 1 (white). One number, or one a channel. Nothing is done with them but to show the pictures again.
     seed: of the run.
 
     Raises: ConfigError that names the key.

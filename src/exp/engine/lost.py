@@ -14,6 +14,6 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
     name = "not a number" if math.isnan(loss) else "infinite"
     raise RunError(
         f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
-        "Lower optimizer.lr or set trainer.gradient_clip_val; or add '+hooks=nan_guard', which stops before such a step, "
-        "names the layer and keeps the step"
+        "Lower optimizer.lr or set trainer.gradient_clip_val; or add '+hooks=nan_guard', which stops before such a "
+        "step, names the layer and keeps the step"
     )

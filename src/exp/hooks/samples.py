@@ -28,9 +28,9 @@ class Samples(Hook):
     """Draws `samples/<stage>`: the first pictures of an evaluation, or of a due training step, each with its captions.
 
     A caption says the target and what the network gave: of a classification the classes, with a blue frame where they
-    agree and a red one where they do not (for a class at each of several places the share that agrees); of a regression
-    the numbers, up to three; of anything else its shape. Pictures are un-normalised by `mean` and `std`; bytes are shown
-    as they are; without the two, each picture's smallest value is black and its largest white.
+    agree and an orange one where they do not (for a class at each of several places the share that agrees); of a
+    regression the numbers, up to three; of anything else its shape. Pictures are un-normalised by `mean` and `std`;
+    bytes are shown as they are; without the two, each picture's smallest value is black and its largest white.
 
     The first rank's share is drawn; validation and test data have one order, so that the same pictures come each time.
 

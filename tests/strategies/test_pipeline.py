@@ -44,11 +44,13 @@ def require_same_run(one, other, *, tolerance):
 
 
 def test_every_schedule_in_double_precision(ranks):
-    one = ranks.train(*SINGLE, "precision=fp64")
+    # One epoch of 20 steps, its short last batch, and some of the next.
+    run = ("precision=fp64", "trainer.max_steps=22")
+    one = ranks.train(*SINGLE, *run)
     for schedule in SCHEDULES:
         wanted = (f"strategy.schedule={schedule}", "strategy.microbatches=4")
-        many = ranks.train(*TWO, "precision=fp64", *wanted, ranks=2)
-        assert len(many.losses) == 30
+        many = ranks.train(*TWO, *run, *wanted, ranks=2)
+        assert len(many.losses) == 22
         require_same_run(one, many, tolerance=1e-10)
         # A rank holds its own layers alone, and what it needs to train them.
         for part in ("parameters", "gradients", "optimizer"):
@@ -57,7 +59,9 @@ def test_every_schedule_in_double_precision(ranks):
 
 
 def test_data_times_pipeline(ranks):
+    # An epoch is 11 steps, the last of one batch.
     changed = ("trainer.accumulate_grad_batches=2", "optimizer.weight_decay=0.1", "data.batch_size=60")
+    changed += ("trainer.max_steps=14",)
     one = ranks.train(*SINGLE, *changed)
     mesh = (*changed, "launch.devices=4", "strategy.microbatches=4")
     pipeline = ranks.train(*RUN, *mesh, "strategy=pipeline", "strategy.stages=2", ranks=4)

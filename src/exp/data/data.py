@@ -40,7 +40,7 @@ class Data:
     collate: list of samples to batch; None means torch's own.
     input_shape, input_dtype, num_classes, num_outputs: see DataSpec; None leaves them to the data.
     input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels
-        from 0 (black) to 1 (white). One number, or one a channel. Nothing is done with them but to show the pictures again.
+        from 0 (black) to 1 (white). One number, or one a channel. They serve to show the pictures again.
     seed: of the run.
 
     Raises: ConfigError that names the key.

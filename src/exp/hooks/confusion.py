@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from exp.errors import Fault
-from exp.hooks.classified import EVALUATIONS, class_faults, predicted, rows
-from exp.hooks.hook import Hook, Values
+from exp.hooks.class_counts import ClassCounts
+from exp.hooks.classified import EVALUATIONS, predicted
+from exp.hooks.hook import Values
 from exp.hooks.values import Image, Panel
 from exp.types import Stage
 
-if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
 
-MOST_CLASSES = 1000
-
-
-class Confusion(Hook):
+class Confusion(ClassCounts):
     """Draws `confusion/<stage>`, the confusion matrix of each evaluation: a row a target, a column a prediction.
 
     Every sample of every rank counts once; a text or a map of pixels by its places. Targets that are no class from 0 to
@@ -34,6 +28,8 @@ class Confusion(Hook):
     output, target: names among the batch's entries and the network's outputs.
     """
 
+    most_classes = 1000
+
     def __init__(
         self,
         *,
@@ -44,51 +40,18 @@ class Confusion(Hook):
         output: str = "output",
         target: str = "target",
     ) -> None:
-        super().__init__()
-        self.num_classes, self.stages = num_classes, tuple(stages)
+        super().__init__(num_classes=num_classes, stages=stages, output=output, target=target)
         self.normalised, self.threshold = normalised, threshold
-        self.output, self.target = output, target
-        self._counts: Tensor | None = None
-        self._device = torch.device("cpu")
-
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        return [
-            *super().faults(planned),
-            *class_faults(
-                self.name,
-                planned,
-                num_classes=self.num_classes,
-                most=MOST_CLASSES,
-                stages=self.stages,
-                output=self.output,
-            ),
-        ]
-
-    def setup(self, network: nn.Module) -> None:
-        self._device = next((parameter.device for parameter in network.parameters()), self._device)
-        self._counts = None
-
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
-        if stage not in self.stages:
-            return
-        scores, classes = rows(
-            values, output=self.output, target=self.target, num_classes=self._classes, hook=self.name
-        )
-        found = counts(predicted(scores, threshold=self.threshold), classes, num_classes=self._classes)
-        self._counts = found if self._counts is None else self._counts + found
-
-    def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
-        if stage not in self.stages:
-            return None
-        mine, self._counts = self._counts, None
-        if mine is None:  # a rank without a share of the data still takes part in the sum
-            mine = torch.zeros(self._classes, self._classes, dtype=torch.int64, device=self._device)
-        return {f"confusion/{stage}": Matrix(gather(mine).sum(0), self.normalised)}
 
     @property
-    def _classes(self) -> int:
-        assert self.num_classes is not None, "faults() refuses it"
-        return self.num_classes
+    def shape(self) -> tuple[int, ...]:
+        return self.classes, self.classes
+
+    def counted(self, scores: Tensor, classes: Tensor) -> Tensor:
+        return counts(predicted(scores, threshold=self.threshold), classes, num_classes=self.classes)
+
+    def shown(self, stage: Stage, counts: Tensor) -> Values:
+        return {f"confusion/{stage}": Matrix(counts, self.normalised)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from exp.errors import Fault
-from exp.hooks.classified import EVALUATIONS, class_faults, probabilities, rows
-from exp.hooks.hook import Hook, Values
+from exp.hooks.class_counts import ClassCounts
+from exp.hooks.classified import EVALUATIONS, probabilities
+from exp.hooks.hook import Values
 from exp.hooks.values import THRESHOLDS, PrecisionRecallCurve
 from exp.types import Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
 
-MOST_CLASSES = 1_000_000
 
-
-class PRCurve(Hook):
+class PRCurve(ClassCounts):
     """Draws `pr_curve/<stage>/<class>`, one class against the rest; `pr_curve/<stage>` where one class alone is drawn.
 
     A sample is predicted to be of a class at a threshold where the class's probability is at least that; precision is
@@ -36,6 +35,8 @@ class PRCurve(Hook):
     output, target: names among the batch's entries and the network's outputs.
     """
 
+    most_classes = 1_000_000
+
     def __init__(
         self,
         *,
@@ -48,28 +49,14 @@ class PRCurve(Hook):
         output: str = "output",
         target: str = "target",
     ) -> None:
-        super().__init__()
-        self.num_classes, self.stages = num_classes, tuple(stages)
+        super().__init__(num_classes=num_classes, stages=stages, output=output, target=target)
         self.positive_class, self.max_classes = positive_class, max_classes
         self.thresholds, self.probabilities = thresholds, probabilities
-        self.output, self.target = output, target
-        self._counts: Tensor | None = None
         # The classes that are drawn, on the device: a copy at each batch would wait for it.
         self._drawn: Tensor | None = None
-        self._device = torch.device("cpu")
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        faults = [
-            *super().faults(planned),
-            *class_faults(
-                self.name,
-                planned,
-                num_classes=self.num_classes,
-                most=MOST_CLASSES,
-                stages=self.stages,
-                output=self.output,
-            ),
-        ]
+        faults = [*super().faults(planned)]
         key = f"hooks.{self.name}"
         for name, value, least in (("thresholds", self.thresholds, 2), ("max_classes", self.max_classes, 1)):
             if value < least:
@@ -82,42 +69,30 @@ class PRCurve(Hook):
     @property
     def drawn(self) -> tuple[int, ...]:
         """The classes that are drawn."""
-        assert self.num_classes is not None, "faults() refuses it"
         if self.positive_class is not None:
             return (self.positive_class,)
-        return (1,) if self.num_classes == 2 else tuple(range(min(self.num_classes, self.max_classes)))
+        return (1,) if self.classes == 2 else tuple(range(min(self.classes, self.max_classes)))
 
-    def setup(self, network: nn.Module) -> None:
-        self._device = next((parameter.device for parameter in network.parameters()), self._device)
-        self._counts = None
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.drawn), 2, self.thresholds + 1
 
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
-        if stage not in self.stages:
-            return
-        classes = self.num_classes or 0
-        scores, targets = rows(values, output=self.output, target=self.target, num_classes=classes, hook=self.name)
+    def counted(self, scores: Tensor, classes: Tensor) -> Tensor:
         shares = probabilities(scores, given=self.probabilities)
         if shares.dim() == 1:
             shares = torch.stack([1 - shares, shares], dim=1)
         if self._drawn is None or self._drawn.device != shares.device:
             self._drawn = torch.tensor(self.drawn, device=shares.device)
-        found = reached(
+        return reached(
             shares.index_select(1, self._drawn),
-            targets[:, None] == self._drawn,
-            counted=(targets >= 0) & (targets < classes),
+            classes[:, None] == self._drawn,
+            counted=(classes >= 0) & (classes < self.classes),
             thresholds=self.thresholds,
         )
-        self._counts = found if self._counts is None else self._counts + found
 
-    def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
-        if stage not in self.stages:
-            return None
-        mine, self._counts = self._counts, None
-        if mine is None:  # a rank without a share of the data still takes part in the sum
-            mine = torch.zeros(len(self.drawn), 2, self.thresholds + 1, dtype=torch.int64, device=self._device)
-        curves = cases(gather(mine).sum(0))
+    def shown(self, stage: Stage, counts: Tensor) -> Values:
         tags = [f"pr_curve/{stage}/{one}" for one in self.drawn] if len(self.drawn) > 1 else [f"pr_curve/{stage}"]
-        return {tag: PrecisionRecallCurve(curve) for tag, curve in zip(tags, curves, strict=True)}
+        return {tag: PrecisionRecallCurve(curve) for tag, curve in zip(tags, cases(counts), strict=True)}
 
 
 def reached(shares: Tensor, positive: Tensor, *, counted: Tensor, thresholds: int) -> Tensor:

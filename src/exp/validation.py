@@ -42,7 +42,9 @@ PLACEMENT_KEYS = ("strategy", "launch")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 # What a strategy may have to refuse.
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
-HOOK_KEYS = ("hooks", "phases", "precision", "runtime", "trainer", "security")
+HOOK_KEYS = ("hooks", "security")
+# What a hook may have to refuse.
+KEYS_OF_HOOKS = ("phases", "precision", "runtime", "trainer")
 ANY_LENGTH = 1_000_000_000
 
 
@@ -192,12 +194,12 @@ def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None
         more = _around_the_network(plain, built[1], phases, faults)
         if not _touched(faults, ("precision",)):
             more += term_faults(built[0], built[1], spec, word=plain["precision"]["word"])
-        if placement is not None:
-            more += _phases_placed(plain, placement) if phases else []
-            planned = _planned(plain, built, placement)
+        planned = None if placement is None else _planned(plain, built, placement)
+        if planned is not None:
+            more += _phases_placed(plain, planned.placement) if phases else []
             more += _strategy_faults(plain, planned, faults)
-            more += _hook_faults(plain, planned, faults)
             more += switch_faults(planned) if not _touched(faults, ("runtime", "trainer")) else []
+        more += _hook_faults(plain, built[1], planned, faults)
     return _Shapes(faults=more, notes=seen.notes, parameters=seen.parameters)
 
 
@@ -243,9 +245,12 @@ def _strategy_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequenc
     return list(strategy.faults(planned)) if isinstance(strategy, Strategy) and not hidden else []
 
 
-def _hook_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequence[Fault]) -> list[Fault]:
-    """What the hooks cannot do with this run."""
+def _hook_faults(
+    plain: Mapping[str, Any], network: nn.Module, planned: Planned | None, faults: Sequence[Fault]
+) -> list[Fault]:
+    """What the hooks cannot do with this run; where what they read is wrong, patterns that match nothing alone."""
     from exp.build import build_entries
+    from exp.models.matching import matching
 
     if _touched(faults, HOOK_KEYS) or any(_holds_unknown(plain[key]) for key in HOOK_KEYS):
         return []
@@ -254,7 +259,11 @@ def _hook_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequence[Fa
     more += _faults_raised(lambda: hooks.update(build_entries(plain, "hooks")))
     for name, hook in hooks.items():
         hook.name = name
-        more += hook.faults(planned)
+        if planned is None or _touched(faults, KEYS_OF_HOOKS):
+            key, modules = f"hooks.{name}.modules", hook.modules
+            more += _faults_raised(lambda key=key, modules=modules: matching(network, modules, key=key))
+        else:
+            more += hook.faults(planned)
     return more
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from torch import nn
 
 from exp.hooks.hook import Hook
+from exp.optim.optimization import Optimization
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
@@ -181,3 +184,35 @@ def test_hooks_keep_it_in_the_lean_loop_and_under_a_loss_scale(
     calls, _ = calls_of(small_run, tmp_path, with_callback=False, word=word)
     alone = [call for call in STEP if call.startswith("hook")]
     assert calls[: len(alone)] == alone
+
+
+def test_phases_pass_their_own_boundaries_and_say_whose_they_are(tmp_path: Path, small_run: ModuleType) -> None:
+    passed: list[tuple[str, str | None]] = []
+
+    class Boundaries(Hook):
+        def passed(self, boundary, step):
+            passed.append((boundary, step.phase))
+
+    small_run.Small(tmp_path, hooks={"boundaries": Boundaries()}, phases=True, max_epochs=1).fit()
+    head = [("forward", "head"), ("backward", "head"), ("optimizer", "head")] * 2
+    body = [("forward", "body"), ("backward", "body"), ("optimizer", "body")]
+    # The body learns at every second step, from the first on.
+    expected = [("batch", None), *head, *body, ("batch", None), *head, ("batch", None), *head, *body]
+    assert passed[: len(expected)] == expected
+
+
+def test_an_optimizer_that_evaluates_its_closure_again_has_hooks_around_each(
+    tmp_path: Path, small_run: ModuleType
+) -> None:
+    calls: list[str] = []
+    run = small_run.Small(
+        tmp_path,
+        hooks={"everything": Everything(calls, modules=["1"])},
+        model=nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)),
+        max_steps=1,
+        limit_val_batches=0,
+    )
+    run.module.optimization = Optimization(optimizer_factory=functools.partial(torch.optim.LBFGS, max_iter=3))
+    run.fit()
+    assert calls.count("hook around_forward, in") == calls.count("hook around_forward, out") == 3
+    assert calls.count("hook after_backward") == calls.count("hook after_step") == 1

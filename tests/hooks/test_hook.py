@@ -175,3 +175,18 @@ def test_due_at_the_first_step_and_at_every_multiple(period, index):
 def test_a_step_needs_no_loss():
     step = Step(index=1, network=network(), optimizers=[], batch_size=4, device=torch.device("cpu"))
     assert step.loss is None
+
+
+def test_what_was_not_set_up_is_not_torn_down():
+    class Once(Hook):
+        def teardown(self):
+            ended.append(self)
+
+    ended: list[Hook] = []
+    hook = Once()
+    hook.detach()
+    assert ended == []
+    hook.attach(network())
+    hook.detach()
+    hook.detach()
+    assert ended == [hook]

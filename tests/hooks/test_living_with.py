@@ -50,6 +50,10 @@ class Saved(Hook):
         pass
 
 
+class Mistyped(Hook):
+    refuses = {"acumulation": "it sees a batch once", "a_strategy_of_mine": "it would not go"}
+
+
 class Stubborn(Hook):
     refuses = {"ddp": "it counts on one process", "bf16": "it reads bits", "accumulation": "it sees a batch once"}
 """
@@ -114,6 +118,12 @@ def test_what_an_observer_sees_is_that_of_one_plain_process(ranks, setting):
         ("Saved", "strategy=fsdp", "strategy=fsdp; expected a run without it: its checkpoints are put together"),
         ("Probe", "strategy=pipeline", "hooks.mine: a Probe hook with strategy=pipeline; expected a run without it"),
         ("Stubborn", "strategy=ddp", "expected a run without it: it counts on one process. Leave the hook out"),
+        ("Stubborn", "launch.devices=2", "strategy=auto; expected a run without it: it counts on one process. Leave"),
+        (
+            "Mistyped",
+            "seed=1",
+            "hooks.mine: a Mistyped hook that refuses 'acumulation'; expected one of compile, cuda_gr",
+        ),
         ("Stubborn", "precision=bf16", "precision=bf16; expected a run without it: it reads bits"),
         ("Stubborn", "trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2; expected a run without"),
     ],
@@ -124,3 +134,10 @@ def test_what_a_hook_cannot_live_with_is_one_message_before_the_run(hook, overri
         exp.validate(config)
     assert message in str(caught.value)
     assert len(caught.value.faults) == 1
+
+
+def test_patterns_are_judged_where_other_nodes_are_wrong_too():
+    config = exp.compose(["hooks.gradients.modules=[nope]", "+precision.keep.x=fp33"])
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(config)
+    assert {fault.key for fault in caught.value.faults} == {"hooks.gradients.modules", "precision.keep"}

@@ -52,7 +52,7 @@ def trace_again(module: TrainingModule, window: Window) -> Trace:
     own. A compiled network runs uncompiled, and one in CUDA graphs outside them.
     """
     last = module.last
-    last.around = last.around_each = last.seen = last.passed = last.after_clipping = None
+    last.around = last.seen = last.passed = last.after_clipping = None
     named = module.trained_in(window)
     trace = Trace(count=len(window.batches), tensors=_broken(module))
     sums: dict[str, Tensor] = {}

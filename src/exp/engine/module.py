@@ -32,28 +32,27 @@ TRAIN_METRICS = "exp_train_metrics"
 
 
 class LastBatch:
-    """What a training step leaves for Recording, and the context that Recording wants around its forward.
+    """What a training step leaves for Recording, and what hooks want in it.
 
     loss: the objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
         detached. parts: its terms, weighted alike.
     seen, passed, after_clipping, evaluated: what hooks ask to be called with: the values of a forward; a boundary of
         the step; nothing, when gradients are clipped; the values of a batch of an evaluation. None: nobody asks.
-    around_each, phase, is_recorded, turn: of a module with phases: what makes such a context for a micro-batch's data,
-        the phase under way, whether this run of it, its last in the step, is the one that is recorded, and the turn by
-        which its randomness is derived.
+    around: makes such a context for one forward, of a micro-batch's data; None: nobody asks.
+    phase, is_recorded, turn: of a module with phases: the phase under way, whether this run of it, its last in the
+        step, is the one that is recorded, and the turn by which its randomness is derived.
     """
 
     # Not attributes of the module: setting one of those costs as much as a small operator.
     __slots__ = (
-        "after_clipping", "around", "around_each", "evaluated", "is_recorded", "loss", "parts", "passed", "phase",
+        "after_clipping", "around", "evaluated", "is_recorded", "loss", "parts", "passed", "phase",
         "seen", "turn",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.loss: Tensor | None = None
         self.parts: Mapping[str, Tensor] = {}
-        self.around: AbstractContextManager[Any] | None = None
-        self.around_each: Callable[[Any], AbstractContextManager[Any] | None] | None = None
+        self.around: Callable[[Any], AbstractContextManager[Any]] | None = None
         self.phase: str | None = None
         self.is_recorded = True
         self.turn: tuple[int, ...] = ()
@@ -145,7 +144,7 @@ class TrainingModule(LightningModule):
         if last.around is None:
             values, loss, parts = self._forward(batch)
         else:
-            with last.around:
+            with last.around(batch.data):
                 values, loss, parts = self._forward(batch)
         if last.seen is not None:
             last.seen(values)

@@ -215,8 +215,8 @@ class PhasedModule(TrainingModule):
         """The phase's forward of one micro-batch and its terms, under the step's precision."""
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
-            if self.last.around_each is not None and (around := self.last.around_each(batch.data)) is not None:
-                stack.enter_context(around)
+            if self.last.around is not None:
+                stack.enter_context(self.last.around(batch.data))
             stack.enter_context(self.trainer.precision_plugin.train_step_context())
             values, loss, parts = self._forward_phase(phase, batch)
         if self.last.seen is not None:

@@ -79,7 +79,7 @@ class PipelinedModule(TrainingModule):
             weighted = {name: part.detach() * weight for name, part in parts.items()}
             return loss * weight * factor, (loss.detach() * weight, weighted, seen)
 
-        with self.last.around or nullcontext():
+        with self.last.around(batch.data) if self.last.around else nullcontext():
             notes = self._stages.train([self._inputs(piece.data) for piece in micro], share_of_loss)
         self._remember([note for note in notes if note is not None])
 

@@ -99,7 +99,8 @@ class Recording(Callback):
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if pl_module.last.passed is not None:
+        # Of phases this is Lightning's empty one; theirs say so themselves.
+        if pl_module.last.passed is not None and not pl_module.phases:
             pl_module.last.passed("backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from exp.engine.again import update_of
-from exp.engine.compiling import is_compiled
+from exp.engine.compiling import uncompiled
+from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
-from exp.hooks.around import together
 from exp.hooks.hook import Boundary, Hook, Step
 from exp.optim.phase import stepping
 from exp.precision.plugin import RunPrecision
@@ -35,12 +35,13 @@ Found = dict[str, Any]
 class Due:
     """The hooks of one step, by the methods that they override."""
 
-    __slots__ = (*STEP_METHODS, "at_modules", "watches_forward")
+    __slots__ = (*STEP_METHODS, "at_modules", "keeps_batches", "watches_forward")
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         for method in STEP_METHODS:
             setattr(self, method, [hook for hook in hooks if hook.overrides(method)])
         self.at_modules = [hook for hook in hooks if hook.is_at_modules and not hook.transforms]
+        self.keeps_batches = bool(self.before_update) or any(hook.keeps_batches for hook in hooks)
         self.watches_forward = bool(self.around_forward or self.at_modules)
 
 
@@ -132,7 +133,7 @@ class StepHooks:
             self._batches, self._losses = [], []
         self._size += batch.global_size
         self._samples += batch.global_size
-        if due.before_update:
+        if due.keeps_batches:
             self._batches.append((batch, batch_idx))
         self._batch_idx, self._data, self._weight = batch_idx, batch.data, batch.weight
         if self._step is not None:
@@ -140,14 +141,9 @@ class StepHooks:
         last = self._module.last
         last.passed = self._passed if due.passed else None
         last.seen = self._seen if due.after_forward or due.passed else None
-        last.around = last.around_each = None
+        last.around = self._around if due.watches_forward else None
         if due.passed:
             self._passed("batch")
-        if due.watches_forward:
-            if self._module.phases:
-                last.around_each = self._around_one
-            else:
-                last.around = self._around()
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step, also where nothing of it is recorded."""
@@ -156,7 +152,7 @@ class StepHooks:
             return
         step = self._step_now()
         step.phase = last.phase
-        update = update_of(self._module, optimizer, self._batches, [*self._losses, last.loss])
+        update = update_of(self._module, optimizer, step.batches, [*self._losses, last.loss])
         for hook in due.before_update:
             hook.before_update(step, update)
 
@@ -207,6 +203,7 @@ class StepHooks:
 
     def _passed(self, boundary: Boundary) -> None:
         step = self._step_now()
+        step.phase = self._module.last.phase
         for hook in self._due.passed:
             hook.passed(boundary, step)
 
@@ -237,7 +234,7 @@ class StepHooks:
         """To the micro-batch that came last."""
         step.batch_idx, step.batch_size = self._batch_idx, self._size
         step.samples_seen, step.seconds_waited = self._samples, self._trainer.datamodule.seconds_waited
-        step.data, step.weight = self._data, self._weight
+        step.data, step.weight, step.batches = self._data, self._weight, self._batches
 
     def _same_for_all_steps(self) -> dict[str, Any]:
         # Once: Lightning's properties look each of them up through others.
@@ -249,32 +246,35 @@ class StepHooks:
             "device": trainer.strategy.root_device,
             "seed": module.seed,
             "rank": module.rank,
+            "world_size": trainer.world_size,
+            "is_graphed": isinstance(module.run_network, GraphedNetwork),
             "total_steps": self._total_steps,
             "loss_with": module.loss_with,
             "clips": bool(trainer.gradient_clip_val),
             "gather": gather_ranks,
             "autocast": trainer.precision_plugin.train_step_context,
         }
+        if isinstance(trainer.precision_plugin, RunPrecision):
+            self._same["kept"] = trainer.precision_plugin.kept
         if isinstance(trainer.strategy, ModelParallel):
             self._same |= {"norms": trainer.strategy.norms, "parts": trainer.strategy}
         return self._same
 
-    def _around_one(self, data: Any) -> AbstractContextManager[Any] | None:
-        """For one forward of a phase: each has a context of its own."""
+    @contextmanager
+    def _around(self, data: Any) -> Iterator[None]:
+        """Of one forward. A step may have several: of phases, and of optimizers that evaluate their closure again."""
         self._data = data
-        if self._step is not None:
-            self._step.data = data
-        return self._around()
-
-    def _around(self) -> AbstractContextManager[Any] | None:
         due, step = self._due, self._step_now()
-        step.loss = None
-        contexts = []
-        if due.at_modules and is_compiled(self._module.network):
-            contexts.append(torch.compiler.set_stance("force_eager"))
-        contexts += [hook.engaged() for hook in due.at_modules]
-        contexts += [context for hook in due.around_forward if (context := hook.around_forward(step)) is not None]
-        return together(contexts)
+        step.data, step.loss = data, None
+        with ExitStack() as stack:
+            if due.at_modules:
+                stack.enter_context(uncompiled(self._module.network))
+            for hook in due.at_modules:
+                stack.enter_context(hook.engaged())
+            for hook in due.around_forward:
+                if (context := hook.around_forward(step)) is not None:
+                    stack.enter_context(context)
+            yield
 
     # --- an evaluation ---
 

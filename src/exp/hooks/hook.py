@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from exp.errors import ConfigError, Fault
@@ -25,7 +25,7 @@ from exp.hooks.attaching import AT_MODULES, Attached
 from exp.hooks.norms import norms_by_name
 from exp.hooks.refusals import faults_of
 from exp.models.matching import matching
-from exp.types import Stage
+from exp.types import Batch, Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,12 +58,15 @@ class Step:
     epoch, batch_idx: the position of the last micro-batch, both counted from 0.
     seed, rank: of the run, and of the share of the batch that this process works on; with epoch and batch_idx they give
         the step's random streams, by exp.data.randomness.reseed.
+    world_size: processes of the run.
+    is_graphed: whether the network is replayed as CUDA graphs, which call neither Python nor the allocator.
     accumulated: micro-batches a step.
     total_steps: of the whole run; None where its end is not known.
     samples_seen: of all ranks, in the steps of this process so far and in this one.
     seconds_waited: how long this process's loop has waited for batches so far, those of this step included.
     loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
     data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
+    batches: the window's micro-batches so far with their batch_idx, this rank's; where a hook `keeps_batches`.
     weight: by what this rank's mean loss of it is multiplied, so that the mean over ranks is that over samples; 0.0
         where the rank holds a stand-in sample only.
     loss_with: called with what runs the network and with such data, gives the objective of that run, 0-d, not weighted.
@@ -73,7 +76,8 @@ class Step:
     clips: whether the optimizer's gradients are clipped; of the phase, where there is one.
     gather: `[...]` of every rank becomes `[R, ...]` on every rank. Every rank must call it alike.
     autocast: the context of the run's precision, for a forward of a hook's own.
-    phase: in after_backward, of a run with phases: the one whose gradients are there, in its own parameters alone.
+    kept: the dtype of every layer that the run's precision gives one of its own, by name.
+    phase: of a run with phases: the one under way; in after_backward its gradients are in its own parameters alone.
     """
 
     index: int
@@ -85,12 +89,15 @@ class Step:
     batch_idx: int = 0
     seed: int = 0
     rank: int = 0
+    world_size: int = 1
+    is_graphed: bool = False
     accumulated: int = 1
     total_steps: int | None = None
     samples_seen: int = 0
     seconds_waited: float = 0.0
     loss: Tensor | None = None
     data: Any = None
+    batches: Sequence[tuple[Batch, int]] = ()
     weight: float = 1.0
     loss_with: Callable[[Callable[..., Any], Any], Tensor] | None = None
     norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
@@ -98,6 +105,7 @@ class Step:
     clips: bool = False
     gather: Callable[[Tensor], Tensor] = _of_one_rank
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     phase: str | None = None
 
 
@@ -115,12 +123,14 @@ class Hook:
     modules: patterns of module names, such as `encoder.*`, or names of types, such as `Linear`; `*` is every module.
 
     transforms: whether its methods at modules change what they see.
+    keeps_batches: whether it asks for `step.batches`: of accumulated micro-batches all stay in memory until the step.
     refuses: what it cannot live with, and why: compile, cuda_graph, phases, accumulation, steps_per_execution, or the
         word of a strategy or a precision.
     name: its name in the config. directory: the run directory, while attached; files of a hook lie below its name.
     """
 
     transforms: ClassVar[bool] = False
+    keeps_batches: ClassVar[bool] = False
     refuses: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, *, every_n_steps: int = 1, modules: Sequence[str] = ("*",)) -> None:
@@ -147,7 +157,7 @@ class Hook:
     # --- the run ---
 
     def setup(self, network: nn.Module) -> None:
-        """Called once, before the first step."""
+        """Called once a stage, fit or test, before its first step."""
 
     def pause(self) -> None:
         """Training pauses behind a step (an epoch's end, validation): the time to the next step is not its own."""
@@ -159,7 +169,7 @@ class Hook:
         """The run ends by this, in this step where it is in one. What is raised here is logged, and not raised."""
 
     def teardown(self) -> None:
-        """Called once, after the last step, also where the run fails."""
+        """Called once a stage that was set up, after its last step, also where the run fails."""
 
     # --- a due training step ---
 
@@ -290,4 +300,4 @@ class Hook:
             self._attached.remove()
             self._attached = None
             self._loss_scale = None
-        self.teardown()
+            self.teardown()

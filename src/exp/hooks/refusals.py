@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exp.errors import Fault
+from exp.precision.words import WORDS
+from exp.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from exp.hooks.hook import Hook
     from exp.strategies.strategy import Planned
 
+SWITCHES = ("compile", "cuda_graph", "phases", "accumulation", "steps_per_execution")
+STRATEGIES = ("single", "ddp", "data_parallel", "layer_split")
 # Their checkpoints are put together from parts, past the state dict of any module.
 IN_PARTS = ("fsdp", "tensor_parallel", "hybrid", "pipeline", "deepspeed")
 
 
 def faults_of(hook: Hook, planned: Planned) -> list[Fault]:
-    """A fault for each thing in a run that the hook refuses."""
-    present = conditions(planned.config)
+    """A fault for each thing in a run that the hook refuses, and for a word that looks like one that is mistyped."""
+    present = conditions(planned)
     reasons = {**general_refusals(hook), **hook.refuses}
-    return [
+    known = {*SWITCHES, *IN_PARTS, *STRATEGIES, *WORDS, *present}
+    mistyped = [
+        Fault(
+            key=f"hooks.{hook.name}",
+            got=f"a {type(hook).__name__} hook that refuses {word!r}",
+            expected=f"one of {', '.join(SWITCHES)}, or the word of a strategy or a precision",
+            cure=did_you_mean(word, known),
+        )
+        for word in reasons
+        if word not in known and nearest(word, known)
+    ]
+    return mistyped + [
         Fault(
             key=f"hooks.{hook.name}",
             got=f"a {type(hook).__name__} hook with {present[word]}",
@@ -50,10 +64,12 @@ def general_refusals(hook: Hook) -> dict[str, str]:
     return reasons
 
 
-def conditions(config: Mapping[str, Any]) -> dict[str, str]:
+def conditions(planned: Planned) -> dict[str, str]:
     """What there is in a run that a hook may refuse: the word to how the config says it."""
+    config = planned.config
     strategy, word = config["strategy"]["name"], config["precision"]["word"]
-    found = {strategy: f"strategy={strategy}", word: f"precision={word}"}
+    # Decided where the config says auto.
+    found = {planned.placement.strategy: f"strategy={strategy}", word: f"precision={word}"}
     runtime = config["runtime"]
     for switch in {"compile", "cuda_graph"} & runtime.keys():
         if runtime[switch]:

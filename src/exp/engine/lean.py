@@ -4,11 +4,12 @@ Lightning's own loop                                here
     for each batch: done? validate? stop?               for each execution: done? validate? stop?
         a fetch through three iterators                     for each batch of it
         ask every callback for every hook                       fetch
-        closure in closure in optimizer.step                    the hooks that act, by lists made once an epoch
+        closure in closure in optimizer.step                    the hooks that act, by lists made once an execution
         results of self.log, of which there are none            forward, backward, clipping, optimizer, schedule
 
 Counters, hooks and their order are Lightning's at every point where a callback can look. An execution ends before
-whatever the outer loop has to do: a validation, an epoch's end, a stop. So it may be short, and never runs too far.
+whatever the outer loop has to do: a validation, an epoch's end, a stop. So it may be short, and never runs too far. And
+it looks up everything anew: callbacks may have changed anything since (tens of us, against Lightning's half a ms).
 
 Relied on, and tested (lightning 2.6.6): `trainer.fit_loop.epoch_loop` may be replaced before fit; `_TrainingEpochLoop`
 calls `on_run_start` once an epoch and then `advance` and `on_advance_end` by turns until `done`; the names and the
@@ -26,11 +27,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
-from torch.optim import Optimizer
 
 from exp.engine.lean_reasons import why_one_by_one
 from exp.engine.lean_step import LeanStep
-from exp.optim.direct_step import DirectStep
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +47,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, *, steps_per_execution: int | None, **limits: Any) -> None:
         super().__init__(trainer, **limits)
         self.steps_per_execution = steps_per_execution
-        self._lean: LeanStep | None = None
-        self._direct: DirectStep | None = None
+        self._one_by_one = False
         self._told: str | None = None
 
     @property
@@ -59,40 +57,34 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
-        self._lean = None
-        if self.steps_per_execution == 1:
-            return
+        self._one_by_one = self.steps_per_execution == 1
+
+    def _find_step(self) -> LeanStep | None:
+        """As this execution has it; None where Lightning's own loop is wanted, which then ends the epoch."""
+        if self._one_by_one or self.restarting:
+            return None
         reason = why_one_by_one(self.trainer)
         if reason is None:
-            self._lean = LeanStep(self)
-        elif reason != self._told:
+            return LeanStep(self)
+        self._one_by_one = True
+        if reason != self._told:
             log.log(
                 logging.INFO if self.steps_per_execution is None else logging.WARNING,
                 "runtime.steps_per_execution is 1, and each step goes through Lightning's own loop: %s",
                 reason,
             )
             self._told = reason
-
-    def direct_step(self, optimizer: Optimizer) -> DirectStep:
-        """One for all epochs: its first step is the optimizer's own."""
-        if self._direct is None or self._direct.optimizer is not optimizer:
-            self._direct = DirectStep(optimizer)
-        return self._direct
-
-    def teardown(self) -> None:
-        self._lean = self._direct = None
-        super().teardown()
+        return None
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        lean = self._lean
-        if lean is None or self.restarting:
+        lean = self._find_step()
+        if lean is None:
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False
         count = self.steps_per_execution
         left = min(self._batches_to_validation(), float("inf") if count is None else count)
         ends = None if count is not None else time.monotonic() + EXECUTION_SECONDS
-        lean.begin()
         while True:
             self._do_batch(lean, data_fetcher)
             left -= 1

@@ -1,4 +1,4 @@
-"""What one batch of a lean execution is: everything that does nothing in this run is left out, once an epoch.
+"""What one batch of a lean execution is: everything that does nothing in this run is left out.
 
     place the batch                          where the strategy would, if it is not there
     training_step                            under the precision's forward context
@@ -7,11 +7,13 @@
     at a window's last batch:
         unscale; on_before_optimizer_step of those that act; clipping; optimizer step; the scale's update
 
-A strategy, a module or an optimizer with a way of its own for one of these is asked for it, as Lightning would.
+A strategy, a module or an optimizer with a way of its own for one of these is asked for it, as Lightning would. A
+callback may ask for batches without zero_grad and backward (StochasticWeightAveraging, for its batch norms).
 
 Relied on, and tested (lightning 2.6.6): what `Strategy.training_step`, `backward`, `batch_to_device` and
 `optimizer_step`, `LightningModule.backward`, `optimizer_zero_grad` and `optimizer_step`, and `Precision.optimizer_step`
-do, which is what stands here in their place; `optim_progress` of the automatic optimization; `_lightning_optimizers`.
+do, which is what stands here in their place; `optim_progress` and `_skip_backward` of the automatic optimization;
+`_lightning_optimizers`.
 And of torch 2.13: `torch.autograd.backward` hands the loss and a one to the private `_engine_run_backward`.
 """
 
@@ -34,6 +36,7 @@ from torch.overrides import has_torch_function_unary
 
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import overridden
+from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision
 from exp.strategies.lightning_ddp import ExpDDPStrategy
 
@@ -45,21 +48,23 @@ Outputs = dict[str, Any]
 
 
 class LeanStep:
-    """The parts of a step, looked up once an epoch, and where the step stands.
+    """The parts of a step, looked up once an execution, and where the step stands.
 
     accumulates: whether the batch that was done last was not its window's last.
     batches: of the epoch; infinite where it is not known.
+    schedules: those that move at a step; plateau_by_step: whether there are others, which need a value.
     """
 
     def __init__(self, loop: LeanEpochLoop) -> None:
         trainer = loop.trainer
-        self.trainer, self._loop = trainer, loop
+        self.trainer = trainer
         self.module: TrainingModule = trainer.lightning_module
         self.accumulates = False
         self.outputs: Outputs = {}
         self._strategy: LightningStrategy = trainer.strategy
         self._precision: RunPrecision = trainer.precision_plugin
         self._progress = loop.automatic_optimization.optim_progress.optimizer
+        self._skips_backward = loop.automatic_optimization._skip_backward
         self._optimizer: Optimizer = trainer.optimizers[0]
         self.on_batch_start = self._acting("on_train_batch_start")
         if type(self._strategy).on_train_batch_start is not LightningStrategy.on_train_batch_start:
@@ -72,11 +77,6 @@ class LeanStep:
         self._choose_forward()
         self._choose_backward()
         self._choose_update()
-        self.begin()
-
-    def begin(self) -> None:
-        """An execution begins: what a callback may have set between two of them."""
-        trainer = self.trainer
         self.batches = trainer.num_training_batches
         self.schedules = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         self.plateau_by_step = any(c.interval == "step" and c.reduce_on_plateau for c in trainer.lr_scheduler_configs)
@@ -164,7 +164,7 @@ class LeanStep:
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
         # Under a loss scale the step is the scaler's.
-        self._step_unscaled = None if self._precision.is_scaled else self._loop.direct_step(optimizer)
+        self._step_unscaled = DirectStep(optimizer) if is_direct and not self._precision.is_scaled else None
         clipping = type(self.module).configure_gradient_clipping
         self._clips = bool(self.trainer.gradient_clip_val) or clipping is not TrainingModule.configure_gradient_clipping
 
@@ -180,6 +180,8 @@ class LeanStep:
                 loss = self._forward(self._batch, batch_idx)
         if window != 1:
             loss = loss / window
+        if self._skips_backward:
+            return loss.detach()
         if batch_idx % window == 0:
             self._clear()
         if self._is_backward_plain:

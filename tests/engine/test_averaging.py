@@ -238,6 +238,50 @@ def test_the_average_of_half_precision_is_in_float32_and_does_not_stall(tmp_path
     assert tested["loss/val"] == direct["loss/val"]
 
 
+class Doubled(Regression):
+    """Its files hold twice its first layer's weights, as a hook of state dicts has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saves = 0
+        self.network.register_buffer("passing", torch.zeros(3), persistent=False)
+
+        def on_save(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self.saves += 1
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+        self.network[0].register_state_dict_post_hook(on_save)
+        self.network[0].register_load_state_dict_pre_hook(self._on_load)
+
+    @staticmethod
+    def _on_load(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+def test_hooks_of_state_dicts_are_for_files_alone(tmp_path: Path) -> None:
+    def run(kind: type[Regression], epochs: int, resume: str | None = None) -> tuple[Any, Any, str]:
+        average, saving = ExponentialMovingAverage(decay=0.9), ModelCheckpoint(tmp_path / f"{kind.__name__}{epochs}")
+        module = kind()
+        fitted = trainer([average, saving], tmp_path, epochs)
+        fitted.fit(module, loader(), loader(2), ckpt_path=resume, weights_only=True)
+        return module, average, saving.best_model_path
+
+    plain, _, plain_path = run(Regression, 2)
+    doubled, average, doubled_path = run(Doubled, 2)
+    # Two epochs' checkpoints, each with both kinds of weights; no step asks for a state dict.
+    assert doubled.saves == 4
+    assert "network.passing" not in average.average
+    assert equal(dict(plain.named_parameters()), dict(doubled.named_parameters()))
+    files = [torch.load(path, weights_only=True) for path in (plain_path, doubled_path)]
+    for kind in ("state_dict", CURRENT):
+        expected = files[0][kind] | {"network.0.weight": files[0][kind]["network.0.weight"] * 2}
+        assert equal(expected, files[1][kind])
+    unbroken, all_averages, _ = run(Regression, 4)
+    resumed, late_averages, _ = run(Doubled, 4, doubled_path)
+    assert equal(dict(unbroken.named_parameters()), dict(resumed.named_parameters()))
+    assert equal(dict(all_averages.average), dict(late_averages.average))
+
+
 def test_a_checkpoint_without_an_average_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = ModelCheckpoint(dirpath=tmp_path, filename="plain")
     trainer([saving], tmp_path).fit(Regression(), loader(), loader(2))

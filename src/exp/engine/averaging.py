@@ -9,13 +9,15 @@ Relied on, and tested: torch's private `_foreach_lerp_` and `_foreach_copy_`, ma
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from exp.errors import ConfigError, Fault
 from exp.strategies.parts import local
@@ -103,9 +105,12 @@ class ExponentialMovingAverage(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._average:
             return
-        own, average, current = checkpoint["state_dict"], self._average, self._current
-        if isinstance(trainer.strategy, WholeState):
-            average, current = trainer.strategy.gather_all(average), trainer.strategy.gather_all(current)
+        own, strategy = checkpoint["state_dict"], trainer.strategy
+        if isinstance(strategy, WholeState):
+            average, current = strategy.gather_all(self._average), strategy.gather_all(self._current)
+        else:
+            # As the module's hooks of state dicts would have them saved.
+            average, current = _saved(pl_module, self._average), _saved(pl_module, self._current)
         checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
         checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 
@@ -117,8 +122,13 @@ class ExponentialMovingAverage(Callback):
             self._average = {}
             log.warning("the checkpoint has no averaged weights; the average starts with the weights that it has")
             return
-        own = checkpoint["state_dict"]
-        self._average = {name: _wide(own[name]) for name in _tensors(pl_module)}
+        saved, own = checkpoint["state_dict"], _tensors(pl_module)
+        if isinstance(trainer.strategy, WholeState):
+            self._average = {name: _wide(saved[name]) for name in own}
+        else:
+            self._average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
+            with _holding(pl_module, self._average):
+                pl_module.load_state_dict(saved)
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,9 +168,43 @@ class ExponentialMovingAverage(Callback):
             self._current = {}
 
 
+def _places(module: LightningModule) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Of parameters and persistent buffers the names in the state dict, and where the module has them: mapping, key.
+
+    Not by `state_dict()`: hooks may have other tensors in it. Tied ones come under each name.
+    """
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a forward may have left whole tensors in the place of the parts
+        for held in (part._parameters, part._buffers):
+            for key, tensor in held.items():
+                if tensor is not None and key not in part._non_persistent_buffers_set:
+                    yield f"{prefix}.{key}" if prefix else key, held, key
+
+
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    """What a module's state dict holds, as the module's own tensors. Tied ones are there under each name."""
-    return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    return {name: held[key] for name, held, key in _places(module)}
+
+
+@contextmanager
+def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """The module with these in the place of its own, in their own dtypes: for its state dict, and to load one."""
+    replaced = [(held, key, held[key], tensors[name]) for name, held, key in _places(module) if name in tensors]
+    try:
+        for held, key, _, tensor in replaced:
+            held[key] = tensor
+        yield
+    finally:
+        for held, key, own, _ in replaced:
+            held[key] = own
+
+
+def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """The state dict that the module would have with these; nothing where there are none."""
+    if not tensors:
+        return {}
+    with _holding(module, tensors):
+        return module.state_dict()
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""What callbacks change between two executions of the lean loop counts from the next batch, as in Lightning's own."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+
+from exp.optim.optimization import Optimization
+
+pytestmark = [
+    # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def is_lean(small: Any) -> bool:
+    loop = small.trainer.fit_loop.epoch_loop
+    return loop.steps_per_execution != 1 and loop._told is None
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+BETWEEN_EPOCHS = {
+    "accumulation": (functools.partial(GradientAccumulationScheduler, scheduling={0: 1, 2: 3}), 7 + 7 + 3 + 3),
+    # Its last epoch, one more, has no backward, and one step of an optimizer that finds no gradients.
+    "swa": (functools.partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1), 4 * 7 + 1),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_EPOCHS)
+def test_callbacks_that_act_between_epochs_leave_several_steps_at_once(
+    tmp_path: Path, small_run: ModuleType, name: str
+) -> None:
+    make, steps = BETWEEN_EPOCHS[name]
+    runs = []
+    for count in (1, None):
+        small = small_run.Small(tmp_path / str(count), steps_per_execution=count, callbacks=(make(),))
+        small.fit()
+        runs.append(small)
+    assert is_lean(runs[1])
+    assert [small.trainer.global_step for small in runs] == [steps, steps]
+    assert runs[0].values.seen == runs[1].values.seen
+    assert equal(*(small.weights() for small in runs))
+
+
+class AtValidation(Callback):
+    """Does something behind the second validation, in the middle of the first epoch."""
+
+    def __init__(self, action: Any) -> None:
+        self._action, self._validations = action, 0
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self._validations += 1
+        if self._validations == 2:
+            self._action(trainer, module)
+
+
+class Reversing(Callback):
+    """Acts at every step, and is not exp's."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.network[4].parameters():
+            parameter.grad.mul_(-1.0)
+
+
+def unfreeze(trainer: Any, module: Any) -> None:
+    layer = module.network[4]
+    for parameter in layer.parameters():
+        parameter.requires_grad_(True)
+    trainer.optimizers[0].add_param_group({"params": list(layer.parameters()), "fused": False})
+
+
+def replace_a_weight(trainer: Any, module: Any) -> None:
+    members = trainer.optimizers[0].param_groups[0]["params"]
+    del trainer.optimizers[0].state[members[0]]
+    module.network[0].weight = members[0] = torch.nn.Parameter(torch.ones_like(members[0]))
+
+
+def replace_the_optimizer(trainer: Any, module: Any) -> None:
+    trainer.strategy.optimizers = [torch.optim.SGD(module.network.parameters(), lr=0.1)]
+
+
+CHANGES: dict[str, Any] = {
+    "parameters": unfreeze,
+    "a_weight": replace_a_weight,
+    "optimizer": replace_the_optimizer,
+    "state": lambda trainer, module: trainer.optimizers[0].state.clear(),
+    "clipping": lambda trainer, module: setattr(trainer, "gradient_clip_val", 0.01),
+    "accumulation": lambda trainer, module: setattr(trainer, "accumulate_grad_batches", 2),
+    "callbacks": lambda trainer, module: trainer.callbacks.append(Reversing()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_callback_changes_within_an_epoch_counts_from_the_next_batch(
+    tmp_path: Path, small_run: ModuleType, name: str
+) -> None:
+    factory = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+    weights = []
+    for count, action in ((None, lambda *_: None), (1, CHANGES[name]), (None, CHANGES[name])):
+        network = small_run.network()
+        if name == "parameters":
+            network[4].requires_grad_(False)
+        small = small_run.Small(
+            tmp_path / str(len(weights)), steps_per_execution=count, model=network, max_epochs=2,
+            callbacks=(AtValidation(action),), val_check_interval=2, every_n_steps=None,
+        )  # fmt: skip
+        small.module.optimization = Optimization(optimizer_factory=factory)
+        small.fit()
+        assert is_lean(small) == (count is None and not any(isinstance(c, Reversing) for c in small.trainer.callbacks))
+        weights.append(small.weights())
+    unchanged, own, lean = weights
+    assert equal(own, lean)
+    assert not equal(unchanged, lean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import exp
 from exp.engine.channels_last import lay_out_optimizer_states, put_channels_last
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.errors import ConfigError, RunError
+from exp.hooks.memory import Memory
 from exp.precision.choice import build_precision
 
 SHORT = ("trainer.max_steps=6", "hooks=[]", "metrics=[]", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1")
@@ -177,6 +179,16 @@ def test_a_graph_is_replayed_for_full_batches_in_training_alone() -> None:
             assert torch.equal(graphed(inputs, **named), twin(inputs, **named))
             assert torch.equal(network.norm.running_mean, twin.norm.running_mean)
     assert calls == [torch.Size([8, 4])] * 2
+
+
+def test_memory_leaves_out_what_lies_in_the_graph(tmp_path: Path, small_run: ModuleType) -> None:
+    hooks = {"memory": Memory()}
+    small = small_run.Small(tmp_path, hooks=hooks, max_epochs=None, max_steps=1, limit_val_batches=0)
+    vars(small.module)["run_network"] = GraphedNetwork(small.module.network, capture=warmed([]))
+    small.fit()
+    tags = {tag for tag, _ in small.values.seen}
+    assert "memory/optimizer_mib" in tags
+    assert "memory/activations_mib" not in tags
 
 
 def test_a_network_that_cannot_be_captured_ends_the_run_with_the_reason() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,11 +16,24 @@ import exp
 from exp.errors import ConfigError
 from exp.hooks.hook import Step
 from exp.hooks.memory import Memory
-from exp.hooks.peaks import HOST, AllocatedPeak, Peak
+from exp.hooks.peaks import HOST, SWITCH, AllocatedPeak, Peak, ResidentPeak
 
 MIB = 2**20
 counted = pytest.mark.skipif(not HOST.can_restart, reason="only Linux has a counter of the resident set to set back")
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's counters need a GPU")
+
+
+NET = nn.Linear(2, 2)
+STEP = {"index": 1, "network": NET, "optimizers": [], "batch_size": 1, "device": torch.device("cpu")}
+
+
+def _measured(step: Step, hook: Memory | None = None, *, boundaries=("batch", "forward", "backward", "optimizer")):
+    hook = hook or Memory()
+    with hook.around_forward(step) or nullcontext():
+        NET(torch.ones(1, 2)).sum()
+    for boundary in boundaries:
+        hook.passed(boundary, step)
+    return hook.after_step(step)
 
 
 class Counted(Peak):
@@ -61,6 +78,32 @@ def test_the_resident_peak_sees_what_was_freed_again():
     assert HOST.so_far() - before > 96 * MIB
 
 
+@pytest.mark.parametrize(
+    "refused", [PermissionError(13, "Permission denied", SWITCH), FileNotFoundError(2, "", SWITCH)]
+)
+def test_where_the_counter_cannot_be_set_back_a_run_goes_on_without(monkeypatch, caplog, refused):
+    opened = os.open
+
+    def open_others(path, *arguments, **options):
+        if path == SWITCH:
+            raise refused
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_others)
+    peak = ResidentPeak()
+    peak.forget()
+    peak.restart()
+    assert not peak.can_restart
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert peak.so_far() == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "linux":
+        (told,) = caplog.messages
+        assert SWITCH in told
+        assert "memory/host_peak_* are left out" in told
+    monkeypatch.setattr("exp.hooks.memory.HOST", peak)
+    assert not any("host_peak" in tag for tag in _measured(Step(**STEP)))
+
+
 @counted
 def test_each_phase_has_its_own_peak():
     net, hook = nn.Linear(2, 2), Memory()
@@ -79,6 +122,28 @@ def test_each_phase_has_its_own_peak():
     assert own - backward == pytest.approx(128, rel=0.1)
     # The next step begins anew.
     assert not any("peak" in tag for tag in hook.after_step(step))
+
+
+@counted
+def test_a_pipeline_s_forward_and_backward_are_one_phase():
+    hook = Memory()
+    values = _measured(Step(**STEP), hook, boundaries=("batch", "backward", "optimizer"))
+    assert {tag for tag in values if "peak" in tag} == {
+        "memory/host_peak_forward_backward_mib",
+        "memory/host_peak_step_mib",
+    }
+    assert "memory/host_peak_forward_mib" in _measured(Step(**STEP), hook)
+
+
+def test_what_lies_in_a_cuda_graph_is_left_out_and_said_once(caplog):
+    caplog.set_level("INFO", "exp.hooks.memory")
+    hook = Memory()
+    for _ in range(2):
+        values = _measured(Step(**STEP, is_graphed=True), hook)
+        assert "memory/activations_mib" not in values
+        assert "memory/parameters_mib" in values
+    assert len(caplog.messages) == 1
+    assert "memory/activations_mib" in caplog.messages[0]
 
 
 @on_cuda
@@ -133,6 +198,7 @@ def test_stages_of_a_pipeline_have_what_they_hold(ranks):
     assert found["memory/parameters_mib/min"] < found["memory/parameters_mib/max"]
     assert 2 * found["memory/parameters_mib/mean"] == pytest.approx(whole)
     assert all(value == value for value in found.values()), "a tag that no rank has is left out"
+    assert not any("peak_forward_mib" in tag or "peak_backward_mib" in tag for tag in found)
 
 
 def _transformer() -> nn.Module:

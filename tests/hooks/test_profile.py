@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import exp
 from exp.hooks.memory_timeline import changes_in
-from exp.hooks.profile_window import Window
+from exp.hooks.profile_window import ProfileWindow
 
 FILES = ["memory.rank0.csv", "memory.rank0.png", "operators.rank0.md", "trace.rank0.json.gz"]
 
@@ -294,7 +294,7 @@ def test_what_can_be_passes_the_check(overrides):
 
 
 def test_windows_of_different_ranks_do_not_overlap():
-    assert not Window(ranks=[0]).overlaps(Window(ranks=[1]))
-    assert Window(ranks="all").overlaps(Window(ranks=[1]))
-    assert not Window(start=10, steps=3, warmup=2).overlaps(Window(start=14, steps=1, warmup=1))
-    assert Window(start=10, steps=3, warmup=2).overlaps(Window(start=14, steps=1, warmup=2))
+    assert not ProfileWindow(ranks=[0]).overlaps(ProfileWindow(ranks=[1]))
+    assert ProfileWindow(ranks="all").overlaps(ProfileWindow(ranks=[1]))
+    assert not ProfileWindow(start=10, steps=3, warmup=2).overlaps(ProfileWindow(start=14, steps=1, warmup=1))
+    assert ProfileWindow(start=10, steps=3, warmup=2).overlaps(ProfileWindow(start=14, steps=1, warmup=2))

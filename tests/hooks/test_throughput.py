@@ -11,7 +11,7 @@ from torch import nn
 
 import exp
 from exp.hooks.hook import Step
-from exp.hooks.split import PARTS, Split
+from exp.hooks.split import PARTS, TOGETHER, StepTimer
 from exp.hooks.throughput import Throughput, tokens_in_a_sample
 from exp.hooks.utilisation import Workload
 from exp.models.flops import FlopCount
@@ -51,8 +51,8 @@ class Loop:
             self.waited += wait
             step.samples_seen, step.seconds_waited = self.samples, self.waited
             for boundary, seconds in (("batch", 0.0), ("forward", forward), ("backward", backward)):
-                self.clock.now += seconds
-                if due:
+                self.clock.now += seconds or 0.0
+                if due and seconds is not None:
                     self.hook.passed(boundary, step)
         self.clock.now += optimizer
         if due:
@@ -142,6 +142,18 @@ def test_the_parts_of_accumulated_batches_are_added_up_and_the_rest_is_what_is_l
     found = loop.logged[2]
     assert [found[tag] for tag in PARTS_MS] == pytest.approx([18, 15, 21, 1, 30])
     assert sum(found[tag] for tag in PARTS_MS) == pytest.approx(found["throughput/step_ms"])
+
+
+def test_a_pipeline_s_forward_and_backward_are_one_part(clock):
+    """Its schedule runs them by turns, so that no forward is marked."""
+    loop = Loop(Throughput(every_n_steps=2), clock)
+    loop.step(rest=0.030)
+    loop.step(wait=0.006, forward=None, backward=0.007, optimizer=0.001, micro=3)
+    found = loop.logged[2]
+    parts = [found[f"throughput/{part}_ms"] for part in ("data", TOGETHER, "optimizer", "rest")]
+    assert parts == pytest.approx([18, 21, 1, 30])
+    assert sum(parts) == pytest.approx(found["throughput/step_ms"])
+    assert not {"throughput/forward_ms", "throughput/backward_ms"} & found.keys()
 
 
 def test_a_pause_leaves_out_the_parts_of_its_step(clock):
@@ -327,7 +339,7 @@ def test_two_ranks_are_two_devices(ranks):
 def test_on_cuda_the_device_s_own_clock_counts():
     device = torch.device("cuda")
     matrix = torch.ones(4096, 4096, device=device)
-    split = Split(device, time.perf_counter(), waited=0.0)
+    split = StepTimer(device, time.perf_counter(), waited=0.0)
     for name, products in (("batch", 0), ("forward", 2), ("backward", 4), ("optimizer", 1)):
         for _ in range(products):
             matrix = matrix @ matrix / 4096

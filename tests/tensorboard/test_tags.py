@@ -37,7 +37,7 @@ OVERRIDES = [
     "trainer.max_steps=13",
     "logger.tensorboard.graph=true",
 ]
-# Only a text has tokens.
+# Only a text has tokens, and only a pipeline runs forward and backward by turns.
 OF_TEXT = [
     "data=text",
     "data.dataset.block_size=8",
@@ -46,6 +46,8 @@ OF_TEXT = [
     "hooks.throughput.every_n_steps=2",
     "trainer.max_steps=4",
     "test=false",
+    "strategy=pipeline",
+    "launch.accelerator=cpu",
 ]
 # What no machine without a GPU writes. Over ranks they have /min, /mean and /max, too.
 ONLY_ON_CUDA = [
@@ -71,7 +73,7 @@ def test_every_tag_of_the_snapshot_is_in_the_event_file_of_a_real_run(ranks, tmp
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 60)
     found, has_graph = written(ranks.train(*OVERRIDES, "strategy=ddp", ranks=2).directory)
     assert has_graph
-    of_text, _ = written(ranks.train(*OF_TEXT).directory)
+    of_text, _ = written(ranks.train(*OF_TEXT, ranks=2).directory)
     found |= {tag for tag in of_text if tag.startswith("throughput/")}
     known = set(SNAPSHOT.read_text().split())
     missing, new = sorted(known - found), sorted(found - known)

@@ -108,13 +108,13 @@ class ClipModule(GradientTransform):
             name: {names[id(parameter)]: parameter for parameter in module.parameters()}
             for name, module in chosen.items()
         }
-        # Each has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
-        self._ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._now = self.limit * self._ranks
 
     def around_forward(self, step: Step) -> None:
+        # Each has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
+        self._ranks = step.world_size
         scale = self.loss_scale
         if not isinstance(scale, Tensor) and scale == 1.0:
+            self._now = self.limit * self._ranks
             return
         if not isinstance(self._now, Tensor):
             # A compiled network would be compiled anew for every number.

@@ -30,6 +30,8 @@ MIB = 2**20
 NOTES = 100_000
 # What has passed at each boundary.
 PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
+# What has passed at a pipeline's backward: its schedule runs the forward of one micro-batch between those of others.
+TOGETHER = "forward_backward"
 
 
 class Memory(Hook):
@@ -39,11 +41,13 @@ class Memory(Hook):
     step is) are exact to the byte: each storage counts once, however many tensors share it. `memory/activations_mib` is
     what the forward keeps for the backward, parameters and buffers excluded; the largest micro-batch's where gradients
     are accumulated. `memory/host_rss_mib` is the process's resident set, and `memory/host_peak_<phase>_mib` the largest
-    one in the forward, the backward and the optimizer's step, where the system counts it (Linux).
+    one in the forward, the backward and the optimizer's step, where the system counts it (Linux). Of a pipeline the
+    phase `forward_backward` is in the place of the first two, which its stages run by turns.
 
     On CUDA `memory/allocated_mib`, `memory/reserved_mib` and `memory/peak_mib` (since the start) are the allocator's,
     `memory/fragmentation` is the share of what is reserved that is not allocated, and `memory/peak_<phase>_mib` the
-    largest allocated in the phase.
+    largest allocated in the phase. With runtime.cuda_graph there are no activations and no peaks of forward and
+    backward: what these keep lies in the graph, which calls neither Python nor the allocator.
 
     These are the first rank's. Of several ranks, each tag has /min, /mean and /max over them, too.
 
@@ -62,11 +66,13 @@ class Memory(Hook):
         # Of the step under way, and of the last forward that was measured.
         self._activations = 0
         self._peaks: dict[str, int] = {}
+        self._has_forward = False
         self._gradients = 0.0
         self._kept = Kept()
         self._measured_at: int | None = None
         # What any of several ranks has.
         self._tags: set[str] | None = None
+        self._has_told = False
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """A history of an allocator that there is not."""
@@ -93,13 +99,24 @@ class Memory(Hook):
     # --- a measured step ---
 
     def passed(self, boundary: Boundary, step: Step) -> None:
+        self._has_forward |= boundary == "forward"
+        phase = PHASES.get(boundary)
+        if boundary == "backward" and not self._has_forward:
+            phase = TOGETHER
         for kind, peak in _counters(step.device).items():
             found = peak.restart()
-            if boundary in PHASES:
-                tag = _peak_tag(kind, boundary)
-                self._peaks[tag] = max(self._peaks.get(tag, 0), found)
+            if phase is None or (kind == "peak" and step.is_graphed and boundary != "optimizer"):
+                continue
+            tag = _peak_tag(kind, phase)
+            self._peaks[tag] = max(self._peaks.get(tag, 0), found)
 
-    def around_forward(self, step: Step) -> AbstractContextManager[Any]:
+    def around_forward(self, step: Step) -> AbstractContextManager[Any] | None:
+        if step.is_graphed:
+            if not self._has_told:
+                left_out = "memory/activations_mib, memory/peak_forward_mib and memory/peak_backward_mib"
+                log.info("%s are left out: with runtime.cuda_graph a forward's memory lies in the graph", left_out)
+            self._has_told = True
+            return None
         network = step.network
         # Batches of data in memory are views of one storage: each counts for its own part of it.
         given: Counter[int] = Counter()
@@ -122,7 +139,7 @@ class Memory(Hook):
         values = {
             "memory/parameters_mib": mebibytes(step.network.parameters()),
             "memory/optimizer_mib": mebibytes(tensors_in([optimizer.state for optimizer in step.optimizers])),
-            "memory/activations_mib": self._activations / MIB,
+            **({} if step.is_graphed else {"memory/activations_mib": self._activations / MIB}),
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
             **_allocated(place),
             **{tag: peak / MIB for tag, peak in self._peaks.items()},
@@ -142,7 +159,7 @@ class Memory(Hook):
                 for tag, number in zip(tags, numbers.unbind(), strict=True)
                 if tag in self._tags
             }
-        self._activations, self._gradients, self._peaks = 0, 0.0, {}
+        self._activations, self._gradients, self._peaks, self._has_forward = 0, 0.0, {}, False
         return values
 
     def _keep(self, kept: Kept, failed: bool) -> None:
@@ -175,12 +192,12 @@ def _counters(device: torch.device) -> dict[str, Peak]:
     return {**counters, "peak": peak_of(device)} if device.type == "cuda" else counters
 
 
-def _peak_tag(kind: str, boundary: Boundary) -> str:
-    return f"memory/{kind}_{PHASES[boundary]}_mib"
+def _peak_tag(kind: str, phase: str) -> str:
+    return f"memory/{kind}_{phase}_mib"
 
 
 def _peak_tags(device: torch.device) -> list[str]:
-    return [_peak_tag(kind, boundary) for kind in _counters(device) for boundary in PHASES]
+    return [_peak_tag(kind, phase) for kind in _counters(device) for phase in (*PHASES.values(), TOGETHER)]
 
 
 def _allocated(device: torch.device) -> dict[str, float]:

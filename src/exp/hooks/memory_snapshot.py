@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from exp.files import write_whole
@@ -21,6 +20,7 @@ from exp.hooks.memory_advice import Use, advice
 from exp.hooks.out_of_memory import asked_for, failing_module
 from exp.hooks.saved_tensors import Kept, storages
 from exp.nested import tensors_in
+from exp.strategies.group import global_rank
 from exp.strategies.parts import local
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def take(
         use = replace(use, activations=use.activations + asked)
     return Snapshot(
         step=None if step is None else step.index,
-        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        rank=global_rank(),
         device="the host" if step is None else str(step.device),
         module=module,
         error=str(error),

@@ -6,12 +6,17 @@ there is one place that does, and keeps what was largest before.
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
 from abc import ABC, abstractmethod
 
 import torch
+
+log = logging.getLogger(__name__)
+
+STATUS, SWITCH = "/proc/self/status", "/proc/self/clear_refs"
 
 
 class Peak(ABC):
@@ -46,9 +51,9 @@ class Peak(ABC):
 
     def forget(self) -> None:
         """Another run begins in this process."""
-        self._before = 0
         if self.can_restart:
             self._restart()
+        self._before = 0
 
 
 class ResidentPeak(Peak):
@@ -57,30 +62,58 @@ class ResidentPeak(Peak):
     def __init__(self) -> None:
         super().__init__()
         self._process = 0
-        self._status = self._switch = -1
+        # Its counter and what sets it back, open; None where the system has none, or lets nobody.
+        self._files: tuple[int, int] | None = None
 
     @property
     def can_restart(self) -> bool:
-        return sys.platform == "linux"
+        # Once a process: to open them takes longer than to read, and a fork would look at its parent.
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._files = self._opened()
+        return self._files is not None
 
     def since_restart(self) -> int:
         if not self.can_restart:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, by its getrusage(2)
-        self._open()
-        text = os.pread(self._status, 8192, 0)
-        at = text.index(b"VmHWM:") + len(b"VmHWM:")
-        return int(text[at : text.index(b"kB", at)]) * 1024
+            # By getrusage(2) bytes on macOS, and KiB elsewhere.
+            largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return largest if sys.platform == "darwin" else 1024 * largest
+        assert self._files is not None
+        return _largest(self._files[0])
 
     def _restart(self) -> None:
-        self._open()
-        os.write(self._switch, b"5")
+        if self.can_restart:
+            assert self._files is not None
+            os.write(self._files[1], b"5")
 
-    def _open(self) -> None:
-        """Once a process: to open them takes longer than to read, and a fork would look at its parent."""
-        if self._process != os.getpid():
-            self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
-            self._switch = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
-            self._process = os.getpid()
+    def _opened(self) -> tuple[int, int] | None:
+        """By trying all of it: a sandbox may have neither file, and a process may not be allowed its own."""
+        if sys.platform != "linux":
+            return None
+        found: list[int] = []
+        try:
+            for path, flag in ((STATUS, os.O_RDONLY), (SWITCH, os.O_WRONLY)):
+                found.append(os.open(path, flag | os.O_CLOEXEC))
+            largest = _largest(found[0])
+            os.write(found[1], b"5")
+        except (OSError, ValueError) as error:
+            for file in found:
+                os.close(file)
+            log.warning(
+                "the peak of the resident set cannot be set back here (%s): memory/host_peak_* are left out, and the "
+                "peak in a report is that of the whole process",
+                error,
+            )
+            return None
+        self._before = max(self._before, largest)
+        return found[0], found[1]
+
+
+def _largest(status: int) -> int:
+    """Raises: ValueError where the counter is not in it."""
+    text = os.pread(status, 8192, 0)
+    at = text.index(b"VmHWM:") + len(b"VmHWM:")
+    return int(text[at : text.index(b"kB", at)]) * 1024
 
 
 class AllocatedPeak(Peak):

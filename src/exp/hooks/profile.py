@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, record_function
 
 from exp.errors import Fault
 from exp.hooks.hook import Boundary, Hook, Step, Values
-from exp.hooks.profile_files import Recorded
-from exp.hooks.profile_window import Window, faults_of_window
+from exp.hooks.profile_files import RecordedWindow
+from exp.hooks.profile_window import ProfileWindow, faults_of_window
 from exp.hooks.values import Panel
+from exp.strategies.group import global_rank
 from exp.strategies.strategy import Planned
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Profile(Hook):
         rows: int = 30,
     ) -> None:
         super().__init__()
-        self.window = Window(start=start_step, steps=steps, warmup=warmup, ranks=ranks)
+        self.window = ProfileWindow(start=start_step, steps=steps, warmup=warmup, ranks=ranks)
         if rows < 1:
             raise ValueError(f"rows is {rows}; expected 1 or more")
         self._shapes, self._memory, self._stacks, self._rows = shapes, memory, stacks, rows
@@ -71,7 +72,7 @@ class Profile(Hook):
 
     def setup(self, network: nn.Module) -> None:
         self._forget()
-        self._rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self._rank = global_rank()
         self._is_waiting = self.window.is_of(self._rank)
 
     def due(self, index: int) -> bool:
@@ -164,7 +165,7 @@ class Profile(Hook):
             return {}
         assert self.directory is not None
         steps = f"step {recorded[0]}" if len(recorded) == 1 else f"steps {recorded[0]} to {recorded[-1]}"
-        ended = Recorded(
+        ended = RecordedWindow(
             profiler=profiler,
             what=f"{steps}, rank {self._rank}",
             rank=self._rank,

@@ -20,7 +20,7 @@ from exp.hooks.values import Image, Panel, Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RecordedWindow:
     """A window that is over.
 
     what: it in words. rank: its global rank. rows: of the table in the panel.

@@ -14,7 +14,7 @@ OWN = "exp.hooks.profile.Profile"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class ProfileWindow:
     """Steps from `start` on, `steps` of them, and `warmup` before; of some global ranks.
 
     Raises ValueError: a window that no run has.
@@ -50,7 +50,7 @@ class Window:
     def is_of(self, rank: int) -> bool:
         return self.ranks == "all" or rank in self.ranks
 
-    def overlaps(self, other: Window) -> bool:
+    def overlaps(self, other: ProfileWindow) -> bool:
         """Whether one rank would have two profilers at a time, which torch does not keep apart."""
         if self.ranks != "all" and other.ranks != "all" and not set(self.ranks) & set(other.ranks):
             return False
@@ -60,7 +60,7 @@ class Window:
         return f"step {self.start}" if self.steps == 1 else f"steps {self.start} to {self.last}"
 
 
-def faults_of_window(window: Window, planned: Planned, *, name: str) -> Iterator[Fault]:
+def faults_of_window(window: ProfileWindow, planned: Planned, *, name: str) -> Iterator[Fault]:
     """name: of the hook in the config."""
     config = planned.config
     limit = config["trainer"].get("max_steps")
@@ -85,7 +85,7 @@ def faults_of_window(window: Window, planned: Planned, *, name: str) -> Iterator
     yield from _overlaps(window, config["hooks"], name=name)
 
 
-def _overlaps(window: Window, hooks: Mapping[str, Mapping[str, Any]], *, name: str) -> Iterator[Fault]:
+def _overlaps(window: ProfileWindow, hooks: Mapping[str, Mapping[str, Any]], *, name: str) -> Iterator[Fault]:
     """With the windows of the hooks before this one, so that each pair is told once."""
     for other, node in hooks.items():
         if other == name:
@@ -98,7 +98,7 @@ def _overlaps(window: Window, hooks: Mapping[str, Mapping[str, Any]], *, name: s
             )
 
 
-def window_of(node: Mapping[str, Any]) -> Window:
+def window_of(node: Mapping[str, Any]) -> ProfileWindow:
     """That of a plain node of this hook."""
     names = {"start_step": "start", "steps": "steps", "warmup": "warmup", "ranks": "ranks"}
-    return Window(**{names[key]: value for key, value in node.items() if key in names})
+    return ProfileWindow(**{names[key]: value for key, value in node.items() if key in names})

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
+# Of a pipeline's step: its schedule runs the forward of one micro-batch between the backwards of others.
+TOGETHER = "forward_backward"
 
 
-class Split:
+class StepTimer:
     """The moments of one step, from the end of the one before to its own end.
 
     What ends in a mark called forward, backward or optimizer is that part's time. The others are what the loop waited
@@ -52,12 +54,17 @@ class Split:
         return not self._events or self._events[-1].query()
 
     def milliseconds(self) -> dict[str, float]:
-        """By part; their sum is the step's time. Waits for the device unless `is_known`."""
+        """By part; their sum is the step's time. Waits for the device unless `is_known`.
+
+        A step without a mark called forward has TOGETHER in the place of forward and backward.
+        """
         found = dict.fromkeys(PARTS, 0.0)
         for name, taken in zip(self._names[1:], self._intervals(), strict=True):
             found[name if name in found else "rest"] += taken
         found["data"] = min(1000 * self._waited, found["rest"])
         found["rest"] -= found["data"]
+        if "forward" not in self._names:
+            found[TOGETHER] = found.pop("forward") + found.pop("backward")
         return found
 
     def _intervals(self) -> Sequence[float]:

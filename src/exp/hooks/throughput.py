@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.hooks.hook import Boundary, Hook, Step
-from exp.hooks.split import Split
-from exp.hooks.utilisation import Peak, Utilisation, Workload
+from exp.hooks.split import StepTimer
+from exp.hooks.utilisation import PeakFlops, Utilisation, Workload
 from exp.hooks.values import Panel
 
 AHEAD = 5
@@ -22,7 +22,7 @@ LAG = 64
 
 
 @dataclass(kw_only=True, slots=True)
-class _Window:
+class _TimedSteps:
     """Whole steps that were timed: how many, their samples, and their time."""
 
     steps: int = 0
@@ -42,7 +42,8 @@ class Throughput(Hook):
     `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are those of one step, and their sum
     is its time. It lies up to five steps before the one at which they are logged, since other hooks that are due at
     every n-th step are due then, and a GPU may lag behind; with every_n_steps of 1 or 2 it is that step itself. On CUDA
-    they are logged when the device is through with it: nothing waits.
+    they are logged when the device is through with it: nothing waits. Of a pipeline `forward_backward_ms` is in the
+    place of forward and backward, which its stages run by turns.
 
     `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` what it was computed from.
 
@@ -56,7 +57,7 @@ class Throughput(Hook):
         self,
         *,
         every_n_steps: int = 50,
-        peak_flops: Peak = None,
+        peak_flops: PeakFlops = None,
         flops_per_sample: float | None = None,
         workload: Workload | None = None,
     ) -> None:
@@ -70,12 +71,12 @@ class Throughput(Hook):
         self._begin()
 
     def _begin(self) -> None:
-        self._window = _Window()
+        self._window = _TimedSteps()
         # The end of the last step that was looked at: when, its index, and the samples until then.
         self._last: tuple[float, int, int] | None = None
         self._paused_at: float | None = None
-        self._split: Split | None = None
-        self._ended: deque[Split] = deque(maxlen=LAG)
+        self._split: StepTimer | None = None
+        self._ended: deque[StepTimer] = deque(maxlen=LAG)
 
     def setup(self, network: nn.Module) -> None:
         self._begin()
@@ -102,7 +103,7 @@ class Throughput(Hook):
             now = time.perf_counter() if "throughput/flops" in values else now
         self._last = (now, step.index, step.samples_seen)
         if (step.index + 1 + self._ahead) % self.every_n_steps == 0:
-            self._split = Split(step.device, now, waited=step.seconds_waited)
+            self._split = StepTimer(step.device, now, waited=step.seconds_waited)
         return values
 
     def pause(self) -> None:
@@ -127,7 +128,7 @@ class Throughput(Hook):
 
     def _values(self, step: Step) -> dict[str, Tensor | float | Panel]:
         values: dict[str, Tensor | float | Panel] = {}
-        window, self._window = self._window, _Window()
+        window, self._window = self._window, _TimedSteps()
         if window.steps:
             rate = window.samples / window.seconds
             values["throughput/step_ms"] = 1000 * window.seconds / window.steps

@@ -20,7 +20,7 @@ from exp.models.flops import FlopCount
 
 log = logging.getLogger(__name__)
 
-Peak = float | Literal["measured"] | None
+PeakFlops = float | Literal["measured"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Utilisation:
     name: of the hook in the config, for messages.
     """
 
-    def __init__(self, *, peak_flops: Peak, flops_per_sample: float | None, workload: Workload | None) -> None:
+    def __init__(self, *, peak_flops: PeakFlops, flops_per_sample: float | None, workload: Workload | None) -> None:
         self._given_peak, self._given_flops, self._workload = peak_flops, flops_per_sample, workload
         self._flops: float | None = None
         self._peak: float | None = None

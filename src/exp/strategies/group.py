@@ -59,6 +59,13 @@ def join(
     )
 
 
+def global_rank() -> int:
+    """This process's; 0 where there is no process group."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def meet() -> None:
     """A barrier, so that no rank leaves while another still talks to it."""
     if "torch.distributed" not in sys.modules:

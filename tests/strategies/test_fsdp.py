@@ -8,6 +8,7 @@ from torch import nn
 
 import exp
 from exp.errors import ConfigError
+from exp.models.matching import matching
 from exp.strategies.units import uniform, units
 
 # Batches of 100: the last of an epoch is short.
@@ -30,6 +31,19 @@ def test_units_of_a_repeat(build_model):
         "blocks.0.norm1", "blocks.0.query", "blocks.0.norm2",
         "blocks.1.norm1", "blocks.1.query", "blocks.1.norm2", "norm",
     ]  # fmt: skip
+
+
+def test_a_type_means_what_it_means_to_hooks_and_to_precision():
+    class Wide(nn.Linear):
+        pass
+
+    network = nn.ModuleDict({"plain": nn.Linear(2, 2), "wide": Wide(2, 2), "heads": nn.MultiheadAttention(4, 2)})
+    # Not heads.out_proj: MultiheadAttention reads the weights of that Linear and never calls it.
+    for word in ("Linear", "torch.nn.Linear"):
+        assert list(units(network, [word], min_parameters=0, key="k")) == ["plain", "wide"]
+        assert list(matching(network, [word], key="k")) == ["plain", "wide", "heads.out_proj"]
+    with pytest.raises(ConfigError, match=r"k: 'Multi\*', which matches no layer"):
+        units(network, ["Multi*"], min_parameters=0, key="k")
 
 
 def test_units_by_size():

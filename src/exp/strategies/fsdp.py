@@ -24,7 +24,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 class FSDP(Strategy):
     """torch.distributed.fsdp.fully_shard (FSDP2). A step computes what ddp's does.
 
-    shard: which modules are gathered by themselves while they compute, `auto` or patterns of names or classes: see
+    shard: which modules are gathered by themselves while they compute, `auto`, or patterns of names or types: see
         exp.strategies.units. The rest of the network is one more unit.
     min_parameters: smaller modules are left to what they are in.
     reshard_after_forward: whether gathered weights are freed after the forward, and gathered again for the backward;

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault
-from exp.spelling import among, did_you_mean
+from exp.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +21,7 @@ def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int
     What is in none of them belongs to the network's own unit.
 
     shard: `auto` takes the layers of every list of layers (a `repeat`), or, with min_parameters, the innermost modules
-        that have so many; otherwise patterns of module names or of their classes' names.
+        that have so many; otherwise patterns of module names, or names of types.
     min_parameters: a module with fewer, those of units below it not counted, is left to what it is in.
     key: of `shard` in the config.
     Raises: ConfigError for a pattern that matches no module that is called.
@@ -60,42 +58,33 @@ def uniform(network: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn
 
 
 def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """The modules below the network, by name, whose name or class matches one of the patterns.
+    """The modules below the network, by name, that one of the patterns means, as exp.models.matching says it.
 
-    Raises: ConfigError for each pattern that matches none that is called.
+    Raises: ConfigError for each pattern that means none that is called.
     """
+    from exp.models.matching import matches, unmatched
+
     modules = {name: module for name, module in network.named_modules() if name and _is_called(module)}
-    kinds = {name: type(module).__name__ for name, module in modules.items()}
-    faults = []
-    for pattern in patterns:
-        if not any(_matches(name, kinds[name], pattern) for name in modules):
-            known = [*modules, *dict.fromkeys(kinds.values())]
-            faults.append(
-                Fault(
-                    key=key,
-                    got=f"{pattern!r}, which matches no layer",
-                    expected=f"a pattern of names or classes of layers: {among(known, word=pattern)}",
-                    cure=did_you_mean(pattern, known),
-                )
-            )
+    faults = [
+        unmatched(pattern, network, key=key, got=f"{pattern!r}, which matches no layer")
+        for pattern in patterns
+        if not any(matches(name, module, pattern) for name, module in modules.items())
+    ]
     if faults:
         raise ConfigError(faults)
     return {
-        name: module
-        for name, module in modules.items()
-        if any(_matches(name, kinds[name], pattern) for pattern in patterns)
+        name: module for name, module in modules.items() if any(matches(name, module, pattern) for pattern in patterns)
     }
 
 
-def _matches(name: str, kind: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)
-
-
 def _is_called(module: nn.Module) -> bool:
-    """Lists and mappings of layers are never called themselves, so that nothing could be gathered for them in time."""
+    """Nothing could be gathered in time for what is never called itself: lists and mappings of layers, and the Linear
+    inside torch's MultiheadAttention, which reads its weights (torch 2.13)."""
     from torch import nn
+    from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    holders = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
+    return not isinstance(module, holders)
 
 
 def _repeated(network: nn.Module) -> dict[str, nn.Module]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Stage = Literal["train", "val", "test"]
@@ -19,6 +20,11 @@ STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
 # A time as it is said, 1h30m: days, hours, minutes and seconds, each where it is.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without `torch.`, such as float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)

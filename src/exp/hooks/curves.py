@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
-from exp.hooks.drawing import INK, MARGIN, PALE, PAPER, RIGHT, TEXT_SIZE, WRONG
+from exp.hooks.drawing import BLUE, GREEN, INK, MARGIN, ORANGE, PALE, PINK, TEXT_SIZE, blank, heights, legend
 
 WIDTH, HEIGHT = 480, 320
 # A scale of powers of ten where the largest value is so many times the smallest.
 WIDE = 100.0
-# Told apart by those who see no red or no green, too (Okabe and Ito 2008).
-COLOURS = (RIGHT, WRONG, (0, 158, 115), (204, 121, 167))
+COLOURS = (BLUE, ORANGE, GREEN, PINK)
 
 
 def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: str, along: str) -> np.ndarray:
@@ -28,9 +26,7 @@ def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: s
     if low == high:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     bottom, top = (math.log10(low), math.log10(high)) if is_wide else (low, high)
-    font = ImageFont.load_default(TEXT_SIZE)
-    sheet = Image.new("RGB", (WIDTH, HEIGHT), PAPER)
-    pen = ImageDraw.Draw(sheet)
+    sheet, pen, font = blank(WIDTH, HEIGHT)
     marks = [bottom + (top - bottom) * part / 4 for part in range(5)]
     labels = [f"{10**mark if is_wide else mark:.3g}" for mark in marks]
     left = int(max(font.getlength(label) for label in labels)) + 2 * MARGIN
@@ -43,19 +39,14 @@ def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: s
         return lower - (lower - upper) * (value - bottom) / (top - bottom)
 
     pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
-    for mark, label in zip(marks, labels, strict=True):
-        pen.line((left, up(mark), right, up(mark)), fill=PALE)
-        pen.text((left - MARGIN, up(mark)), label, fill=INK, font=font, anchor="rm")
+    heights(pen, font, zip(map(up, marks), labels, strict=True), left=left, right=right)
     for part in range(5):
         mark = x[0] + (x[-1] - x[0]) * part / 4
         pen.line((across(mark), upper, across(mark), lower), fill=PALE)
         pen.text((across(mark), lower + MARGIN), f"{mark:.3g}", fill=INK, font=font, anchor="ma")
     pen.text(((left + right) // 2, HEIGHT - MARGIN), along, fill=INK, font=font, anchor="ms")
-    place = float(left)
-    for (name, values), colour in zip(named.items(), COLOURS, strict=False):
-        pen.line((place, upper - TEXT_SIZE // 2 - 3, place + 14, upper - TEXT_SIZE // 2 - 3), fill=colour, width=2)
-        pen.text((place + 18, upper - 3), name, fill=INK, font=font, anchor="ls")
-        place += font.getlength(name) + 36
+    legend(pen, font, dict(zip(named, COLOURS, strict=False)), left=left, floor=upper - 3)
+    for values, colour in zip(named.values(), COLOURS, strict=False):
         for points in _runs(x, values):
             shown = [(across(at), up(math.log10(value) if is_wide else value)) for at, value in points]
             if len(shown) > 1:

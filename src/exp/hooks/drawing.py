@@ -1,15 +1,21 @@
-"""Figures that hooks draw by hand, on the host: captions below pictures, and a table of coloured cells."""
+"""Figures that hooks draw by hand, on the host: captions below pictures, and a table of coloured cells.
+
+The palette, the font and the parts of an axis are those of hooks/curves.py and hooks/memory_timeline.py, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 # Told apart by those who see no red or no green, too (Okabe and Ito 2008).
-RIGHT, WRONG = (0, 114, 178), (213, 94, 0)
+BLUE, ORANGE, GREEN, PINK = (0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167)
+SKY, AMBER, GREY = (86, 180, 233), (230, 159, 0), (190, 190, 190)
+RIGHT, WRONG = BLUE, ORANGE
 INK, PAPER, PALE = (30, 30, 30), (255, 255, 255), (225, 225, 225)
 TEXT_SIZE = 11
 # TensorBoard's Images page stretches what is narrower, and leaves out lines of what is wider.
@@ -18,6 +24,7 @@ CARD = 350
 CELL_WITH_FIGURE, WIDEST_CELL = 20, 30
 MARGIN = 6
 PALEST = 0.2
+STROKE = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +35,34 @@ class Caption:
     right: bool | None = None
 
 
+def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Any]:
+    """An empty sheet, a pen for it, and the font."""
+    sheet = Image.new("RGB", (width, height), PAPER)
+    return sheet, ImageDraw.Draw(sheet), ImageFont.load_default(TEXT_SIZE)
+
+
+def heights(
+    pen: ImageDraw.ImageDraw, font: Any, marks: Iterable[tuple[float, str]], *, left: float, right: float
+) -> None:
+    """The figures of an upright axis, each with a pale line over the whole width. marks: where each is, and what."""
+    for at, label in marks:
+        pen.line((left, at, right, at), fill=PALE)
+        pen.text((left - MARGIN, at), label, fill=INK, font=font, anchor="rm")
+
+
+def legend(
+    pen: ImageDraw.ImageDraw, font: Any, named: Mapping[str, tuple[int, int, int]], *, left: float, floor: float
+) -> None:
+    """What each colour is, in one line that stands on `floor`."""
+    for name, colour in named.items():
+        middle = floor - TEXT_SIZE // 2 + 2
+        pen.line((left, middle, left + STROKE, middle), fill=colour, width=3)
+        pen.text((left + STROKE + 4, floor), name, fill=INK, font=font, anchor="ls")
+        left += font.getlength(name) + 2 * STROKE + 8
+
+
 def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
-    """Pictures in a grid, each in a frame with its caption below: blue where the network was right, red where wrong.
+    """Pictures in a grid, each in a frame with its caption below: blue where the network was right, orange where not.
 
     pictures: uint8 `[N, H, W, 3]`, enlarged by whole pixels until they can be seen. captions: N.
     Returns: uint8 `[H', W', 3]`.
@@ -46,10 +79,7 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
     columns = min(columns, count)
     rows = -(-count // columns)
     top = TEXT_SIZE + 2 * MARGIN
-    sheet = Image.new(
-        "RGB", (max(columns * wide, int(font.getlength(title)) + 2 * MARGIN, CARD), top + rows * high), PAPER
-    )
-    pen = ImageDraw.Draw(sheet)
+    sheet, pen, _ = blank(max(columns * wide, int(font.getlength(title)) + 2 * MARGIN, CARD), top + rows * high)
     pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
     for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         x, y = place % columns * wide, top + place // columns * high
@@ -63,7 +93,7 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
 
 
 def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
-    """A confusion matrix as a picture: a row a target, a column a prediction, hits blue and misses red.
+    """A confusion matrix as a picture: a row a target, a column a prediction, hits blue and misses orange.
 
     A cell is as dark as the root of its share of its row, and PALEST at least, so that one miss among thousands is
     seen. Where a cell has room its figure is written: the count, or with `normalised` per cent of the row.
@@ -80,9 +110,8 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     left = int(font.getlength(str(classes - 1))) + 3 * MARGIN + TEXT_SIZE
     top = 2 * (TEXT_SIZE + MARGIN) + 3 * MARGIN + TEXT_SIZE
     width = max(left + side + 2 * MARGIN, int(font.getlength(title)) + 2 * MARGIN, CARD)
-    sheet = Image.new("RGB", (width, top + side + 2 * MARGIN), PAPER)
+    sheet, pen, _ = blank(width, top + side + 2 * MARGIN)
     sheet.paste(Image.fromarray(colours.repeat(cell, axis=0).repeat(cell, axis=1)), (left, top))
-    pen = ImageDraw.Draw(sheet)
     pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
     pen.text((left, top - 2 * (TEXT_SIZE + MARGIN)), "prediction", fill=INK, font=font)
     upright = Image.new("RGB", (int(font.getlength("target")) + 1, TEXT_SIZE + 3), PAPER)
@@ -104,7 +133,7 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
 
 
 def _tinted(shares: np.ndarray) -> np.ndarray:
-    """`[V, V]` from 0 to 1 as colours `[V, V, 3]`: from white to blue on the diagonal, to red beside it."""
+    """`[V, V]` from 0 to 1 as colours `[V, V, 3]`: from white to blue on the diagonal, to orange beside it."""
     hue = np.where(np.eye(len(shares), dtype=bool)[..., None], RIGHT, WRONG)
     depth = np.where(shares > 0, np.sqrt(shares).clip(min=PALEST), 0)[..., None]
     return (255 - (255 - hue) * depth).round().astype(np.uint8)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from exp.hooks.saved_tensors import Kept, held
 from exp.nested import tensors_in
+from exp.types import dtype_name
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "batch", "other"]
 # The columns of a table by module.
@@ -102,7 +103,7 @@ def _live(tensor: Tensor, kind: Kind, module: str | None = None, name: str = "")
         module=module,
         name=name,
         shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(tensor.dtype),
     )
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from exp.hooks.drawing import AMBER, GREEN, GREY, INK, MARGIN, SKY, TEXT_SIZE, blank, heights, legend
 
 MIB = 2**20
 # Of a chrome trace: device types as torch numbers them.
 _CPU, _CUDA = 0, 1
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _TEXT = 960, 300, 78, 34, 30, 13
-# Told apart by those who see no red or no green, too (Okabe and Ito 2008).
-_COLOURS = {"forward": (86, 180, 233), "backward": (230, 159, 0), "optimizer": (0, 158, 115), "": (190, 190, 190)}
-_INK, _PAPER = (30, 30, 30), (255, 255, 255)
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 960, 300, 78, 34, 30
+_COLOURS = {"forward": SKY, "backward": AMBER, "optimizer": GREEN, "": GREY}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +90,7 @@ def picture(changes: Sequence[Change]) -> np.ndarray:
     """The bytes that are allocated over time, coloured by part; a strip for each device. uint8 `[H, W, 3]`."""
     devices = list(dict.fromkeys(one.device for one in changes))
     end = max(one.microseconds for one in changes)
-    sheet = Image.new("RGB", (_WIDTH, _HEIGHT * len(devices)), _PAPER)
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
+    sheet, pen, font = blank(_WIDTH, _HEIGHT * len(devices))
     for number, device in enumerate(devices):
         of_device = [one for one in changes if one.device == device]
         _strip(pen, font, of_device, end=end, top=number * _HEIGHT)
@@ -109,26 +108,21 @@ def _strip(pen: ImageDraw.ImageDraw, font: Any, changes: Sequence[Change], *, en
     def y(allocated: float) -> int:
         return floor - round(height * (allocated - low) / (high - low))
 
+    marks = [(y(allocated), f"{allocated / MIB:.4g}") for allocated in (low, (low + high) / 2, high)]
+    heights(pen, font, marks, left=_LEFT, right=_LEFT + width)
     ends = [one.microseconds for one in changes[1:]] + [end]
     for one, until in zip(changes, ends, strict=True):
         colour = _COLOURS[one.part]
         pen.rectangle((x(one.microseconds), min(y(one.allocated), y(0)), x(until), max(y(one.allocated), y(0))), colour)
-    for allocated in (low, (low + high) / 2, high):
-        pen.text((_LEFT - 6, y(allocated)), f"{allocated / MIB:.4g}", fill=_INK, font=font, anchor="rm")
-        pen.line((_LEFT - 3, y(allocated), _LEFT, y(allocated)), fill=_INK)
-    pen.line((_LEFT, floor, _LEFT, top + _TOP), fill=_INK)
-    pen.line((_LEFT, y(0), _LEFT + width, y(0)), fill=_INK)
+    pen.line((_LEFT, floor, _LEFT, top + _TOP), fill=INK)
+    pen.line((_LEFT, y(0), _LEFT + width, y(0)), fill=INK)
     device = changes[0].device
     title = f"{device}: allocated, MiB{' above the beginning of the window' if device == 'cpu' else ''}"
-    pen.text((_LEFT, top + 8), title, fill=_INK, font=font)
-    right = _WIDTH - 12
-    for part, colour in reversed(_COLOURS.items()):
-        word = part or "between"
-        right -= int(font.getlength(word)) + 26
-        pen.rectangle((right, top + 10, right + 10, top + 20), fill=colour)
-        pen.text((right + 15, top + 8), word, fill=_INK, font=font)
-    pen.text((_LEFT, floor + 8), "0", fill=_INK, font=font)
-    pen.text((_LEFT + width, floor + 8), f"{end / 1000:.4g} ms", fill=_INK, font=font, anchor="ra")
+    pen.text((_LEFT, top + MARGIN), title, fill=INK, font=font)
+    named = {part or "between": colour for part, colour in _COLOURS.items()}
+    legend(pen, font, named, left=_WIDTH // 2, floor=top + MARGIN + TEXT_SIZE)
+    pen.text((_LEFT, floor + MARGIN), "0", fill=INK, font=font)
+    pen.text((_LEFT + width, floor + MARGIN), f"{end / 1000:.4g} ms", fill=INK, font=font, anchor="ra")
 
 
 def png(pixels: np.ndarray) -> bytes:

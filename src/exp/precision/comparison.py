@@ -13,6 +13,7 @@ from exp.precision.edges import cast
 from exp.precision.plugin import RunPrecision
 from exp.precision.recordings import Record, gradients, outputs_of, silent_dropout
 from exp.precision.tf32 import TensorFloat32
+from exp.types import dtype_name
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -136,7 +137,7 @@ def _layer(
     return LayerComparison(
         name=name,
         kind=found.kind,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         output_error=_error(output, output32),
         own_error=_error(output, found.apart()),
         gradient_error=_error(gradient, gradient32),

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from exp.config.freeze import read_frozen
 from exp.hooks.chosen_steps import OnChosenSteps
 from exp.hooks.hook import Step, Values
-from exp.hooks.operator_calls import short
 from exp.hooks.values import Text
 from exp.nested import tensors_in
 from exp.precision.keep import kept_layers
+from exp.types import dtype_name
 
 HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|---|---|---|"
 
@@ -42,7 +42,7 @@ class Dtypes(OnChosenSteps):
 
     def setup(self, network: nn.Module) -> None:
         keep = read_frozen(self.directory).precision.keep if self._is_frozen() else {}
-        self._kept = {name: short(dtype) for name, dtype in kept_layers(network, keep).items()}
+        self._kept = {name: dtype_name(dtype) for name, dtype in kept_layers(network, keep).items()}
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         own = list(module.parameters(recurse=False))
@@ -78,4 +78,4 @@ class _Row:
 
 
 def _dtypes(data: Any) -> list[str]:
-    return [short(tensor.dtype) for tensor in tensors_in(data)]
+    return [dtype_name(tensor.dtype) for tensor in tensors_in(data)]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exp.hooks.autograd_nodes import running_node
 from exp.hooks.module_calls import ModuleCalls
 from exp.nested import tensors_in
+from exp.types import dtype_name
 
 # Functions that a network calls to cast; what they cast is not autocast's choice.
 CASTS = ("to", "type", "float", "half", "bfloat16", "double", "type_as", "_to_copy")
@@ -88,14 +89,14 @@ class OperatorCalls:
         if called is not None and called.is_under_autocast and called.name not in CASTS:
             casts = operator == CAST_OPERATOR
             if not casts and not _floating(taken) <= called.dtypes:
-                chosen = ", ".join(sorted(map(short, called.dtypes)))
+                chosen = ", ".join(sorted(map(dtype_name, called.dtypes)))
         self.counts[
             OperatorCall(
                 direction="backward" if self._in_backward else "forward",
                 module=self._behind(running_node()) if self._in_backward else self.modules.current,
                 operator=operator.removeprefix("aten.").removesuffix(".default"),
                 shapes=_each(taken, given, lambda tensor: str(list(tensor.shape))),
-                dtypes=_each(taken, given, lambda tensor: short(tensor.dtype)),
+                dtypes=_each(taken, given, lambda tensor: dtype_name(tensor.dtype)),
                 given=chosen,
                 by_autocast=casts,
             )
@@ -152,11 +153,6 @@ class _Dispatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._note_call(str(func), taken, _tensors(result))
         return result
-
-
-def short(dtype: torch.dtype) -> str:
-    """torch's name without `torch.`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _tensors(data: Any) -> list[Tensor]:

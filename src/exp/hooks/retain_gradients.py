@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from exp.hooks.hook import Boundary, Hook, Step
@@ -64,8 +63,7 @@ class RetainGradients(Hook):
         for name, gradients in (item for forward in forwards for item in forward.items()):
             found.setdefault(name, []).extend(gradients)
         # Each rank has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        factor = 1.0 / (ranks * self.loss_scale)
+        factor = 1.0 / (step.world_size * self.loss_scale)
         norms = torch.stack([self._total(found.get(name, ()), step.device) for name in self._names]) * factor
         norms = torch.linalg.vector_norm(step.gather(norms), dim=0)
         values: dict[str, Tensor | Histogram] = {}

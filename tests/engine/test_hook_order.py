@@ -216,3 +216,22 @@ def test_an_optimizer_that_evaluates_its_closure_again_has_hooks_around_each(
     run.fit()
     assert calls.count("hook around_forward, in") == calls.count("hook around_forward, out") == 3
     assert calls.count("hook after_backward") == calls.count("hook after_step") == 1
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_hook_that_asks_has_the_micro_batches_of_a_step(tmp_path: Path, small_run: ModuleType, keeps: bool) -> None:
+    seen: list[tuple[int, list[int], list[int]]] = []
+
+    class Batches(Hook):
+        keeps_batches = keeps
+
+        def after_backward(self, step):
+            rows = [(index, len(batch.data[0])) for batch, index in step.batches]
+            seen.append((step.index, [index for index, _ in rows], [size for _, size in rows]))
+
+    small_run.Small(
+        tmp_path, hooks={"batches": Batches()}, max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0
+    ).fit()
+    # 105 samples in batches of 16.
+    expected = [(1, [0, 1], [16, 16]), (2, [2, 3], [16, 16]), (3, [4, 5], [16, 16]), (4, [6], [9])]
+    assert seen == (expected if keeps else [(index, [], []) for index in range(1, 5)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.errors import ConfigError
+from exp.errors import ConfigError, RunError
 
 PROBE = """
 import torch
@@ -53,9 +53,54 @@ class Saved(Hook):
 class Mistyped(Hook):
     refuses = {"acumulation": "it sees a batch once", "a_strategy_of_mine": "it would not go"}
 
+    def after_step(self, step):
+        pass
+
 
 class Stubborn(Hook):
     refuses = {"ddp": "it counts on one process", "bf16": "it reads bits", "accumulation": "it sees a batch once"}
+
+    def after_step(self, step):
+        pass
+
+
+class Typo(Hook):
+    def after_stepp(self, step):
+        pass
+
+
+class Nothing(Hook):
+    pass
+
+
+class Narrow(Hook):
+    def forward(self, name, module, inputs):
+        pass
+
+
+class InPlace(Hook):
+    def forward(self, name, module, inputs, output):
+        output.mul_(0.5)
+
+
+class Number(Hook):
+    def after_step(self, step):
+        return 3.0
+
+
+class Taken(Hook):
+    def after_step(self, step):
+        return {"loss/train": 99.0}
+
+
+class Shared(Hook):
+    def after_step(self, step):
+        return {"gradients/norm/total": 1.0}
+
+
+class Broken(Hook):
+    def after_step(self, step):
+        raise KeyError("mine")
 """
 RUN = [
     "model=lenet",
@@ -69,6 +114,10 @@ RUN = [
     "security.allow=[probe]",
     "monitor=loss/train",
 ]
+ONE_STEP = [
+    "security.allow=[probe]", "trainer.max_steps=1", "trainer.limit_val_batches=0", "test=false", "monitor=loss/train",
+    "metrics=[]", "model.layers.hidden.out_features=8",
+]  # fmt: skip
 # What each is told beside a plain run, ranks, and how near its figures are.
 SETTINGS = {
     "compile": (["runtime.compile=true", "runtime.compile_backend=aot_eager"], 1, 1e-5),
@@ -136,8 +185,64 @@ def test_what_a_hook_cannot_live_with_is_one_message_before_the_run(hook, overri
     assert len(caught.value.faults) == 1
 
 
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (
+            "Typo",
+            "hooks.mine: Typo with a method after_stepp, which nothing calls; expected after_step, or",
+        ),
+        (
+            "Nothing",
+            "hooks.mine: Nothing with a class that overrides no method of Hook; expected one or more of",
+        ),
+        ("Narrow", "too many positional arguments; expected def forward(self, name, module, inputs, output)"),
+        ("Typo, modules: []", "hooks.mine.modules: []; expected one pattern or more"),
+    ],
+)
+def test_a_class_that_could_never_act_is_a_fault(hook, message):
+    config = exp.compose([f"+hooks.mine={{_target_: probe.{hook}}}", "security.allow=[probe]"])
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(config)
+    assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("InPlace", "hooks.mine: InPlace.forward changed a tensor in place; an observing hook leaves what it sees"),
+        ("Number", "hooks.mine: Number.after_step returned a float; expected a mapping of tags to values, or None"),
+        ("Taken", "hooks.mine gives loss/train, which is the engine's own; expected a tag of its own"),
+        ("Shared", "hooks.mine gives gradients/norm/total, which is given by hooks.gradients, too"),
+    ],
+)
+def test_what_a_hook_does_wrong_in_a_step_is_one_line_with_its_name(hook, message):
+    with pytest.raises(RunError) as caught:
+        exp.fit(exp.compose([*ONE_STEP, f"+hooks.mine={{_target_: probe.{hook}}}"]))
+    assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("probe")
+def test_an_error_of_a_hook_s_own_keeps_its_kind_and_names_the_hook():
+    with pytest.raises(KeyError) as caught:
+        exp.fit(exp.compose([*ONE_STEP, "+hooks.mine={_target_: probe.Broken}"]))
+    assert caught.value.__notes__ == ["raised in hooks.mine, by Broken.after_step"]
+
+
 def test_patterns_are_judged_where_other_nodes_are_wrong_too():
     config = exp.compose(["hooks.gradients.modules=[nope]", "+precision.keep.x=fp33"])
     with pytest.raises(ConfigError) as caught:
         exp.validate(config)
     assert {fault.key for fault in caught.value.faults} == {"hooks.gradients.modules", "precision.keep"}
+
+
+def test_what_observers_compute_is_no_operator_of_the_network(tmp_path, monkeypatch):
+    tables = []
+    for hooks in ("operators", "operators,memory,activations,retain_gradients"):
+        (place := tmp_path / str(len(hooks))).mkdir()
+        monkeypatch.chdir(place)
+        report = exp.fit(exp.compose([*ONE_STEP[1:], f"hooks=[{hooks}]"]))
+        tables.append((Path(report.directory) / "operators" / "step-1.md").read_text())
+    assert tables[0] == tables[1]

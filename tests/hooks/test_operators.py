@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import exp
 from exp.errors import ConfigError
 from exp.hooks.autograd_nodes import next_number, nodes_behind, number_of, running_node
+from exp.hooks.dtypes import Dtypes
+from exp.hooks.hook import Step
 from exp.hooks.module_calls import ModuleCalls
 
 BOTH = "hooks=[operators,dtypes]"
@@ -100,7 +102,7 @@ def test_it_says_what_autocast_did_and_whose_call_it_was(run) -> None:
     directory = run(BOTH, "precision=bf16", "hooks.operators.steps=[2,9]")
     assert [path.name for path in (directory / "operators").iterdir()] == ["step-2.md"]
     path = directory / "operators" / "step-2.md"
-    assert text(directory, "operators").splitlines()[0] == "## forward: 21 calls"
+    assert text(directory, "operators").splitlines()[0] == "## forward: 19 calls"
     assert text(directory, "operators") in path.read_text()
     found = rows(path)
     product = "[16] [64, 64] [64, 16] → [64, 16]"
@@ -137,6 +139,19 @@ def test_the_table_of_dtypes(run, more: list[str], hidden: str, head: str) -> No
     assert table.startswith("| layer | type | inputs | output | parameters | kept |")
     assert f"| hidden | Linear | {hidden}" in table
     assert f"| head | Linear | {head}" in table
+
+
+def test_a_layer_that_has_no_kernel_in_the_precision_is_told_as_kept() -> None:
+    """As an LSTM under fp16 on a CPU: in no config, but in what the run's precision does."""
+    hook, network = Dtypes(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    hook.attach(network)
+    with hook.engaged(), torch.no_grad():
+        network(torch.ones(1, 2))
+    step = Step(
+        index=1, network=network, optimizers=[], batch_size=1, device=torch.device("cpu"), kept={"1": torch.float32}
+    )
+    lines = hook.after_step(step)["dtypes"].markdown.splitlines()
+    assert [line.split("|")[-2].strip() for line in lines[-2:]] == ["", "float32"]
 
 
 @pytest.mark.parametrize(

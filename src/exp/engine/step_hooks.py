@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from exp.engine.again import update_of
 from exp.engine.compiling import uncompiled
 from exp.engine.cuda_graphs import GraphedNetwork
+from exp.engine.hook_values import given
 from exp.engine.module import TrainingModule
 from exp.hooks.hook import Boundary, Hook, Step
 from exp.optim.phase import stepping
@@ -71,6 +72,8 @@ class StepHooks:
         self._losses: list[Any] = []
         self._total_steps: int | None = None
         self._same: dict[str, Any] = {}
+        # Whose each tag is.
+        self._owners: dict[str, Hook] = {}
         self._early: Found = {}
 
     # --- the run ---
@@ -191,10 +194,9 @@ class StepHooks:
         if phase is not None:
             step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         values: Found = {}
+        ending = "" if phase is None else f"/{phase}"
         for hook in hooks:
-            found = getattr(hook, method)(step, *arguments)
-            if found:
-                values.update(found if phase is None else {f"{tag}/{phase}": value for tag, value in found.items()})
+            values.update(given(hook, method, (step, *arguments), owners=self._owners, ending=ending))
         return values
 
     def _clipped(self, values: Found, phase: str | None) -> None:
@@ -287,7 +289,5 @@ class StepHooks:
         gather: Callable[..., Any] = partial(gather_data, strategy=trainer.strategy)
         values: Found = {}
         for hook in self._finishing:
-            found = hook.after_evaluation(stage, gather)
-            if found:
-                values.update(found)
+            values.update(given(hook, "after_evaluation", (stage, gather), owners=self._owners))
         return values

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.hooks.observing import OBSERVING
 from exp.nested import tensors_in
 
 if TYPE_CHECKING:
@@ -116,14 +117,20 @@ class Attached:
 
     def _called(self, method: str) -> Callable[..., Any]:
         """The hook's own method; an observer's without a graph, and held to returning None."""
-        own = getattr(self._hook, method)
-        if self._hook.transforms:
+        hook, own = self._hook, getattr(self._hook, method)
+        if hook.transforms:
             return own
-        hook = self._hook
 
         def observing(*arguments: Any) -> None:
-            with torch.no_grad():
+            seen = list(tensors_in(arguments))
+            before = [tensor._version for tensor in seen]
+            with torch.no_grad(), OBSERVING:
                 returned = own(*arguments)
+            if [tensor._version for tensor in seen] != before:
+                raise RunError(
+                    f"hooks.{hook.name}: {type(hook).__name__}.{method} changed a tensor in place; an observing hook "
+                    "leaves what it sees as it is. Work on a copy"
+                )
             if returned is not None:
                 raise RunError(
                     f"hooks.{hook.name}: {type(hook).__name__}.{method} returned a {type(returned).__name__}; an "

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from exp.errors import ConfigError, Fault
 from exp.hooks.attaching import AT_MODULES, Attached
+from exp.hooks.mistakes import mistakes_of
 from exp.hooks.norms import norms_by_name
 from exp.hooks.refusals import faults_of
 from exp.models.matching import matching
@@ -147,7 +148,10 @@ class Hook:
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What this hook cannot do with a run, all of it: what it refuses, and patterns that match nothing."""
-        faults = faults_of(self, planned)
+        faults = [*mistakes_of(self, Hook), *faults_of(self, planned)]
+        if not self.modules:
+            expected = "one pattern or more; ['*'] is every module"
+            faults.append(Fault(key=f"hooks.{self.name}.modules", got="[]", expected=expected))
         try:
             matching(planned.network, self.modules, key=f"hooks.{self.name}.modules")
         except ConfigError as error:

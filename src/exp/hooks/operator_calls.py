@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.hooks.autograd_nodes import running_node
 from exp.hooks.module_calls import ModuleCalls
+from exp.hooks.observing import OBSERVING
 from exp.nested import tensors_in
 from exp.types import dtype_name
 
@@ -84,6 +85,9 @@ class OperatorCalls:
             self._dispatch.__exit__(None, None, None)
 
     def _note(self, operator: str, taken: list[Tensor], given: list[Tensor]) -> None:
+        # A detach computes nothing, and how many autograd makes depends on who looks at what it keeps.
+        if OBSERVING.depth or operator == "aten.detach.default":
+            return
         casts, chosen = False, ""
         called = None if self._in_backward else self._functions.current
         if called is not None and called.is_under_autocast and called.name not in CASTS:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from exp.hooks.observing import OBSERVING
 from exp.strategies.parts import local
 
 CALL = nn.Module._call_impl.__code__
@@ -60,7 +61,8 @@ class SavedTensors(saved_tensors_hooks):
         owner = innermost_call()
         self._saved += [(part.untyped_storage(), part.dtype, owner) for part in held(tensor)]
         # The tensor itself would keep its own graph alive through the node that saves it: a leak.
-        return tensor.detach()
+        with OBSERVING:
+            return tensor.detach()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

@@ -17,28 +17,18 @@ pytestmark = [
 ]
 
 # A default run's. Those of fp16, of several terms and of CUDA are tested where they are made.
-TAGS = [
-    "accuracy/test",
-    "accuracy/val",
-    "gradients/norm/head.bias",
-    "gradients/norm/head.weight",
-    "gradients/norm/hidden.bias",
-    "gradients/norm/hidden.weight",
-    "gradients/norm/hidden2.bias",
-    "gradients/norm/hidden2.weight",
+LAYERS = [f"{layer}.{kind}" for layer in ("head", "hidden", "hidden2") for kind in ("bias", "weight")]
+TAGS = sorted([
+    "accuracy/test", "accuracy/val",
+    *(f"gradients/{figure}/{layer}" for figure in ("norm", "update_ratio", "zeros", "non_finite") for layer in LAYERS),
     "gradients/norm/total",
-    "loss/test",
-    "loss/train",
-    "loss/val",
-    "memory/activations_mib",
-    "memory/gradients_mib",
-    "memory/host_rss_mib",
-    "memory/optimizer_mib",
+    "loss/test", "loss/train", "loss/val",
+    "memory/activations_mib", "memory/gradients_mib", "memory/host_rss_mib", "memory/optimizer_mib",
     "memory/parameters_mib",
     "optimizer/lr/default",
-    "throughput/samples_per_second",
-    "throughput/step_ms",
-]
+    "throughput/backward_ms", "throughput/data_ms", "throughput/forward_ms", "throughput/optimizer_ms",
+    "throughput/rest_ms", "throughput/samples_per_second", "throughput/step_ms",
+])  # fmt: skip
 PARAMETERS = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
 
 
@@ -65,7 +55,8 @@ def steps(run: EventAccumulator, tag: str) -> list[int]:
 
 
 def test_the_tags_are_those_of_the_contract(run):
-    assert sorted(run.Tags()["scalars"]) == TAGS
+    # The peaks of a process can be had on Linux alone, and not in every container.
+    assert sorted(tag for tag in run.Tags()["scalars"] if not tag.startswith("memory/host_peak_")) == TAGS
 
 
 def test_the_x_axis_is_the_optimizer_step(run):

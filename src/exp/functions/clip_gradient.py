@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exp.functions.at_least_float32 import at_least_float32
 from exp.functions.number import keep_number, kept_number
 
 Total = Callable[[Tensor], Tensor]
@@ -48,8 +49,7 @@ class ClipGradientByNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+        norm = torch.linalg.vector_norm(gradient, dtype=at_least_float32(gradient.dtype))
         if ctx.total is not None:
             norm = ctx.total(norm.square()).sqrt()
         return norm_factor(norm, kept_number(ctx, gradient)) * gradient, None, None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook, Step, Values
 from exp.hooks.values import Histogram
 from exp.nested import tensors_in
@@ -129,7 +130,7 @@ class _Seen:
 
 def figures(output: Tensor, module: nn.Module) -> Tensor:
     """Six numbers of one output of a module, `[6]`, float64: COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED."""
-    values = output if output.dtype == torch.float64 else output.float()
+    values = output.to(at_least_float32(output.dtype))
     count = float(values.numel())
     # In two passes: torch.var_mean takes fifteen times as long on a CPU.
     mean = values.mean()

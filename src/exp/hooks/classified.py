@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exp.errors import Fault, RunError
+from exp.functions.at_least_float32 import at_least_float32
 from exp.models.inference import example_inputs
 from exp.types import DataSpec, Stage
 
@@ -50,7 +51,7 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
 
     given: they are that already.
     """
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = scores.to(at_least_float32(scores.dtype))
     if given:
         return scores
     return scores.softmax(-1) if scores.dim() == 2 else scores.sigmoid()

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from exp.functions.at_least_float32 import at_least_float32
+
 
 def random_direction(parameters: Mapping[str, Tensor], *, generator: torch.Generator) -> dict[str, Tensor]:
     """Normal numbers, filter by filter of the same norm as the weights; zero for biases and the scales of norms.
@@ -23,9 +25,10 @@ def random_direction(parameters: Mapping[str, Tensor], *, generator: torch.Gener
         if parameter.dim() < 2:
             direction[name] = torch.zeros_like(parameter)
             continue
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=_wide(parameter.dtype)).to(parameter.device)
+        wide = at_least_float32(parameter.dtype)
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=wide).to(parameter.device)
         axes = tuple(range(1, parameter.dim()))
-        size = torch.linalg.vector_norm(parameter.to(drawn.dtype), dim=axes, keepdim=True)
+        size = torch.linalg.vector_norm(parameter.to(wide), dim=axes, keepdim=True)
         direction[name] = drawn / torch.linalg.vector_norm(drawn, dim=axes, keepdim=True) * size
     return direction
 
@@ -34,12 +37,12 @@ def downhill(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor])
     """Against the gradient, as long as `like`; zero where there is no gradient."""
     found = {name: torch.zeros_like(like[name]) if one is None else -one for name, one in gradients.items()}
     factor = torch.nan_to_num(length(like) / length(found), nan=0.0, posinf=0.0)
-    return {name: one.to(_wide(one.dtype)) * factor.to(one.device) for name, one in found.items()}
+    return {name: one.to(at_least_float32(one.dtype)) * factor.to(one.device) for name, one in found.items()}
 
 
 def length(direction: Mapping[str, Tensor]) -> Tensor:
     """The 2-norm of all of it, 0-d, in float32 at least."""
-    norms = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in direction.values()]
+    norms = [torch.linalg.vector_norm(one, dtype=at_least_float32(one.dtype)) for one in direction.values()]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
@@ -49,7 +52,3 @@ def moved(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], dis
         name: (one + distance * direction[name]).to(one.dtype) if distance else one.detach().clone()
         for name, one in parameters.items()
     }
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

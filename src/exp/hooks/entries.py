@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Step
 from exp.hooks.values import BINS, Histogram, bin_counts, finite_range
 from exp.strategies.parts import local
@@ -51,5 +52,4 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """This rank's part, `[K]`, in a dtype that has bins."""
-    flat = _dense(local(tensor)).detach().reshape(-1)
-    return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
+    return _dense(local(tensor)).detach().reshape(-1).to(at_least_float32(tensor.dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
+from exp.functions.at_least_float32 import at_least_float32
 from exp.functions.gradient_reversal import gradient_reversal, progressive_weight
 from exp.hooks.gradient_transform import At, GradientTransform
 from exp.hooks.hook import Boundary, Step
@@ -72,7 +73,7 @@ class GradientReversal(GradientTransform):
     def setup(self, network: nn.Module) -> None:
         if self.schedule == "progressive":
             parameter = next(network.parameters())
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            dtype = at_least_float32(parameter.dtype)
             # In a tensor: a compiled network would be compiled anew for every number.
             self._now = torch.zeros((), dtype=dtype, device=parameter.device)
         self._of_step = None

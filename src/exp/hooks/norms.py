@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exp.functions.at_least_float32 import at_least_float32
+
 SINGLE = {torch.float32}
 
 
@@ -24,8 +26,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
         # To name the dtype costs a third of the whole call.
         found = torch._foreach_norm(dense, 2)
     else:
-        dtype = torch.float64 if dense[0].dtype == torch.float64 else torch.float32
-        found = torch._foreach_norm(dense, 2, dtype)
+        found = torch._foreach_norm(dense, 2, at_least_float32(dense[0].dtype))
     if len({tensor.device for tensor in dense}) > 1:  # layers split over devices
         return [norm.to(found[0].device) for norm in found]
     return list(found)

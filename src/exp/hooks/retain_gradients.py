@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook, Step
 from exp.hooks.values import Histogram
 from exp.models.matching import matching
@@ -72,7 +73,8 @@ class RetainGradients(Hook):
                 continue
             values[f"gradients/output_norm/{name or WHOLE}"] = norm
             if self.histogram:
-                numbers = torch.cat([_full(one).flatten().to(step.device) for one in found[name]]) * factor
+                wide = [one.flatten().to(step.device, at_least_float32(one.dtype)) for one in found[name]]
+                numbers = torch.cat(wide) * factor
                 values[f"gradients/output_histogram/{name or WHOLE}"] = Histogram.of(numbers)
         return values
 
@@ -84,11 +86,6 @@ class RetainGradients(Hook):
         return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
 
 
-def _full(gradient: Tensor) -> Tensor:
-    """In float32 at least."""
-    return gradient if gradient.dtype == torch.float64 else gradient.float()
-
-
 def _norm(gradient: Tensor) -> Tensor:
     """0-d, in float32 at least."""
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.dtype == torch.float64 else torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=at_least_float32(gradient.dtype))

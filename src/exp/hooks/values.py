@@ -24,6 +24,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from exp.functions.at_least_float32 import at_least_float32
+
 BINS = 64
 THRESHOLDS = 127
 
@@ -55,8 +57,7 @@ class Histogram(Panel):
     @classmethod
     def of(cls, values: Tensor, *, bins: int = BINS) -> Self:
         """The finite ones of `values`, of any shape and any real dtype, between their smallest and their largest."""
-        flat = values.detach().reshape(-1)
-        flat = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
+        flat = values.detach().reshape(-1).to(at_least_float32(values.dtype))
         if not len(flat):
             nan = flat.new_full((), torch.nan)
             return cls(flat.new_zeros(bins), nan, nan)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
+from exp.functions.at_least_float32 import at_least_float32
 from exp.objectives.shapes import require_classes_last
 
 
@@ -76,5 +77,4 @@ class Perplexity(BitsPerCharacter):
 def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     require_classes_last(metric, output, target)
     # AUROC sorts and cross entropy sums: both lose digits in half precision.
-    output = output.flatten(end_dim=-2)
-    return (output.float() if output.dtype != torch.float64 else output), target.flatten()
+    return output.flatten(end_dim=-2).to(at_least_float32(output.dtype)), target.flatten()

@@ -143,7 +143,7 @@ def test_a_picture_holds_each_curve(values: list[float]) -> None:
         ),
         (
             [*TWO, "objective.cross_entropy.loss.ignore_index=3", "+objective=[jacobian]"],
-            ["a rank's loss is no share of the batch's", "an objective that needs"],
+            ["a rank's loss is no share of it", "an objective that needs"],
         ),
     ],
 )

@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exp.data.randomness import generators_kept
-from exp.nested import tensors_in
+from exp.errors import Fault
 
 if TYPE_CHECKING:
-    from exp.hooks.hook import Step
+    from exp.strategies.strategy import Planned
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """This rank's share of one global batch.
+def objective_faults(name: str, planned: Planned, *, takes_samples: bool) -> Iterator[Fault]:
+    """What an objective must not be for a hook of this name that runs it apart from the step.
 
-    data: as the data set gives it. batch_idx: from 0. global_size: samples of all ranks.
-    weight: on this rank's mean over its samples, so that the mean over ranks is that over samples; 0.0 where it holds a
-        stand-in only.
+    takes_samples: each sample by itself. Else a rank's samples together, among which weights matter over ranks alone.
     """
+    hook = f"hooks.{name}"
+    if planned.needs:
+        yield Fault(
+            key="objective",
+            got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {hook}",
+            expected="terms of the values of one forward pass",
+            cure=f"Choose other terms, or leave the hook out with ~{hook}",
+        )
+    if not takes_samples and planned.placement.world_size == 1:
+        return
+    where, expected = ", over several ranks", "one rank, or a mean over samples: else a rank's loss is no share of it"
+    if takes_samples:
+        where, expected = "", "a mean over samples, of which each has an equal share"
+    for term in planned.weighed:
+        yield Fault(
+            key=f"objective.{term}",
+            got=f"a term that divides by weights of its targets{where}, with {hook}",
+            expected=expected,
+            cure=f"Take class weights and ignored targets out, or leave the hook out with ~{hook}",
+        )
 
-    data: Any
-    batch_idx: int
-    global_size: int
-    weight: float
 
-    @property
-    def size(self) -> int:
-        """Samples here, b; 0 where it is a stand-in."""
-        return len(next(tensors_in(self.data))) if self.weight else 0
-
-
-class MicroBatches:
-    """Those of the step under way, collected by a hook's `passed`."""
-
-    def __init__(self) -> None:
-        self.of_step: list[MicroBatch] = []
-        self._index: int | None = None
-        self._seen = 0
-
-    def add(self, step: Step) -> None:
-        """At the boundary `batch`."""
-        if self._index != step.index:
-            self.of_step, self._index, self._seen = [], step.index, 0
-        size, self._seen = step.batch_size - self._seen, step.batch_size
-        self.of_step.append(MicroBatch(data=step.data, batch_idx=step.batch_idx, global_size=size, weight=step.weight))
-
-    def clear(self) -> None:
-        """So that their memory is free."""
-        self.of_step, self._index = [], None
+def running(network: nn.Module, state: dict[str, Tensor]) -> Callable[..., Any]:
+    """What `Step.loss_with` calls in the network's place: the network with these parameters and buffers."""
+    return lambda *inputs, **named: functional_call(network, state, inputs, named)
 
 
 @contextmanager

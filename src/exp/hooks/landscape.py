@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from exp.data.randomness import reseed, seed_for
 from exp.errors import Fault
 from exp.files import write_whole
-from exp.hooks.apart import MicroBatch, MicroBatches, apart
+from exp.hooks.apart import apart, objective_faults, running
 from exp.hooks.curves import curves
 from exp.hooks.directions import downhill, moved, random_direction
-from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.hook import Hook, Step, Values
 from exp.hooks.values import Image
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ class Landscape(Hook):
     points: on each curve; odd, so that the middle one is where the weights are.
     """
 
+    keeps_batches = True
     refuses = {
         "phases": "each has a loss of its own, for parts of the network",
         "fsdp": WHOLE,
@@ -55,39 +55,12 @@ class Landscape(Hook):
         if points < 3 or points % 2 == 0:
             raise ValueError(f"points is {points}; it must be odd, and 3 or more, so that the middle one is at 0")
         self.distance, self.points = distance, points
-        self._batches = MicroBatches()
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        faults = list(super().faults(planned))
-        hook = f"hooks.{self.name}"
-        if planned.needs:
-            faults.append(
-                Fault(
-                    key="objective",
-                    got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {hook}",
-                    expected="terms of the values of one forward pass",
-                    cure=f"Choose other terms, or leave the hook out with ~{hook}",
-                )
-            )
-        faults += [
-            Fault(
-                key=f"objective.{term}",
-                got=f"a term that divides by weights of its targets, over several ranks, with {hook}",
-                expected="one rank, or a mean over samples: a rank's loss is no share of the batch's",
-                cure=f"Take class weights and ignored targets out, or leave the hook out with ~{hook}",
-            )
-            for term in (planned.weighed if planned.placement.world_size > 1 else ())
-        ]
-        return faults
-
-    def passed(self, boundary: Boundary, step: Step) -> None:
-        if boundary == "batch":
-            self._batches.add(step)
+        return [*super().faults(planned), *objective_faults(self.name, planned, takes_samples=False)]
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> Values:
-        batches = self._batches.of_step
-        self._batches.clear()
         learning = {name: parameter for name, parameter in step.network.named_parameters() if parameter.requires_grad}
         # The same on every rank.
         generator = torch.Generator().manual_seed(seed_for(step.seed, "landscape", step.index))
@@ -97,7 +70,7 @@ class Landscape(Hook):
         distances = [self.distance * place / half for place in range(-half, half + 1)]
         with apart(step.network):
             losses = [
-                torch.stack([self._loss(step, moved(learning, direction, at), batches) for at in distances])
+                torch.stack([self._loss(step, moved(learning, direction, at)) for at in distances])
                 for direction in (down, across)
             ]
         shares = step.gather(torch.stack(losses)).cpu().double().mean(0)
@@ -111,15 +84,15 @@ class Landscape(Hook):
         )
         return {"landscape": Image.of(torch.from_numpy(picture).permute(2, 0, 1))}
 
-    def _loss(self, step: Step, parameters: dict[str, Tensor], batches: Sequence[MicroBatch]) -> Tensor:
+    def _loss(self, step: Step, parameters: dict[str, Tensor]) -> Tensor:
         """The mean over this rank's samples, so weighted that the mean over ranks is that over all; 0-d."""
-        total = sum(batch.global_size for batch in batches)
+        total = sum(batch.global_size for batch, _ in step.batches)
         losses = []
-        for batch in batches:
-            reseed(seed=step.seed, rank=step.rank, epoch=step.epoch, batch=batch.batch_idx)
+        for batch, batch_idx in step.batches:
+            reseed(seed=step.seed, rank=step.rank, epoch=step.epoch, batch=batch_idx)
             # New copies each time, for a forward in training moves running statistics.
             buffers = {name: buffer.clone() for name, buffer in step.network.named_buffers()}
-            runner = _runner(step, {**parameters, **buffers})
+            runner = running(step.network, {**parameters, **buffers})
             assert step.loss_with is not None
             with step.autocast():
                 loss = step.loss_with(runner, batch.data)
@@ -134,7 +107,3 @@ class Landscape(Hook):
         place.mkdir(parents=True, exist_ok=True)
         rows = [f"{at!r},{one!r},{other!r}" for at, one, other in zip(distances, down, across, strict=True)]
         write_whole(place / f"step_{step.index:06d}.csv", "\n".join(["distance,against_gradient,random", *rows, ""]))
-
-
-def _runner(step: Step, state: dict[str, Tensor]) -> Callable[..., Any]:
-    return lambda *inputs, **named: functional_call(step.network, state, inputs, named)

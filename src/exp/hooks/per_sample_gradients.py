@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from exp.errors import Fault
-from exp.hooks.apart import MicroBatch, MicroBatches, apart
-from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.functions.at_least_float32 import at_least_float32
+from exp.hooks.apart import apart, running
+from exp.hooks.hook import Hook, Step, Values
 from exp.hooks.noise_scale import NoiseScale
 from exp.hooks.sample_faults import sample_faults
 from exp.hooks.values import Histogram
 from exp.nested import mapped, tensors_in
+from exp.types import Batch
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
@@ -41,6 +43,7 @@ class PerSampleGradients(Hook):
     chunk_size: samples at once. smoothing: see hooks/noise_scale.py.
     """
 
+    keeps_batches = True
     refuses = {
         "phases": "each has a loss of its own, for parts of the network",
         "fsdp": WHOLE,
@@ -57,25 +60,18 @@ class PerSampleGradients(Hook):
             raise ValueError(f"chunk_size is {chunk_size}; expected a whole number of samples, 1 or more")
         self.chunk_size = chunk_size
         self._noise = NoiseScale(smoothing=smoothing)
-        self._batches = MicroBatches()
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         return [*super().faults(planned), *sample_faults(self.name, planned)]
 
-    def passed(self, boundary: Boundary, step: Step) -> None:
-        if boundary == "batch":
-            self._batches.add(step)
-
     def after_backward(self, step: Step) -> Values:
-        batches = self._batches.of_step
         gradients = {n: p.grad for n, p in step.network.named_parameters() if p.requires_grad and p.grad is not None}
         norms = step.norms(gradients)
         whole = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         with apart(step.network):
-            own = [self._norms(step, batch) for batch in batches if batch.size]
+            own = [self._norms(step, batch) for batch, _ in step.batches if batch.size]
         each = _of_all_ranks(torch.cat(own) if own else torch.zeros(0, device=step.device), step)
-        sizes = [batch.global_size for batch in batches]
-        self._batches.clear()
+        sizes = [batch.global_size for batch, _ in step.batches]
         # A window at an epoch's end may hold fewer batches than its gradient is divided by.
         whole = whole * (step.accumulated / len(sizes))
         values: dict[str, Any] = {
@@ -86,7 +82,7 @@ class PerSampleGradients(Hook):
         found = self._noise.of(squares=each.square(), whole=whole.square(), sizes=sizes)
         return values | {f"per_sample_gradients/{name}": value for name, value in found.items()}
 
-    def _norms(self, step: Step, batch: MicroBatch) -> Tensor:
+    def _norms(self, step: Step, batch: Batch) -> Tensor:
         """The norm of each sample's gradient, `[b]`, in float32 at least."""
         network, scale = step.network, self.loss_scale
         learning = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
@@ -97,11 +93,11 @@ class PerSampleGradients(Hook):
             data = mapped(batch.data, lambda _: next(rest)[None])
             assert step.loss_with is not None
             with step.autocast():
-                return step.loss_with(_runner(network, parameters), data) * factor
+                return step.loss_with(running(network, parameters), data) * factor
 
         def norm(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
             found = grad(loss)(parameters, *sample)
-            squares = [one.to(_wide(one.dtype)).div(factor).square().sum() for one in found.values()]
+            squares = [one.to(at_least_float32(one.dtype)).div(factor).square().sum() for one in found.values()]
             return torch.stack(squares).sum().sqrt()
 
         place = None
@@ -117,14 +113,6 @@ class PerSampleGradients(Hook):
                 norm, in_dims=(place, *[0] * len(tensors)), randomness="different", chunk_size=self.chunk_size
             )
             return of_each(learning, *tensors)
-
-
-def _runner(network: nn.Module, parameters: dict[str, Tensor]) -> Callable[..., Any]:
-    return lambda *inputs, **named: functional_call(network, parameters, inputs, named)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import vmap
 
 from exp.errors import Fault
+from exp.hooks.apart import objective_faults
 from exp.models.inference import example_inputs
 from exp.models.normalisation import ANY_BATCH_NORM, INSTANCE_NORMS
 from exp.nested import tensors_in
@@ -27,20 +28,7 @@ def sample_faults(name: str, planned: Planned) -> Iterator[Fault]:
     config, network = planned.config, planned.network
     hook = f"hooks.{name}"
     leave = f"leave the hook out with ~{hook}"
-    if planned.needs:
-        yield Fault(
-            key="objective",
-            got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {hook}",
-            expected="terms of the values of one forward pass: else there is no gradient for each sample",
-            cure=f"Choose other terms, or {leave}",
-        )
-    for term in planned.weighed:
-        yield Fault(
-            key=f"objective.{term}",
-            got=f"a term that divides by weights of its targets, with {hook}",
-            expected="a mean over samples, of which each has an equal share",
-            cure=f"Take class weights and ignored targets out, or {leave}",
-        )
+    yield from objective_faults(name, planned, takes_samples=True)
     if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
         got, expected = f"a step of one sample, with {hook}", "2 or more, to compare one with all"
         yield Fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {leave}")

@@ -33,6 +33,7 @@ from exp.engine.pipelined import PipelinedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.engine.switches import switch_on
+from exp.hooks.step_file import Origin
 from exp.hooks.utilisation import Workload
 from exp.models.flops import FlopCount
 from exp.models.inference import example_inputs, materialise
@@ -41,6 +42,7 @@ from exp.optim.optimization import Optimization
 from exp.optim.phase import Phase
 from exp.plan.flops import flops_of_a_sample
 from exp.precision.choice import build_precision
+from exp.precision.plugin import RunPrecision
 from exp.strategies.placement import Placement, adopted, placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, demand_of_lightning, trainer_arguments
@@ -81,13 +83,14 @@ def build(config: DictConfig, directory: Path, *, rank: Rank, placement: Placeme
         limits=limits,
         **more,
     )
-    workload = _workload(plain, data.spec, placement)
-    recording = Recording(hooks=build_entries(plain, "hooks", workload=workload), directory=directory)
+    origin = Origin(config=OmegaConf.to_yaml(config), allow=tuple(_allow(plain)))
+    hooks = build_entries(plain, "hooks", workload=_workload(plain, data.spec, placement), origin=origin)
+    recording = Recording(hooks=hooks, directory=directory)
     checkpointing = Checkpointing(
         directory=directory,
         monitor=plain["monitor"],
         mode=plain["mode"],
-        config=OmegaConf.to_yaml(config),
+        config=origin.config,
         **plain["checkpoint"],
     )
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
@@ -146,9 +149,7 @@ def build_trainer(
 ) -> Trainer:
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
     placed = trainer_arguments(build_strategy(plain), placement=placement, rank=rank)
-    word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
-    runtime = plain["runtime"]
-    precision = build_precision(word, keep=keep, **scaler, device_type=placement.accelerator, matmul=runtime["matmul"])
+    runtime, precision = plain["runtime"], build_run_precision(plain, device_type=placement.accelerator)
     loggers = build_entries(plain, "logger", directory=str(directory), save_dir=str(directory))
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)
@@ -165,6 +166,12 @@ def build_trainer(
     )
     run_several_at_once(trainer, steps_per_execution=runtime["steps_per_execution"])
     return trainer
+
+
+def build_run_precision(plain: Mapping[str, Any], *, device_type: str) -> RunPrecision:
+    """The precision plugin, with the scaler that it asks for and runtime.matmul."""
+    word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
+    return build_precision(word, keep=keep, **scaler, device_type=device_type, matmul=plain["runtime"]["matmul"])
 
 
 def build_strategy(plain: Mapping[str, Any]) -> Strategy | LightningStrategy:

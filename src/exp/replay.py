@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from exp.engine.module import TrainingModule
-    from exp.hooks.hook import Hook
+    from exp.engine.step_hooks import StepHooks
     from exp.hooks.step_file import StepFile
     from exp.hooks.tracing import Trace
 
@@ -92,12 +92,11 @@ def replay(file: StepFile, *, path: Path, device: str, allow: Sequence[str] = ()
     place = _device(device)
     config = _checked(file, path=path, device=place, allow=allow)
     module = _built(file, config, device=place)
-    hooks = _transforms(file, config, module, device=place)
+    transforms = _transforms(file, config, module, device=place)
     try:
         return trace_again(module, _window(file, module, device=place))
     finally:
-        for hook in hooks:
-            hook.detach()
+        transforms.detach()
         module.trainer.precision_plugin.teardown()
 
 
@@ -123,7 +122,7 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     from exp.validation import examine
 
     if file.config is None:
-        raise RunError(f"{path} has no config, so the network cannot be built: its run had no config.yaml")
+        raise RunError(f"{path} has no config, so the network cannot be built: its run gave none")
     with tempfile.TemporaryDirectory(prefix="exp-replay-") as directory:
         text = Path(directory) / "config.yaml"
         text.write_text(file.config, encoding="utf-8")
@@ -159,18 +158,24 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     """The module as it stood before the step, without a run around it."""
     from lightning.pytorch import Trainer
 
-    from exp.build import build_network, build_objective, build_optimization, build_phases, plain_config
+    from exp.build import (
+        build_network,
+        build_objective,
+        build_optimization,
+        build_phases,
+        build_run_precision,
+        plain_config,
+    )
     from exp.engine.module import TrainingModule
     from exp.engine.phases import PhasedModule
-    from exp.precision.choice import build_precision
+    from exp.engine.switches import switch_on
     from exp.types import DataSpec
 
     plain = plain_config(config)
-    precision = plain["precision"]
-    scaler = dict(precision["scaler"])
+    runtime = plain["runtime"]
     if file.scale is not None:
-        scaler["init_scale"] = file.scale
-    plugin = build_precision(precision["word"], keep=precision["keep"], **scaler, device_type=device.type)
+        plain["precision"]["scaler"]["init_scale"] = file.scale
+    plugin = build_run_precision(plain, device_type=device.type)
     kind, phases = (PhasedModule, {"phases": build_phases(plain)}) if plain["phases"] else (TrainingModule, {})
     module = kind(
         network=build_network(plain, DataSpec.of(plain["data"])),
@@ -181,6 +186,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         **phases,
     )
     plugin.represent(module)
+    switch_on(module, runtime)
     _fill(module.network, file.network, what="network")
     _fill(module.objective, file.objective, what="objective")
     module.to(device)
@@ -199,15 +205,21 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        deterministic=runtime["deterministic"],
+        benchmark=runtime["cudnn_benchmark"],
     )
     # Randomness is a function of it.
     module.trainer.fit_loop.epoch_progress.current.processed = file.window.epoch
     return module
 
 
-def _transforms(file: StepFile, config: DictConfig, module: TrainingModule, *, device: torch.device) -> list[Hook]:
-    """The hooks that change what the network does, attached, and told of the step."""
+def _transforms(file: StepFile, config: DictConfig, module: TrainingModule, *, device: torch.device) -> StepHooks:
+    """The hooks that change what the network does, attached as in a run, and told of the step.
+
+    They have no directory: nothing is written.
+    """
     from exp.build import build_entries, plain_config
+    from exp.engine.step_hooks import StepHooks
     from exp.hooks.hook import Step
 
     step = Step(
@@ -221,12 +233,16 @@ def _transforms(file: StepFile, config: DictConfig, module: TrainingModule, *, d
         rank=file.rank,
         total_steps=file.total_steps,
     )
-    hooks = [hook for hook in build_entries(plain_config(config), "hooks").values() if hook.transforms]
-    for hook in hooks:
-        hook.attach(module.network)
+    hooks = build_entries(plain_config(config), "hooks")
+    transforms = StepHooks({name: hook for name, hook in hooks.items() if hook.transforms})
+    transforms.attach(module.trainer, module)
+    for hook in transforms.hooks.values():
         if hook.overrides("passed"):
             hook.passed("batch", step)
-    return hooks
+        if hook.overrides("around_forward"):
+            # The context that it may give belongs to the first run of a step: run again for nan_guard, it has none.
+            hook.around_forward(step)
+    return transforms
 
 
 def _fill(module: Any, tensors: Any, *, what: str) -> None:

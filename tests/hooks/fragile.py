@@ -84,3 +84,11 @@ class Broken(Hook):
 
     def forward(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         return output + torch.sqrt(output * 0) if name == "fragile" else None
+
+
+class Twice(torch.optim.SGD):
+    """Makes the gradients of a step twice, and steps by the second, as sharpness-aware ones do."""
+
+    def step(self, closure: Any) -> Any:
+        closure()
+        return super().step(closure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -10,15 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 import exp
+from exp.build import build_network, plain_config
+from exp.engine import again
 from exp.errors import ConfigError, RunError
 from exp.hooks.buffers_before import BuffersBefore, put_back
-from exp.hooks.step_file import StepFile
-from exp.hooks.tracing import Tracer
+from exp.hooks.step_file import StepFile, tensors_of
+from exp.hooks.tracing import Trace, Tracer
+from exp.hooks.update import Window
 from exp.precision.holding import can_hold, hold, release
 from exp.replay import main as replay
+from exp.replay import read_step
+from exp.replay import replay as replay_step
+from exp.types import DataSpec
 
 MODEL = """# A small network with a fragile layer: model=fragile
 _target_: exp.models.containers.SequentialModel
@@ -274,6 +282,65 @@ def test_a_file_that_is_not_a_steps_or_asks_for_more_is_refused(run, tmp_path, c
 def test_what_it_cannot_live_with_is_refused_before_the_run(strategy: str) -> None:
     with pytest.raises(ConfigError, match=f"a NanGuard hook with strategy={strategy}"):
         exp.validate(exp.compose([*QUIET, "hooks=[nan_guard]", f"strategy={strategy}", "launch.accelerator=cpu"]))
+
+
+@pytest.mark.parametrize("name", ["twice", "lbfgs"])
+def test_an_optimizer_that_may_make_a_steps_gradients_again_is_refused_before_the_run(name: str, place: Path) -> None:
+    target = {"twice": "fragile.Twice", "lbfgs": "torch.optim.LBFGS"}[name]
+    (place / "conf" / "optimizer").mkdir(exist_ok=True)
+    yaml = f"# For this test: optimizer={name}\n_target_: {target}\nlr: 0.1\n"
+    (place / "conf" / "optimizer" / f"{name}.yaml").write_text(yaml)
+    exp.validate(exp.compose([*QUIET, f"optimizer={name}"]))
+    with pytest.raises(ConfigError, match=f"{target}, with hooks.nan_guard.*and steps by the last of them"):
+        exp.validate(exp.compose([*QUIET, f"optimizer={name}", "hooks=[nan_guard]"]))
+
+
+def test_the_step_alone_has_transforms_with_the_kept_loss_scale(run) -> None:
+    clip = ["hooks=[nan_guard,clip_module]", "hooks.clip_module.modules=[head]", "hooks.clip_module.limit=0.01"]
+    bad = run("precision=fp16", *clip, "trainer.max_steps=9")
+    path = bad.directory / "nan_guard" / "step-4.pt"
+    file = read_step(path)
+    file.network["fragile.seen"] += 1  # else no gradient is a number
+    absmax = [
+        replay_step(dataclasses.replace(file, scale=scale), path=path, device="cpu").rows["head"].gradients.absmax
+        for scale in (64.0, 1.0)
+    ]
+    assert absmax[0] == pytest.approx(64 * absmax[1], rel=1e-2)
+    assert 0 < absmax[1] < 0.05  # of the loss's gradient, clipped
+
+
+def test_the_step_alone_has_the_runs_memory_format_and_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    switches = ["runtime.channels_last=true", "runtime.matmul=high"]
+    config = exp.compose([*QUIET, "model=lenet", *switches])
+    exp.validate(config)
+    plain = plain_config(config)
+    file = StepFile(
+        step=1,
+        total_steps=1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        window=Window(batches=[], epoch=0),
+        scale=None,
+        network=tensors_of(build_network(plain, DataSpec.of(plain["data"]))),
+        objective={},
+        evaluating=[],
+        frozen=[],
+        optimizers=[],
+        config=OmegaConf.to_yaml(config),
+    )
+    seen: dict[str, Any] = {}
+
+    def look(module: Any, window: Window) -> Trace:
+        weight = module.network.get_submodule("conv2").weight
+        seen["is_last"] = weight.is_contiguous(memory_format=torch.channels_last)
+        seen["matmul"] = torch.get_float32_matmul_precision()
+        return Trace(count=0, tensors=[])
+
+    monkeypatch.setattr(again, "trace_again", look)
+    replay_step(file, path=Path("step-1.pt"), device="cpu")
+    assert seen == {"is_last": True, "matmul": "high"}
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 # --- the parts ---

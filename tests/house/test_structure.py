@@ -109,6 +109,8 @@ def test_walls_between_the_columns():
             assert not top & {"torch", "lightning", "torchmetrics"}, f"{path} imports torch at module level"
         if here in ("models", "functions", "data", "objectives", "optim"):
             assert not roots & {"hydra", "omegaconf", "lightning"}, f"{path} knows Hydra or Lightning"
+        if here == "hooks":
+            assert not any(name.startswith("exp.config") for name in names), f"{path} knows the config: see build.py"
         if "omegaconf" in roots or "hydra" in roots:
             assert here in ("config", "build", "validation", "run", "plan", "sweeps") or rank(here) == ENTRY_RANK, path
 

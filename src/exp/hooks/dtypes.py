@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from exp.config.freeze import read_frozen
 from exp.hooks.chosen_steps import OnChosenSteps
 from exp.hooks.hook import Step, Values
 from exp.hooks.values import Text
 from exp.nested import tensors_in
-from exp.precision.keep import kept_layers
 from exp.types import dtype_name
 
 HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|---|---|---|"
@@ -22,7 +20,8 @@ class Dtypes(OnChosenSteps):
     """Shows a table of dtypes as the text `dtypes`: of each layer's inputs, output and own parameters.
 
     A layer whose inputs and output differ was cast by autocast, by precision.keep, or by itself. `kept` is the dtype
-    that precision.keep gives it. Rank 0's; of a layer that is called several times, all that came up.
+    that the run keeps a layer in, by precision.keep or because it has no kernel in the precision's own. Rank 0's; of a
+    layer that is called several times, all that came up.
 
     steps: counted from 1; None is every `every_n_steps`.
     modules: patterns of the layers in the table. Containers without parameters of their own are not layers.
@@ -38,11 +37,6 @@ class Dtypes(OnChosenSteps):
     ) -> None:
         super().__init__(steps=steps, every_n_steps=every_n_steps, modules=modules)
         self._rows: dict[str, _Row] = {}
-        self._kept: dict[str, str] = {}
-
-    def setup(self, network: nn.Module) -> None:
-        keep = read_frozen(self.directory).precision.keep if self._is_frozen() else {}
-        self._kept = {name: dtype_name(dtype) for name, dtype in kept_layers(network, keep).items()}
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         own = list(module.parameters(recurse=False))
@@ -56,11 +50,9 @@ class Dtypes(OnChosenSteps):
         rows, self._rows = self._rows, {}
         if not rows or step.rank != 0:
             return None
-        lines = [row.line(name, self._kept.get(name)) for name, row in rows.items()]
+        kept = {name: dtype_name(dtype) for name, dtype in step.kept.items()}
+        lines = [row.line(name, kept.get(name)) for name, row in rows.items()]
         return {self.name: Text("\n".join([HEADER, *lines]))}
-
-    def _is_frozen(self) -> bool:
-        return self.directory is not None and (self.directory / "config.yaml").is_file()
 
 
 class _Row:

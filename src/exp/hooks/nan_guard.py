@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exp.config.freeze import read_frozen
 from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.buffers_before import BuffersBefore, Copies, put_back
 from exp.hooks.findings import Finding, finding_of, message
 from exp.hooks.hook import Hook, Step
 from exp.hooks.norms import norms
-from exp.hooks.step_file import StepFile, tensors_of
+from exp.hooks.step_file import Origin, StepFile, tensors_of
 from exp.hooks.tracing import Trace
 from exp.hooks.update import Update
 from exp.precision.holding import release
@@ -59,6 +58,7 @@ class NanGuard(Hook):
     where the loss is not finite, or where the scale has fallen below 1.
 
     steps_in_flight: how many steps a GPU may be behind before the host looks; their batches are kept meanwhile.
+    origin: given by exp.
     """
 
     refuses: ClassVar[dict[str, str]] = {
@@ -70,12 +70,12 @@ class NanGuard(Hook):
         "data_parallel": "its replicas draw random numbers in threads of their own; use ddp",
     }
 
-    def __init__(self, *, steps_in_flight: int = 8) -> None:
+    def __init__(self, *, steps_in_flight: int = 8, origin: Origin | None = None) -> None:
         super().__init__()
         if steps_in_flight < 1:
             expected = "a whole number of steps, 1 or more"
             raise ConfigError([Fault(key="steps_in_flight", got=str(steps_in_flight), expected=expected)])
-        self.steps_in_flight = steps_in_flight
+        self.steps_in_flight, self.origin = steps_in_flight, origin
         self._forget()
 
     def _forget(self) -> None:
@@ -88,14 +88,20 @@ class NanGuard(Hook):
         self._held: list[Optimizer] = []
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        """An optimizer that runs the network itself, several times a step, is none to stop."""
+        """An optimizer that may run the network itself, several times a step, is none to stop."""
         faults = list(super().faults(planned))
-        target = str(planned.config["optimizer"].get("_target_"))
-        if target.endswith(".LBFGS"):
-            expected = (
-                "another optimizer: LBFGS makes the gradients of a step several times, and the first is looked at"
+        target = planned.config["optimizer"].get("_target_")
+        # Those of phases get no closure to call.
+        if target and not planned.config["phases"] and (not target.startswith("torch.optim.") or "LBFGS" in target):
+            faults.append(
+                Fault(
+                    key="optimizer._target_",
+                    got=f"{target}, with hooks.{self.name}",
+                    expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
+                    "and steps by the last of them, whereas the first is looked at",
+                    cure=f"Choose another optimizer, or leave the hook out with ~hooks.{self.name}",
+                )
             )
-            faults.append(Fault(key=f"hooks.{self.name}", got="a NanGuard hook with LBFGS", expected=expected))
         return faults
 
     # --- the run ---
@@ -216,7 +222,6 @@ class NanGuard(Hook):
         update, network = seen.update, step.network
         ending = f".rank{step.rank}" if world_size > 1 else ""
         path = self.directory / self.name / f"step-{seen.index}{ending}.pt"
-        config = self.directory / "config.yaml"
         states = [optimizer.state_dict() for optimizer in seen.optimizers]
         for state, rates in zip(states, seen.rates, strict=True):
             for group, rate in zip(state["param_groups"], rates, strict=True):
@@ -234,7 +239,7 @@ class NanGuard(Hook):
             evaluating=[name for name, module in network.named_modules() if not module.training],
             frozen=[name for name, parameter in network.named_parameters() if not parameter.requires_grad],
             optimizers=states,
-            config=config.read_text(encoding="utf-8") if config.is_file() else None,
+            config=None if self.origin is None else self.origin.config,
         )
         try:
             update.save(path, file.contents())
@@ -243,10 +248,9 @@ class NanGuard(Hook):
         return path, []
 
     def _command(self, path: Path | None) -> str | None:
-        if path is None or self.directory is None or not (self.directory / "config.yaml").is_file():
+        if path is None or self.origin is None:
             return None
-        allowed = read_frozen(self.directory).security.allow
-        return " ".join(["python -m exp.replay", _shown(path), *(f"--allow {name}" for name in allowed)])
+        return " ".join(["python -m exp.replay", _shown(path), *(f"--allow {name}" for name in self.origin.allow)])
 
 
 class _OnItsWay:

@@ -17,6 +17,14 @@ FORMAT, VERSION = "exp step", 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run was made from. config: whole, as YAML. allow: the packages that it trusts, security.allow."""
+
+    config: str
+    allow: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepFile:
     """A step's file: tensors and plain values alone.
 
@@ -27,7 +35,7 @@ class StepFile:
     network, objective: all parameters and buffers by name, from before the step. evaluating, frozen: names of the
         network's modules in evaluation mode, and of its parameters without gradients.
     optimizers: their state dicts, from before the step.
-    config: the run's config.yaml; None of a run without one.
+    config: the run's config, as YAML; None of a run without one.
     """
 
     step: int

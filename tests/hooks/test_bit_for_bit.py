@@ -34,11 +34,18 @@ def observing() -> list[str]:
     return names
 
 
-def trained(ranks, name: str | None):
-    hooks = [f"hooks=[{name or ''}]"]
-    if name is not None and "every_n_steps" in OmegaConf.load(CONF / f"{name}.yaml")[name]:
-        hooks.append(f"hooks.{name}.every_n_steps=2")
-    run = ranks.train(*RUN, *hooks)
+# Statistics that a forward moves.
+NORM = "model.layers.relu3._target_=torch.nn.BatchNorm1d"
+# What refuses it, since it mixes the samples of a batch.
+WITHOUT_NORM = ["per_sample_gradients"]
+
+
+def trained(ranks, names: list[str], *more: str):
+    hooks = [f"hooks=[{','.join(names)}]"]
+    for name in names:
+        if "every_n_steps" in OmegaConf.load(CONF / f"{name}.yaml")[name]:
+            hooks.append(f"hooks.{name}.every_n_steps=2")
+    run = ranks.train(*RUN, *hooks, *more)
     losses = {tag: run.values[tag] for tag in ("loss/train", "loss/val", "accuracy/val", "loss/test")}
     return losses, run.checkpoint()["state_dict"]
 
@@ -48,9 +55,21 @@ KNOWN: dict[str, object] = {}
 
 @pytest.mark.parametrize("name", observing())
 def test_losses_and_weights_are_those_of_a_run_without_the_hook(ranks, name):
-    if "plain" not in KNOWN:
-        KNOWN["plain"] = trained(ranks, None)
-    losses, weights = KNOWN["plain"]
-    with_hook, its_weights = trained(ranks, name)
-    assert with_hook == losses
-    assert all(torch.equal(tensor, its_weights[key]) for key, tensor in weights.items())
+    norm = [] if name in WITHOUT_NORM else [NORM]
+    key = str(norm)
+    if key not in KNOWN:
+        KNOWN[key] = trained(ranks, [], *norm)
+    assert any("running_mean" in name for name in KNOWN[key][1]) == bool(norm)
+    same(trained(ranks, [name], *norm), KNOWN[key])
+
+
+@pytest.mark.parametrize("more", [[NORM], []])
+def test_under_a_loss_scale_all_of_them_together_change_nothing(ranks, more: list[str]):
+    short = ["precision=fp16", "trainer.max_epochs=1", *more]
+    names = [name for name in observing() if not more or name not in WITHOUT_NORM]
+    same(trained(ranks, names, *short), trained(ranks, [], *short))
+
+
+def same(found, expected) -> None:
+    assert found[0] == expected[0]
+    assert all(torch.equal(tensor, found[1][key]) for key, tensor in expected[1].items())

@@ -225,6 +225,9 @@ class StepHooks:
                 index=self._index,
                 epoch=self._trainer.current_epoch,
                 accumulated=self._trainer.accumulate_grad_batches,
+                # Callbacks may replace and set them between two steps.
+                optimizers=stepping(self._trainer.optimizers),
+                clips=bool(self._trainer.gradient_clip_val),
                 **(self._same or self._same_for_all_steps()),
             )
             self._bring_up(step)
@@ -243,7 +246,6 @@ class StepHooks:
         trainer, module = self._trainer, self._module
         self._same = {
             "network": module.network,
-            "optimizers": stepping(trainer.optimizers),
             "batch_size": 0,
             "device": trainer.strategy.root_device,
             "seed": module.seed,
@@ -252,7 +254,6 @@ class StepHooks:
             "is_graphed": isinstance(module.run_network, GraphedNetwork),
             "total_steps": self._total_steps,
             "loss_with": module.loss_with,
-            "clips": bool(trainer.gradient_clip_val),
             "gather": gather_ranks,
             "autocast": trainer.precision_plugin.train_step_context,
         }

@@ -110,7 +110,10 @@ def _live(tensor: Tensor, kind: Kind, module: str | None = None, name: str = "")
 def _tensors() -> Iterator[Tensor]:
     for thing in gc.get_objects():
         # By its type, because to ask a stranger's class may run its code.
-        if issubclass(type(thing), Tensor) and thing.device.type != "meta":
+        # Those of torch itself that have no storage, fake and functional ones of a compiler, say another device.
+        kind = type(thing)
+        is_real = issubclass(kind, Tensor) and not kind.__module__.startswith("torch._subclasses")
+        if is_real and thing.device.type != "meta":
             yield from held(thing)
 
 

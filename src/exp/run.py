@@ -97,7 +97,7 @@ def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None
         except BaseException as error:
             told = error
             if is_out_of_memory(error):
-                told = RunError(explained(error))
+                told = RunError(explained(error, is_built=parts is not None))
                 # Before it is raised, for the log tells where it came from.
                 told.__cause__ = error
             if rank.is_first:

@@ -122,7 +122,9 @@ def test_a_later_step_tells_what_the_last_measured_one_kept():
 @pytest.mark.usefixtures("greedy")
 def test_without_the_hook_it_is_one_message_all_the_same(capsys):
     assert main([*RUN, HERE, layer(1), "hooks=[]"]) == 1
-    assert "you tried to allocate 1125899906842624 bytes" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory" in told
+    assert "you tried to allocate 1125899906842624 bytes" in told
     assert not Path("run/memory").exists()
 
 

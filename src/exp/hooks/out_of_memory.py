@@ -40,7 +40,14 @@ def failing_module(error: BaseException, network: nn.Module) -> str | None:
     return found
 
 
-def explained(error: BaseException) -> str:
-    """What the hook `memory` found, where it was there, and what the allocator said."""
+def explained(error: BaseException, *, is_built: bool) -> str:
+    """What the hook `memory` found, and what the allocator said.
+
+    is_built: whether the run has its parts already; before that no hook can look.
+    """
     said = str(error).partition("\n")[0] or type(error).__name__
-    return "\n".join([*getattr(error, "__notes__", ()), said])
+    if is_built:
+        without = "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory"
+    else:
+        without = "out of memory while the network and the data were made, before training"
+    return "\n".join([*(getattr(error, "__notes__", None) or [without]), said])

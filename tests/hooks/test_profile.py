@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import exp
 from exp.hooks.memory_timeline import changes_in
+from exp.hooks.profile import Profile
 from exp.hooks.profile_window import ProfileWindow
 
 FILES = ["memory.rank0.csv", "memory.rank0.png", "operators.rank0.md", "trace.rank0.json.gz"]
@@ -298,3 +299,11 @@ def test_windows_of_different_ranks_do_not_overlap():
     assert ProfileWindow(ranks="all").overlaps(ProfileWindow(ranks=[1]))
     assert not ProfileWindow(start=10, steps=3, warmup=2).overlaps(ProfileWindow(start=14, steps=1, warmup=1))
     assert ProfileWindow(start=10, steps=3, warmup=2).overlaps(ProfileWindow(start=14, steps=1, warmup=2))
+
+
+def test_a_run_that_was_resumed_behind_its_window_says_nothing_of_it(tmp_path, caplog):
+    hook = Profile(start_step=4, steps=2, warmup=1)
+    hook.attach(torch.nn.Linear(1, 1), name="profile", directory=tmp_path)
+    assert not hook.due(6)
+    hook.detach()
+    assert not caplog.records

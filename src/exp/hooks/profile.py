@@ -76,6 +76,8 @@ class Profile(Hook):
         self._is_waiting = self.window.is_of(self._rank)
 
     def due(self, index: int) -> bool:
+        if index > self.window.last and not self._recorded:
+            self._is_waiting = False  # a run that was resumed behind its window
         return self._is_waiting and self.window.first <= index <= self.window.last
 
     # --- the window ---

@@ -33,8 +33,8 @@ from exp.engine.pipelined import PipelinedModule
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.engine.switches import switch_on
-from exp.hooks.step_file import Origin
-from exp.hooks.utilisation import Workload
+from exp.hooks.replaying.step_file import Origin
+from exp.hooks.timing.utilisation import Workload
 from exp.models.flops import FlopCount
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import re
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
 
     from exp.engine.module import TrainingModule
     from exp.engine.step_hooks import StepHooks
-    from exp.hooks.step_file import StepFile
-    from exp.hooks.tracing import Trace
+    from exp.hooks.replaying.step_file import StepFile
+    from exp.hooks.replaying.tracing import Trace
 
 SHOWN_AGAIN, NOT_SHOWN, NO_FILE = 0, 1, 2
 
@@ -76,8 +79,11 @@ def read_step(path: Path) -> StepFile:
     Raises: RunError where the file is not there, is damaged, or is not a step's.
     """
     from exp.engine.checkpoint import read_plain
-    from exp.hooks.step_file import StepFile
+    from exp.hooks.replaying.step_file import StepFile
 
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        what = "is not a file that torch wrote" if path.is_file() else "is not there"
+        raise RunError(f"{path} {what}; expected a step that the hook nan_guard kept, nan_guard/step-<n>.pt of a run")
     return StepFile.of(read_plain(path), path=path)
 
 
@@ -150,8 +156,16 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     config = OmegaConf.create(content)
     faults = examine(config).faults
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError([_of_this_command(fault) for fault in faults])
     return config
+
+
+def _of_this_command(fault: Fault) -> Fault:
+    """With a cure that replay has: it takes no overrides."""
+    if fault.cure is None:
+        return fault
+    cure = re.sub(r"'security\.allow=\[([\w.]+)\]'", r"--allow \1, where the module can be found,", fault.cure)
+    return dataclasses.replace(fault, cure=cure)
 
 
 def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> TrainingModule:
@@ -279,8 +293,8 @@ def _window(file: StepFile, module: TrainingModule, *, device: torch.device) -> 
 
 
 def _print(path: Path, file: StepFile, trace: Trace, *, device: str) -> None:
-    from exp.hooks.findings import described
-    from exp.hooks.trace_table import table
+    from exp.hooks.replaying.findings import described
+    from exp.hooks.replaying.trace_table import table
 
     where = [f"step {file.step}", f"rank {file.rank} of {file.world_size}" if file.world_size > 1 else ""]
     where += [f"phase {file.window.phase}" if file.window.phase is not None else ""]

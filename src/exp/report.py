@@ -137,14 +137,14 @@ def _progress(parts: Any) -> dict[str, Any]:
 
 def _peak_memory_mib() -> float:
     # Here, because who only reads reports needs no torch.
-    from exp.hooks.peaks import peak_of_run
+    from exp.hooks.allocations.peaks import peak_of_run
 
     return peak_of_run().so_far() / 2**20
 
 
 def _forget_peak_memory() -> None:
     """A job of a sweep reports its own peak, not that of a job before it in the same process."""
-    from exp.hooks.peaks import HOST, peak_of_run
+    from exp.hooks.allocations.peaks import HOST, peak_of_run
 
     HOST.forget()
     peak_of_run().forget()

@@ -18,7 +18,7 @@ from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
 from exp.engine.train_log import run_log
 from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
-from exp.hooks.out_of_memory import explained, is_out_of_memory
+from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
 from exp.loggers.run_logger import Description, RunLogger
 from exp.loggers.texts import texts
 from exp.plan.precision import report_precision

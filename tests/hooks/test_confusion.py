@@ -10,7 +10,7 @@ from sklearn.metrics import confusion_matrix
 from exp.errors import RunError
 from exp.hooks.classified import predicted, rows
 from exp.hooks.confusion import Confusion, Matrix
-from exp.hooks.drawing import matrix, short
+from exp.hooks.figures.drawing import matrix, short
 
 
 def alone(tensor):

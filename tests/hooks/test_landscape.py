@@ -17,8 +17,8 @@ import exp
 from exp.build import build_data, build_network, plain_config
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
-from exp.hooks.curves import COLOURS, curves
 from exp.hooks.directions import downhill, length, random_direction
+from exp.hooks.figures.curves import COLOURS, curves
 
 COMMAND = ["metrics=[]", "monitor=loss/train", "test=false", "trainer.limit_val_batches=0", "logger=[]"]
 COMMAND += ["checkpoint.save_best=false", "trainer.max_steps=4", "data.batch_size=24"]

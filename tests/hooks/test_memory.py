@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from exp.hooks.allocations.saved_tensors import storages
 from exp.hooks.hook import Step
 from exp.hooks.memory import Memory, mebibytes
-from exp.hooks.saved_tensors import storages
 
 MIB = 2**20
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import exp
 from exp.errors import ConfigError
-from exp.hooks.autograd_nodes import next_number, nodes_behind, number_of, running_node
 from exp.hooks.dtypes import Dtypes
 from exp.hooks.hook import Step
-from exp.hooks.module_calls import ModuleCalls
+from exp.hooks.replaying.autograd_nodes import next_number, nodes_behind, number_of, running_node
+from exp.hooks.replaying.module_calls import ModuleCalls
 
 BOTH = "hooks=[operators,dtypes]"
 SHORT = [

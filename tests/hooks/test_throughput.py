@@ -11,9 +11,9 @@ from torch import nn
 
 import exp
 from exp.hooks.hook import Step
-from exp.hooks.split import PARTS, TOGETHER, StepTimer
 from exp.hooks.throughput import Throughput, tokens_in_a_sample
-from exp.hooks.utilisation import Workload
+from exp.hooks.timing.split import PARTS, TOGETHER, StepTimer
+from exp.hooks.timing.utilisation import Workload
 from exp.models.flops import FlopCount
 
 PARTS_MS = [f"throughput/{part}_ms" for part in PARTS]

@@ -16,10 +16,10 @@ from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.compiling import is_compiled
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
-from exp.hooks.extent import Extent
 from exp.hooks.norms import norms
-from exp.hooks.tracing import Trace, Tracer, not_finite
-from exp.hooks.update import Update, Window
+from exp.hooks.replaying.extent import Extent
+from exp.hooks.replaying.tracing import Trace, Tracer, not_finite
+from exp.hooks.replaying.update import Update, Window
 from exp.precision.holding import can_hold
 from exp.precision.plugin import RunPrecision
 

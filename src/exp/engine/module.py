@@ -20,7 +20,7 @@ from exp.engine.epoch_values import EpochValues
 from exp.engine.length import Limits, total_epochs, total_steps
 from exp.engine.naming import forward_by_name, target_of
 from exp.engine.several_passes import detached, make_passes, needing
-from exp.hooks.update import Window
+from exp.hooks.replaying.update import Window
 from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
 from exp.optim.optimization import Optimization

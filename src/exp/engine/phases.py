@@ -31,7 +31,7 @@ from exp.engine.clipping import clip
 from exp.engine.module import TrainingModule
 from exp.engine.naming import forward_by_name, target_of
 from exp.engine.several_passes import detached, needing
-from exp.hooks.update import Window
+from exp.hooks.replaying.update import Window
 from exp.models.named_forward import with_forward
 from exp.optim.groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule

@@ -65,7 +65,7 @@ class Matrix(Panel):
     normalised: bool
 
     def drawn(self) -> Image:
-        from exp.hooks.drawing import matrix
+        from exp.hooks.figures.drawing import matrix
 
         counts = self.counts.numpy()
         samples, hits = int(counts.sum()), int(np.trace(counts))

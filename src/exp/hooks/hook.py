@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from exp.hooks.update import Update
+    from exp.hooks.replaying.update import Update
     from exp.hooks.values import Panel
     from exp.strategies.parts import Parts
     from exp.strategies.strategy import Planned

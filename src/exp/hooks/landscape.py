@@ -13,8 +13,8 @@ from exp.data.randomness import reseed, seed_for
 from exp.errors import Fault
 from exp.files import write_whole
 from exp.hooks.apart import apart, objective_faults, running
-from exp.hooks.curves import curves
 from exp.hooks.directions import downhill, moved, random_direction
+from exp.hooks.figures.curves import curves
 from exp.hooks.hook import Hook, Step, Values
 from exp.hooks.values import Image
 

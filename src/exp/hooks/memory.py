@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.hooks import cuda_snapshot
+from exp.hooks.allocations import cuda_snapshot
+from exp.hooks.allocations.memory_snapshot import take
+from exp.hooks.allocations.out_of_memory import is_out_of_memory
+from exp.hooks.allocations.peaks import HOST, Peak, peak_of
+from exp.hooks.allocations.saved_tensors import Kept, SavedTensors, storages
 from exp.hooks.hook import Boundary, Hook, Step, Values
-from exp.hooks.memory_snapshot import take
-from exp.hooks.out_of_memory import is_out_of_memory
-from exp.hooks.peaks import HOST, Peak, peak_of
-from exp.hooks.saved_tensors import Kept, SavedTensors, storages
 from exp.nested import tensors_in
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.hooks.autograd_nodes import running_node
-from exp.hooks.module_calls import ModuleCalls
 from exp.hooks.observing import OBSERVING
+from exp.hooks.replaying.autograd_nodes import running_node
+from exp.hooks.replaying.module_calls import ModuleCalls
 from exp.nested import tensors_in
 from exp.types import dtype_name
 

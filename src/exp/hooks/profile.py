@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, record_function
 
 from exp.errors import Fault
 from exp.hooks.hook import Boundary, Hook, Step, Values
-from exp.hooks.profile_files import RecordedWindow
-from exp.hooks.profile_window import ProfileWindow, faults_of_window
+from exp.hooks.timing.profile_files import RecordedWindow
+from exp.hooks.timing.profile_window import ProfileWindow, faults_of_window
 from exp.hooks.values import Panel
 from exp.strategies.group import global_rank
 from exp.strategies.strategy import Planned

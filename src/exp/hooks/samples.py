@@ -156,7 +156,7 @@ class Shown(Panel):
     columns: int
 
     def drawn(self) -> Image:
-        from exp.hooks.drawing import Caption, captioned
+        from exp.hooks.figures.drawing import Caption, captioned
 
         captions, hits = [], []
         for place in range(len(self.pixels)):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.hooks.hook import Boundary, Hook, Step
-from exp.hooks.split import StepTimer
-from exp.hooks.utilisation import PeakFlops, Utilisation, Workload
+from exp.hooks.timing.split import StepTimer
+from exp.hooks.timing.utilisation import PeakFlops, Utilisation, Workload
 from exp.hooks.values import Panel
 
 AHEAD = 5

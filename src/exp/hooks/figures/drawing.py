@@ -1,6 +1,6 @@
 """Figures that hooks draw by hand, on the host: captions below pictures, and a table of coloured cells.
 
-The palette, the font and the parts of an axis are those of hooks/curves.py and hooks/memory_timeline.py, too.
+The palette, the font and the parts of an axis are those of its neighbours, too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.hooks.update import Window
+from exp.hooks.replaying.update import Window
 from exp.nested import mapped
 from exp.types import Batch
 

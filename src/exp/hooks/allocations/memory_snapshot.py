@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from exp.files import write_whole
-from exp.hooks import cuda_snapshot
+from exp.hooks.allocations import cuda_snapshot
+from exp.hooks.allocations.live_tensors import PARTS, Kind, Live, Owners, by_module
+from exp.hooks.allocations.memory_advice import Use, advice
+from exp.hooks.allocations.out_of_memory import asked_for, failing_module
+from exp.hooks.allocations.saved_tensors import Kept, storages
 from exp.hooks.hook import Step
-from exp.hooks.live_tensors import PARTS, Kind, Live, Owners, by_module
-from exp.hooks.memory_advice import Use, advice
-from exp.hooks.out_of_memory import asked_for, failing_module
-from exp.hooks.saved_tensors import Kept, storages
 from exp.nested import tensors_in
 from exp.strategies.group import global_rank
 from exp.strategies.parts import local

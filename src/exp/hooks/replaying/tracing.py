@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.autograd_nodes import nodes_behind
-from exp.hooks.extent import Extent, is_mask
-from exp.hooks.module_calls import ModuleCalls
+from exp.hooks.replaying.autograd_nodes import nodes_behind
+from exp.hooks.replaying.extent import Extent, is_mask
+from exp.hooks.replaying.module_calls import ModuleCalls
 from exp.nested import tensors_in
 
 OUTSIDE = "objective"

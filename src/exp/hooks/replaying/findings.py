@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from exp.hooks.tracing import Trace
+from exp.hooks.replaying.tracing import Trace
 
 # Of a finding on its way to the other ranks.
 BYTES = 8192

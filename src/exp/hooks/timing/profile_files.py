@@ -13,9 +13,9 @@ import torch
 from torch.profiler import profile
 
 from exp.files import write_whole
-from exp.hooks.memory_timeline import changes_in, picture, png
-from exp.hooks.memory_timeline import table as changes_table
-from exp.hooks.operator_table import rows_of, table
+from exp.hooks.figures.memory_timeline import changes_in, picture, png
+from exp.hooks.figures.memory_timeline import table as changes_table
+from exp.hooks.timing.operator_table import rows_of, table
 from exp.hooks.values import Image, Panel, Text
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exp.hooks.extent import Extent
-from exp.hooks.tracing import Row, Trace
+from exp.hooks.replaying.extent import Extent
+from exp.hooks.replaying.tracing import Row, Trace
 
 HEADER = ("module", "type", "calls", "not finite", "min", "max", "absmax", "not finite", "min", "max", "absmax")
 NUMBERS = 4

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from exp.hooks.drawing import AMBER, GREEN, GREY, INK, MARGIN, SKY, TEXT_SIZE, blank, heights, legend
+from exp.hooks.figures.drawing import AMBER, GREEN, GREY, INK, MARGIN, SKY, TEXT_SIZE, blank, heights, legend
 
 MIB = 2**20
 # Of a chrome trace: device types as torch numbers them.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from exp.hooks.tracing import Trace
+    from exp.hooks.replaying.tracing import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

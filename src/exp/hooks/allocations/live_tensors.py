@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.saved_tensors import Kept, held
+from exp.hooks.allocations.saved_tensors import Kept, held
 from exp.nested import tensors_in
 from exp.types import dtype_name
 

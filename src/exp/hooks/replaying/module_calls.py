@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.autograd.graph import Node
 
-from exp.hooks.autograd_nodes import next_number, number_of
+from exp.hooks.replaying.autograd_nodes import next_number, number_of
 
 
 @dataclass(kw_only=True, slots=True)

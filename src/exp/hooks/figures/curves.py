@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from exp.hooks.drawing import BLUE, GREEN, INK, MARGIN, ORANGE, PALE, PINK, TEXT_SIZE, blank, heights, legend
+from exp.hooks.figures.drawing import BLUE, GREEN, INK, MARGIN, ORANGE, PALE, PINK, TEXT_SIZE, blank, heights, legend
 
 WIDTH, HEIGHT = 480, 320
 # A scale of powers of ten where the largest value is so many times the smallest.

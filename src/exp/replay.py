@@ -162,10 +162,8 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
 
 def _of_this_command(fault: Fault) -> Fault:
     """With a cure that replay has: it takes no overrides."""
-    if fault.cure is None:
-        return fault
-    cure = re.sub(r"'security\.allow=\[([\w.]+)\]'", r"--allow \1, where the module can be found,", fault.cure)
-    return dataclasses.replace(fault, cure=cure)
+    cure = re.sub(r"'security\.allow=\[([\w.]+)\]'", r"--allow \1, where the module can be found,", fault.cure or "")
+    return dataclasses.replace(fault, cure=cure or None)
 
 
 def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> TrainingModule:
@@ -278,8 +276,6 @@ def _fill(module: Any, tensors: Any, *, what: str) -> None:
 
 
 def _window(file: StepFile, module: TrainingModule, *, device: torch.device) -> Any:
-    import dataclasses
-
     from exp.nested import moved
 
     batches = []

@@ -14,13 +14,12 @@ from exp.errors import Fault
 from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value, clipped_by_value, norm_factor
 from exp.hooks.gradient_transform import GradientTransform
 from exp.hooks.hook import Step
+from exp.hooks.refusals import PART_OF_A_GRADIENT
 from exp.models.matching import matching
 from exp.strategies.parts import local
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
-
-IN_PARTS = "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
 
 
 class ClipModule(GradientTransform):
@@ -41,8 +40,8 @@ class ClipModule(GradientTransform):
     """
 
     refuses = {
-        "pipeline": IN_PARTS,
-        "hybrid": IN_PARTS,
+        "pipeline": PART_OF_A_GRADIENT,
+        "hybrid": PART_OF_A_GRADIENT,
         "deepspeed": "it keeps gradients, and their scale, to itself",
     }
 
@@ -81,7 +80,9 @@ class ClipModule(GradientTransform):
             cure = "Write phases.<name>.gradient_clip_val, or at=output"
             found.append(("phases", "phases", "a run without them: a repeat steps without asking hooks", cure))
         if self.at != "parameters" and strategy["name"] == "tensor_parallel":
-            found.append(("strategy", "tensor_parallel", f"another strategy: {IN_PARTS}", "Write at=parameters"))
+            found.append(
+                ("strategy", "tensor_parallel", f"another strategy: {PART_OF_A_GRADIENT}", "Write at=parameters")
+            )
         if self.at != "parameters" and strategy["name"] == "data_parallel":
             reason = "another strategy: each device has a part of the batch, and of its gradient"
             found.append(("strategy", "data_parallel", reason, "Write strategy=ddp, or at=parameters"))

@@ -16,6 +16,7 @@ from exp.hooks.apart import apart, objective_faults, running
 from exp.hooks.directions import downhill, moved, random_direction
 from exp.hooks.figures.curves import curves
 from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.refusals import IN_PARTS
 from exp.hooks.values import Image
 
 if TYPE_CHECKING:
@@ -41,11 +42,7 @@ class Landscape(Hook):
     keeps_batches = True
     refuses = {
         "phases": "each has a loss of its own, for parts of the network",
-        "fsdp": WHOLE,
-        "tensor_parallel": WHOLE,
-        "hybrid": WHOLE,
-        "pipeline": WHOLE,
-        "deepspeed": WHOLE,
+        **dict.fromkeys(IN_PARTS, WHOLE),
     }
 
     def __init__(self, *, every_n_steps: int = 200, distance: float = 0.5, points: int = 21) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.hook import Hook, Step
 from exp.hooks.norms import norms
+from exp.hooks.refusals import IN_PARTS
 from exp.hooks.replaying.buffers_before import BuffersBefore, Copies, put_back
 from exp.hooks.replaying.findings import Finding, finding_of, message
 from exp.hooks.replaying.step_file import Origin, StepFile, tensors_of
@@ -62,10 +63,7 @@ class NanGuard(Hook):
     """
 
     refuses: ClassVar[dict[str, str]] = {
-        "fsdp": PARTS,
-        "tensor_parallel": PARTS,
-        "hybrid": PARTS,
-        "pipeline": PARTS,
+        **dict.fromkeys(IN_PARTS, PARTS),
         "deepspeed": "its engine unscales, clips and steps where no hook can stop it",
         "data_parallel": "its replicas draw random numbers in threads of their own; use ddp",
     }

@@ -16,6 +16,7 @@ from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.apart import apart, running
 from exp.hooks.hook import Hook, Step, Values
 from exp.hooks.noise_scale import NoiseScale
+from exp.hooks.refusals import IN_PARTS
 from exp.hooks.sample_faults import sample_faults
 from exp.hooks.values import Histogram
 from exp.nested import mapped, tensors_in
@@ -46,11 +47,7 @@ class PerSampleGradients(Hook):
     keeps_batches = True
     refuses = {
         "phases": "each has a loss of its own, for parts of the network",
-        "fsdp": WHOLE,
-        "tensor_parallel": WHOLE,
-        "hybrid": WHOLE,
-        "pipeline": WHOLE,
-        "deepspeed": WHOLE,
+        **dict.fromkeys(IN_PARTS, WHOLE),
         "fp8": "its linear layers have no rule for torch.func.vmap",
     }
 

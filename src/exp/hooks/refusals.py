@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 SWITCHES = ("compile", "cuda_graph", "phases", "accumulation", "steps_per_execution")
 STRATEGIES = ("single", "ddp", "data_parallel", "layer_split")
-# Their checkpoints are put together from parts, past the state dict of any module.
+# Where ranks hold parts of one network.
 IN_PARTS = ("fsdp", "tensor_parallel", "hybrid", "pipeline", "deepspeed")
+PART_OF_A_GRADIENT = (
+    "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
+)
 
 
 def faults_of(hook: Hook, planned: Planned) -> list[Fault]:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook, Step
+from exp.hooks.refusals import PART_OF_A_GRADIENT
 from exp.hooks.values import Histogram
 from exp.models.matching import matching
 
-IN_PARTS = "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
 # The network itself has the empty name, which no tag can end with.
 WHOLE = "network"
 
@@ -29,7 +29,7 @@ class RetainGradients(Hook):
         gradients of all outputs until the step.
     """
 
-    refuses = {"tensor_parallel": IN_PARTS, "hybrid": IN_PARTS, "pipeline": IN_PARTS}
+    refuses = {"tensor_parallel": PART_OF_A_GRADIENT, "hybrid": PART_OF_A_GRADIENT, "pipeline": PART_OF_A_GRADIENT}
 
     def __init__(self, *, every_n_steps: int = 50, modules: Sequence[str] = ("*",), histogram: bool = False) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)

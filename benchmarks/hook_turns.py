@@ -7,7 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from exp.hooks.hook import Hook, Step
+from exp.hooks.hook import Hook
+from exp.hooks.step import Step
 
 
 class Turns(Hook):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from exp.hooks.hook import Hook, Step
+from exp.hooks.hook import Hook
+from exp.hooks.step import Step
 
 WARM_UP = 500
 

@@ -232,7 +232,7 @@ def _transforms(file: StepFile, config: DictConfig, module: TrainingModule, *, d
     """
     from exp.build import build_entries, plain_config
     from exp.engine.step_hooks import StepHooks
-    from exp.hooks.hook import Step
+    from exp.hooks.step import Step
 
     step = Step(
         index=file.step,

@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch import Callback
 
 from exp.engine.buffer import Recorded, StepBuffer, gathered
-from exp.hooks.hook import Hook, Step
+from exp.hooks.hook import Hook
+from exp.hooks.step import Step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),

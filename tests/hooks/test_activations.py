@@ -9,7 +9,7 @@ from torch import nn
 
 from exp.errors import RunError
 from exp.hooks.activations import Activations, figures, merged, saturation
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.strategies.gathering import gather_ranks
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import exp
 from exp.errors import RunError
 from exp.hooks.features import Features
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.validation import examine
 
 

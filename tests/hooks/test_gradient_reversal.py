@@ -13,7 +13,7 @@ import exp
 from exp.errors import ConfigError, RunError
 from exp.functions.gradient_reversal import gradient_reversal
 from exp.hooks.gradient_reversal import GradientReversal
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.models.layers import GradientReversal as Layer
 
 SHORT = ["experiment=domain_adversarial", "metrics=[]", "logger=[]", "test=false", "monitor=loss/train", "mode=min"]

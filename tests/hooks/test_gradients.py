@@ -10,8 +10,8 @@ from torch import nn
 
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
-from exp.hooks.hook import Step
 from exp.hooks.norms import norms, with_total
+from exp.hooks.step import Step
 
 
 def network() -> nn.Module:

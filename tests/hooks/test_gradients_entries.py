@@ -10,7 +10,7 @@ import exp
 from exp.build import plain_config
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.strategies.placement import Machine, placement
 from exp.strategies.strategy import Planned
 

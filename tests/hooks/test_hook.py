@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from exp.errors import ConfigError, RunError
-from exp.hooks.hook import Hook, Step
+from exp.hooks.hook import Hook
+from exp.hooks.step import Step
 
 
 class Double(Hook):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from exp.hooks.allocations.saved_tensors import storages
-from exp.hooks.hook import Step
 from exp.hooks.memory import Memory, mebibytes
+from exp.hooks.step import Step
 
 MIB = 2**20
 

@@ -15,8 +15,8 @@ from torch import nn
 import exp
 from exp.errors import ConfigError
 from exp.hooks.allocations.peaks import HOST, SWITCH, AllocatedPeak, Peak, ResidentPeak
-from exp.hooks.hook import Step
 from exp.hooks.memory import Memory
+from exp.hooks.step import Step
 
 MIB = 2**20
 counted = pytest.mark.skipif(not HOST.can_restart, reason="only Linux has a counter of the resident set to set back")

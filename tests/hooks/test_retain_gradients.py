@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import exp
 from exp.build import build_data, build_network, plain_config
-from exp.hooks.hook import Step
 from exp.hooks.retain_gradients import RetainGradients
+from exp.hooks.step import Step
 
 COMMAND = ["hooks=[retain_gradients]", "hooks.retain_gradients.every_n_steps=2", "test=false", "metrics=[]"]
 COMMAND += ["model.layers.hidden.out_features=16", "model.layers.hidden2.out_features=12", "monitor=loss/train"]

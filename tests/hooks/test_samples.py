@@ -91,7 +91,7 @@ def test_what_is_no_classification_says_its_numbers_or_its_shape(output, target,
 
 
 def test_a_training_step_is_drawn_by_choice_once_for_its_micro_batches():
-    from exp.hooks.hook import Step
+    from exp.hooks.step import Step
 
     values = {"input": torch.rand(2, 1, 8, 8), "output": torch.rand(2, 3), "target": torch.tensor([0, 1])}
     step = Step(index=1, network=torch.nn.Linear(1, 1), optimizers=[], batch_size=2, device=torch.device("cpu"))

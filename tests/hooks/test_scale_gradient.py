@@ -16,8 +16,8 @@ from exp.engine.compiling import compile_network, forget_compiled
 from exp.errors import RunError
 from exp.hooks.clip_module import ClipModule
 from exp.hooks.gradient_reversal import GradientReversal
-from exp.hooks.hook import Step
 from exp.hooks.scale_gradient import ScaleGradient
+from exp.hooks.step import Step
 from exp.models.containers import SequentialModel
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import exp
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.hooks.throughput import Throughput, tokens_in_a_sample
 from exp.hooks.timing.split import PARTS, TOGETHER, StepTimer
 from exp.hooks.timing.utilisation import Workload

@@ -18,7 +18,8 @@ from exp.engine.compiling import uncompiled
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.hook_values import given
 from exp.engine.module import TrainingModule
-from exp.hooks.hook import Boundary, Hook, Step
+from exp.hooks.hook import Boundary, Hook
+from exp.hooks.step import Step
 from exp.optim.phase import stepping
 from exp.precision.plugin import RunPrecision
 from exp.strategies.gathering import gather_data, gather_ranks

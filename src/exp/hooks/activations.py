@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from exp.errors import RunError
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.step import Step
 from exp.hooks.values import Histogram
 from exp.nested import tensors_in
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from exp.errors import Fault
 from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value, clipped_by_value, norm_factor
 from exp.hooks.gradient_transform import GradientTransform
-from exp.hooks.hook import Step
 from exp.hooks.refusals import PART_OF_A_GRADIENT
+from exp.hooks.step import Step
 from exp.models.matching import matching
 from exp.strategies.parts import local
 

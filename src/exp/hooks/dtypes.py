@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from exp.hooks.chosen_steps import OnChosenSteps
-from exp.hooks.hook import Step, Values
+from exp.hooks.hook import Values
+from exp.hooks.step import Step
 from exp.hooks.values import Text
 from exp.nested import tensors_in
 from exp.types import dtype_name

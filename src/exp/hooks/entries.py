@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.hooks.values import BINS, Histogram, bin_counts, finite_range
 from exp.strategies.parts import local
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
-from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.hook import Hook, Values
+from exp.hooks.step import Step
 from exp.hooks.values import Image
 from exp.models.inference import example_inputs
 from exp.models.matching import matches

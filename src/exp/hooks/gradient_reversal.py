@@ -12,7 +12,8 @@ from exp.errors import Fault, RunError
 from exp.functions.at_least_float32 import at_least_float32
 from exp.functions.gradient_reversal import gradient_reversal, progressive_weight
 from exp.hooks.gradient_transform import At, GradientTransform
-from exp.hooks.hook import Boundary, Step
+from exp.hooks.hook import Boundary
+from exp.hooks.step import Step
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned

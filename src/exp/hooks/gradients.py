@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from exp.errors import Fault
 from exp.hooks.entries import histograms, shares
-from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.hook import Hook, Values
 from exp.hooks.norms import norms, with_total
+from exp.hooks.step import Step
 from exp.hooks.update_ratio import UpdateRatio
 from exp.models.matching import matching
 

@@ -17,97 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from exp.errors import ConfigError, Fault
 from exp.hooks.attaching import AT_MODULES, Attached
 from exp.hooks.mistakes import mistakes_of
-from exp.hooks.norms import norms_by_name
 from exp.hooks.refusals import faults_of
 from exp.models.matching import matching
-from exp.types import Batch, Stage
+from exp.types import Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from torch import Tensor, nn
 
     from exp.hooks.replaying.update import Update
+    from exp.hooks.step import Step
     from exp.hooks.values import Panel
-    from exp.strategies.parts import Parts
     from exp.strategies.strategy import Planned
 
 Values = Mapping[str, "Tensor | float | Panel"]
 Boundary = Literal["batch", "forward", "backward", "optimizer"]
-
-
-def _of_one_rank(tensor: Tensor) -> Tensor:
-    return tensor[None]
-
-
-@dataclass(kw_only=True, slots=True)
-class Step:
-    """One optimizer step, as a hook sees it.
-
-    index: the optimizer step under way, counted from 1: the x axis of everything that is logged.
-    network: the network itself, not the wrapper of a strategy.
-    optimizers: those that step, in the order in which they do.
-    batch_size: samples of the global batch, over all ranks and accumulated micro-batches.
-    device: where the network's input is.
-    epoch, batch_idx: the position of the last micro-batch, both counted from 0.
-    seed, rank: of the run, and of the share of the batch that this process works on; with epoch and batch_idx they give
-        the step's random streams, by exp.data.randomness.reseed.
-    world_size: processes of the run.
-    is_graphed: whether the network is replayed as CUDA graphs, which call neither Python nor the allocator.
-    accumulated: micro-batches a step.
-    total_steps: of the whole run; None where its end is not known.
-    samples_seen: of all ranks, in the steps of this process so far and in this one.
-    seconds_waited: how long this process's loop has waited for batches so far, those of this step included.
-    loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
-    data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
-    batches: the window's micro-batches so far with their batch_idx, this rank's; where a hook `keeps_batches`.
-    weight: by what this rank's mean loss of it is multiplied, so that the mean over ranks is that over samples; 0.0
-        where the rank holds a stand-in sample only.
-    loss_with: called with what runs the network and with such data, gives the objective of that run, 0-d, not weighted.
-    norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
-        Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
-    parts: how what ranks find in their parts of tensors becomes that of whole ones; None where they are whole here.
-    clips: whether the optimizer's gradients are clipped; of the phase, where there is one.
-    gather: `[...]` of every rank becomes `[R, ...]` on every rank. Every rank must call it alike.
-    autocast: the context of the run's precision, for a forward of a hook's own.
-    kept: the dtype of every layer that the run's precision gives one of its own, by name.
-    phase: of a run with phases: the one under way; in after_backward its gradients are in its own parameters alone.
-    """
-
-    index: int
-    network: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    batch_size: int
-    device: torch.device
-    epoch: int = 0
-    batch_idx: int = 0
-    seed: int = 0
-    rank: int = 0
-    world_size: int = 1
-    is_graphed: bool = False
-    accumulated: int = 1
-    total_steps: int | None = None
-    samples_seen: int = 0
-    seconds_waited: float = 0.0
-    loss: Tensor | None = None
-    data: Any = None
-    batches: Sequence[tuple[Batch, int]] = ()
-    weight: float = 1.0
-    loss_with: Callable[[Callable[..., Any], Any], Tensor] | None = None
-    norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = norms_by_name
-    parts: Parts | None = None
-    clips: bool = False
-    gather: Callable[[Tensor], Tensor] = _of_one_rank
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
-    phase: str | None = None
 
 
 class Hook:

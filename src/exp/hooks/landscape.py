@@ -15,8 +15,9 @@ from exp.files import write_whole
 from exp.hooks.apart import apart, objective_faults, running
 from exp.hooks.directions import downhill, moved, random_direction
 from exp.hooks.figures.curves import curves
-from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.hook import Hook, Values
 from exp.hooks.refusals import IN_PARTS
+from exp.hooks.step import Step
 from exp.hooks.values import Image
 
 if TYPE_CHECKING:

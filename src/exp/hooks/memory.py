@@ -18,7 +18,8 @@ from exp.hooks.allocations.memory_snapshot import take
 from exp.hooks.allocations.out_of_memory import is_out_of_memory
 from exp.hooks.allocations.peaks import HOST, Peak, peak_of
 from exp.hooks.allocations.saved_tensors import Kept, SavedTensors, storages
-from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.step import Step
 from exp.nested import tensors_in
 
 if TYPE_CHECKING:

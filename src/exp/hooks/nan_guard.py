@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.hooks.hook import Hook, Step
+from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
 from exp.hooks.refusals import IN_PARTS
 from exp.hooks.replaying.buffers_before import BuffersBefore, Copies, put_back
@@ -29,6 +29,7 @@ from exp.hooks.replaying.findings import Finding, finding_of, message
 from exp.hooks.replaying.step_file import Origin, StepFile, tensors_of
 from exp.hooks.replaying.tracing import Trace
 from exp.hooks.replaying.update import Update
+from exp.hooks.step import Step
 from exp.precision.holding import release
 
 if TYPE_CHECKING:

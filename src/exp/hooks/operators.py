@@ -12,8 +12,9 @@ from torch import nn
 from exp.errors import RunError
 from exp.files import write_whole
 from exp.hooks.chosen_steps import OnChosenSteps
-from exp.hooks.hook import Boundary, Step, Values
+from exp.hooks.hook import Boundary, Values
 from exp.hooks.operator_calls import OperatorCall, OperatorCalls
+from exp.hooks.step import Step
 from exp.hooks.values import Text
 
 # A panel is read on one page; the file has all of them.

@@ -14,10 +14,11 @@ from torch.func import grad, vmap
 from exp.errors import Fault
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.apart import apart, running
-from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.hook import Hook, Values
 from exp.hooks.noise_scale import NoiseScale
 from exp.hooks.refusals import IN_PARTS
 from exp.hooks.sample_faults import sample_faults
+from exp.hooks.step import Step
 from exp.hooks.values import Histogram
 from exp.nested import mapped, tensors_in
 from exp.types import Batch

@@ -13,7 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 from exp.errors import Fault
-from exp.hooks.hook import Boundary, Hook, Step, Values
+from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.step import Step
 from exp.hooks.timing.profile_files import RecordedWindow
 from exp.hooks.timing.profile_window import ProfileWindow, faults_of_window
 from exp.hooks.values import Panel

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Boundary, Hook, Step
+from exp.hooks.hook import Boundary, Hook
 from exp.hooks.refusals import PART_OF_A_GRADIENT
+from exp.hooks.step import Step
 from exp.hooks.values import Histogram
 from exp.models.matching import matching
 

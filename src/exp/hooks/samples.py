@@ -11,7 +11,8 @@ from torch import Tensor
 
 from exp.errors import Fault
 from exp.hooks.classified import stage_faults
-from exp.hooks.hook import Hook, Step, Values
+from exp.hooks.hook import Hook, Values
+from exp.hooks.step import Step
 from exp.hooks.values import Image, Panel
 from exp.nested import tensors_in
 from exp.types import STAGES, Stage

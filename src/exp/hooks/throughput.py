@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.hook import Boundary, Hook, Step
+from exp.hooks.hook import Boundary, Hook
+from exp.hooks.step import Step
 from exp.hooks.timing.split import StepTimer
 from exp.hooks.timing.utilisation import PeakFlops, Utilisation, Workload
 from exp.hooks.values import Panel

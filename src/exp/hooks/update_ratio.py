@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 
 
 class UpdateRatio:

@@ -18,7 +18,7 @@ from exp.hooks.allocations.live_tensors import PARTS, Kind, Live, Owners, by_mod
 from exp.hooks.allocations.memory_advice import Use, advice
 from exp.hooks.allocations.out_of_memory import asked_for, failing_module
 from exp.hooks.allocations.saved_tensors import Kept, storages
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.strategies.group import global_rank
 from exp.strategies.parts import local

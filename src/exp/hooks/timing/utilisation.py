@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from exp.hooks.hook import Step
+from exp.hooks.step import Step
 from exp.hooks.timing.device_peak import arithmetic, listed_peak, measured_peak
 from exp.hooks.values import Text
 from exp.models.flops import FlopCount

@@ -44,7 +44,7 @@ OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
 HOOK_KEYS = ("hooks", "security")
 # What a hook may have to refuse.
-KEYS_OF_HOOKS = ("phases", "precision", "runtime", "trainer")
+KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
 ANY_LENGTH = 1_000_000_000
 
 
@@ -241,7 +241,7 @@ def _strategy_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequenc
     from exp.strategies.strategy import Strategy
 
     strategy = build_strategy(plain)
-    hidden = _touched(faults, STRATEGY_KEYS) or "_target_" not in plain["optimizer"]
+    hidden = _touched(faults, (*STRATEGY_KEYS, "optimizer")) or "_target_" not in plain["optimizer"]
     return list(strategy.faults(planned)) if isinstance(strategy, Strategy) and not hidden else []
 
 
@@ -257,9 +257,10 @@ def _hook_faults(
     more: list[Fault] = []
     hooks: dict[str, Hook] = {}
     more += _faults_raised(lambda: hooks.update(build_entries(plain, "hooks")))
+    hidden = _touched(faults, KEYS_OF_HOOKS) or any(_holds_unknown(plain[key]) for key in KEYS_OF_HOOKS)
     for name, hook in hooks.items():
         hook.name = name
-        if planned is None or _touched(faults, KEYS_OF_HOOKS):
+        if planned is None or hidden:
             key, modules = f"hooks.{name}.modules", hook.modules
             more += _faults_raised(lambda key=key, modules=modules: matching(network, modules, key=key))
         else:

@@ -326,6 +326,14 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         assert isinstance(fault, Fault)
 
 
+@pytest.mark.parametrize("hooks", [[], ["+hooks=[nan_guard,samples,confusion,operators,landscape,clip_module]"]])
+def test_a_config_without_one_of_its_nodes_is_faults_and_never_raises(hooks):
+    whole = OmegaConf.to_container(compose(hooks))
+    for name in whole:
+        config = OmegaConf.create({key: value for key, value in whole.items() if key not in (name, COMPOSITION)})
+        assert examine(config).faults or name == COMPOSITION, name
+
+
 def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
     plain = copy.deepcopy(valid)
     del plain[COMPOSITION]

@@ -241,7 +241,8 @@ def _strategy_faults(plain: Mapping[str, Any], planned: Planned, faults: Sequenc
     from exp.strategies.strategy import Strategy
 
     strategy = build_strategy(plain)
-    hidden = _touched(faults, (*STRATEGY_KEYS, "optimizer")) or "_target_" not in plain["optimizer"]
+    has_optimizer = "optimizer" in plain and "_target_" in plain["optimizer"]
+    hidden = _touched(faults, STRATEGY_KEYS) or not has_optimizer
     return list(strategy.faults(planned)) if isinstance(strategy, Strategy) and not hidden else []
 
 

@@ -251,7 +251,7 @@ def _hook_faults(
 ) -> list[Fault]:
     """What the hooks cannot do with this run; where what they read is wrong, patterns that match nothing alone."""
     from exp.build import build_entries
-    from exp.models.matching import matching
+    from exp.plan.hook_faults import hook_faults
 
     if _touched(faults, HOOK_KEYS) or any(_holds_unknown(plain[key]) for key in HOOK_KEYS):
         return []
@@ -259,13 +259,7 @@ def _hook_faults(
     hooks: dict[str, Hook] = {}
     more += _faults_raised(lambda: hooks.update(build_entries(plain, "hooks")))
     hidden = _touched(faults, KEYS_OF_HOOKS) or any(_holds_unknown(plain[key]) for key in KEYS_OF_HOOKS)
-    for name, hook in hooks.items():
-        hook.name = name
-        if planned is None or hidden:
-            key, modules = f"hooks.{name}.modules", hook.modules
-            more += _faults_raised(lambda key=key, modules=modules: matching(network, modules, key=key))
-        else:
-            more += hook.faults(planned)
+    more += hook_faults(hooks, network, None if hidden else planned)
     return more
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exp.functions.at_least_float32 import at_least_float32
-from exp.functions.number import keep_number, kept_number
+from exp.functions.number import CopyWithNumber, keep_number, kept_number
 
 Total = Callable[[Tensor], Tensor]
 
@@ -55,18 +55,8 @@ class ClipGradientByNorm(torch.autograd.Function):
         return norm_factor(norm, kept_number(ctx, gradient)) * gradient, None, None
 
 
-class ClipGradientByValue(torch.autograd.Function):
+class ClipGradientByValue(CopyWithNumber):
     """Forward a copy of x, backward the gradient with each number clipped between -limit and limit."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, limit: float | Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float | Tensor], output: Tensor) -> None:
-        keep_number(ctx, inputs[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

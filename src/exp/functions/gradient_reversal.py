@@ -5,29 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from exp.functions.number import keep_number, kept_number
+from exp.functions.number import CopyWithNumber, kept_number
 
 
-class GradientReversal(torch.autograd.Function):
+class GradientReversal(CopyWithNumber):
     """Forward a copy of x, backward -weight times the gradient.
 
     Ganin and Lempitsky 2015, "Unsupervised Domain Adaptation by Backpropagation", arXiv:1409.7495, equations 15 and 16.
-    A copy, because what stands behind it may work in place, which autograd refuses on a view that a Function made. It
-    can be differentiated again, torch.func may transform it, and torch.compile traces it.
+    It can be differentiated again, torch.func may transform it, and torch.compile traces it.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: float | Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float | Tensor], output: Tensor) -> None:
-        keep_number(ctx, inputs[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,20 @@ def keep_number(ctx: Any, number: float | Tensor) -> None:
 def kept_number(ctx: Any, gradient: Tensor) -> float | Tensor:
     """In `backward`: the number, where the gradient is. Layers may lie on several devices, and it on one."""
     return ctx.saved_tensors[0].to(gradient.device) if ctx.number is None else ctx.number
+
+
+class CopyWithNumber(torch.autograd.Function):
+    """Forward a copy of x, with a number for the backward that a subclass gives.
+
+    A copy, because what stands behind it may work in place, which autograd refuses on a view that a Function made.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, number: float | Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float | Tensor], output: Tensor) -> None:
+        keep_number(ctx, inputs[1])

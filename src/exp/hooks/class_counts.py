@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
 
 
-class ClassCounts(Hook):
+class ClassCounts(Hook, ABC):
     """Adds up counts, batch by batch, on the device, and shows those of all ranks at a stage's end.
 
     num_classes: V, 2 to `most_classes`. stages: of which evaluations.

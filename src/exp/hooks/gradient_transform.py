@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,7 +23,7 @@ At = Literal["input", "output"]
 _METHOD_AT = {"input": "forward_pre", "output": "forward"}
 
 
-class GradientTransform(Hook):
+class GradientTransform(Hook, ABC):
     """Passes tensors at a module through `change`: those that it is given, by position, or those that it returns.
 
     Where no gradient is kept, in evaluation above all, nothing is done.
@@ -40,9 +41,9 @@ class GradientTransform(Hook):
         super().__init__(modules=modules)
         self.at = at
 
+    @abstractmethod
     def change(self, tensor: Tensor) -> Tensor:
         """A tensor with the same numbers, and another gradient."""
-        raise NotImplementedError
 
     def overrides(self, method: str) -> bool:
         if method in _METHOD_AT.values():

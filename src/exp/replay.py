@@ -54,10 +54,12 @@ def _command(argv: Sequence[str]) -> int:
         "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
     )
     arguments = parser.parse_args(argv)
+    from exp.hooks.replaying.trace_table import report  # behind --help, which needs no torch
+
     file = read_step(arguments.file)
     with _quiet():
         trace = replay(file, path=arguments.file, device=arguments.device, allow=arguments.allow)
-    _print(arguments.file, file, trace, device=arguments.device)
+    print(report(file, trace, path=arguments.file, device=arguments.device))
     return SHOWN_AGAIN if trace.is_bad else NOT_SHOWN
 
 
@@ -286,22 +288,6 @@ def _window(file: StepFile, module: TrainingModule, *, device: torch.device) -> 
             batch = batch._replace(world_size=1, global_size=max(batch.size, 1))
         batches.append((batch, batch_idx))
     return dataclasses.replace(file.window, batches=batches)
-
-
-def _print(path: Path, file: StepFile, trace: Trace, *, device: str) -> None:
-    from exp.hooks.replaying.findings import described
-    from exp.hooks.replaying.trace_table import table
-
-    where = [f"step {file.step}", f"rank {file.rank} of {file.world_size}" if file.world_size > 1 else ""]
-    where += [f"phase {file.window.phase}" if file.window.phase is not None else ""]
-    where += [f"micro-batch {trace.place + 1} of {trace.count}", f"on {device}"]
-    print(f"{path}: {', '.join(part for part in where if part)}")
-    scaled = "" if file.scale is None else f" with the loss scale {file.scale:g}"
-    print(f"loss {trace.loss:g}{scaled}; gradients: {trace.gradients} not finite")
-    print()
-    print("\n".join(table(trace)))
-    print()
-    print(described(trace) if trace.is_bad else "The fault does not show: loss and gradients are finite.")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,35 @@
-"""What a trace found, module by module, as a table of text."""
+"""What a trace found as text: a table, module by module, and what a replay says around it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from exp.hooks.replaying.extent import Extent
+from exp.hooks.replaying.findings import described
+from exp.hooks.replaying.step_file import StepFile
 from exp.hooks.replaying.tracing import Row, Trace
 
 HEADER = ("module", "type", "calls", "not finite", "min", "max", "absmax", "not finite", "min", "max", "absmax")
 NUMBERS = 4
+
+
+def report(file: StepFile, trace: Trace, *, path: Path, device: str) -> str:
+    """What a replay prints: which step it was, the table, and what is the first that is not finite."""
+    where = [f"step {file.step}", f"rank {file.rank} of {file.world_size}" if file.world_size > 1 else ""]
+    where += [f"phase {file.window.phase}" if file.window.phase is not None else ""]
+    where += [f"micro-batch {trace.place + 1} of {trace.count}", f"on {device}"]
+    scaled = "" if file.scale is None else f" with the loss scale {file.scale:g}"
+    return "\n".join(
+        [
+            f"{path}: {', '.join(part for part in where if part)}",
+            f"loss {trace.loss:g}{scaled}; gradients: {trace.gradients} not finite",
+            "",
+            *table(trace),
+            "",
+            described(trace) if trace.is_bad else "The fault does not show: loss and gradients are finite.",
+        ]
+    )
 
 
 def table(trace: Trace) -> list[str]:

@@ -120,7 +120,7 @@ def _module_kind(plain: Mapping[str, Any]) -> tuple[type[TrainingModule], dict[s
     if plain["phases"]:
         return PhasedModule, {"phases": build_phases(plain)}
     strategy = build_strategy(plain)
-    return PipelinedModule if isinstance(strategy, Strategy) and strategy.is_pipelined else TrainingModule, {}
+    return PipelinedModule if isinstance(strategy, Strategy) and strategy.schedules_step else TrainingModule, {}
 
 
 def _workload(plain: Mapping[str, Any], spec: DataSpec, placement: Placement) -> Workload:

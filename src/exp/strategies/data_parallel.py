@@ -30,6 +30,8 @@ ADVICE = (
 class DataParallel(Strategy):
     """Inputs are cut along their first dimension, outputs gathered on the first device; on CPU there is no replica."""
 
+    replicates_in_threads = True
+
     def __init__(self, *, name: str = "data_parallel") -> None:
         super().__init__(name=name)
 

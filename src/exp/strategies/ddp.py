@@ -88,6 +88,7 @@ class DDP(Strategy):
     ) -> None:
         super().__init__(name=name)
         self.inner = inner_split(inner, devices_per_rank=devices_per_rank, layers=layers)
+        self.splits_devices = self.inner is not None
         self.options = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,

@@ -34,6 +34,8 @@ class DeepSpeed(Strategy):
     show_gradients: gathers whole gradients before every optimizer step, so that hooks see them.
     """
 
+    owns_step = True
+
     def __init__(
         self,
         *,
@@ -54,6 +56,7 @@ class DeepSpeed(Strategy):
         if faults:
             raise ConfigError(faults)
         self.stage = stage
+        self.replicates, self.shards_parameters = stage < 3, stage == 3
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.overlap_comm = overlap_comm
         self.reduce_bucket_size, self.allgather_bucket_size = reduce_bucket_size, allgather_bucket_size

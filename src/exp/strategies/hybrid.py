@@ -33,6 +33,8 @@ class Hybrid(Strategy):
     Raises: ConfigError, also for an option of the one that is not used.
     """
 
+    replicates = False
+
     def __init__(
         self,
         *,
@@ -61,7 +63,9 @@ class Hybrid(Strategy):
             raise ConfigError(faults)
         self.data = data
         self.together = tensor * pipeline
-        self.is_pipelined = pipeline > 1
+        self.splits_tensors = tensor > 1
+        self.shards_parameters = data == "shard"
+        self.splits_layers = self.schedules_step = pipeline > 1
         self.tensor = TensorOptions(**of_tensor)
         self.pipeline: Pipeline | None = None
         if pipeline > 1:

@@ -27,6 +27,9 @@ class LayerSplit(Strategy):
     layers: name patterns of the layers of each device, in order; None balances them by the bytes of their parameters.
     """
 
+    splits_batch = False
+    splits_devices = True
+
     def __init__(self, *, name: str = "layer_split", layers: Sequence[Sequence[str]] | None = None) -> None:
         super().__init__(name=name)
         refuse_shapeless(layers)

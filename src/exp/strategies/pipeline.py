@@ -57,7 +57,9 @@ class Pipeline(Strategy):
     layers: name patterns of the layers of each stage, in order; None balances them by the bytes of their parameters.
     """
 
-    is_pipelined = True
+    replicates = False
+    splits_layers = True
+    schedules_step = True
 
     def __init__(
         self,
@@ -77,6 +79,8 @@ class Pipeline(Strategy):
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages
+        # Else all ranks are one pipeline.
+        self.splits_batch = self.stages is not None
         self.stages_per_rank = stages_per_rank or self.schedule.stages_per_rank or 2
         self.microbatches: int | Literal["auto"] = microbatches
         self.layers = layers

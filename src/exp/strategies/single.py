@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Single(Strategy):
     """One device, whatever else the machine has."""
 
+    splits_batch = False
+
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Raises: RunError, because a run of several ranks is not single."""
         raise RunError(f"strategy single takes one rank, and {placement.world_size} were started: write strategy=ddp")

@@ -46,13 +46,40 @@ class Planned:
     weighed: tuple[str, ...] = ()
 
 
-class Strategy(ABC):
-    """Places a run. The name is the word that report.json repeats.
+# What a strategy may say of itself; each is an attribute of Strategy.
+TRAITS = (
+    "replicates", "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
+    "replicates_in_threads", "schedules_step", "owns_step",
+)  # fmt: skip
 
-    is_pipelined: whether a step's forward and backward are a schedule's, over the stages of several ranks.
+
+class Strategy(ABC):
+    """Base of strategies: places a run, and declares what it does to the network, the batch and the step.
+
+    The check judges what goes with a strategy by these attributes, and never by its name, which is the word that
+    report.json repeats. The defaults are those of a strategy like ddp. One that depends on an option is set in
+    `__init__`.
+
+    replicates: each rank holds every layer, with its whole weights.
+    splits_batch: ranks or replicas share out each batch; `placement.data_ranks` says among how many ranks.
+    shards_parameters: a rank keeps parts of weights, and gathers them while it computes.
+    splits_tensors: a rank computes parts of single layers, and of what they return.
+    splits_layers: whole layers lie in different ranks.
+    splits_devices: whole layers lie on different devices of one process.
+    replicates_in_threads: replicas of the network run at once, in threads of one process.
+    schedules_step: a schedule makes the forwards and backwards of a step.
+    owns_step: an engine runs the backward, unscales, clips and steps.
     """
 
-    is_pipelined: bool = False
+    replicates: bool = True
+    splits_batch: bool = True
+    shards_parameters: bool = False
+    splits_tensors: bool = False
+    splits_layers: bool = False
+    splits_devices: bool = False
+    replicates_in_threads: bool = False
+    schedules_step: bool = False
+    owns_step: bool = False
 
     def __init__(self, *, name: str) -> None:
         self.name = name
@@ -94,6 +121,24 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
         "plugins": [RankEnvironment(rank)],
         "use_distributed_sampler": False,
     }
+
+
+def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
+    """The names of TRAITS that a strategy has; of Lightning's own classes by what they derive from."""
+    if isinstance(strategy, Strategy):
+        return frozenset(trait for trait in TRAITS if getattr(strategy, trait))
+    from lightning.pytorch import strategies
+
+    # DeepSpeedStrategy is a DDPStrategy, and all but SingleDeviceStrategy are ParallelStrategies.
+    of_lightning: tuple[tuple[type[LightningStrategy], frozenset[str]], ...] = (
+        (strategies.DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step"})),
+        (strategies.FSDPStrategy, frozenset({"shards_parameters", "splits_batch"})),
+        (strategies.ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch"})),
+        (strategies.DDPStrategy, frozenset({"replicates", "splits_batch"})),
+        (strategies.ParallelStrategy, frozenset({"splits_batch"})),
+        (strategies.SingleDeviceStrategy, frozenset({"replicates"})),
+    )
+    return next((traits for kind, traits in of_lightning if isinstance(strategy, kind)), frozenset())
 
 
 def demand_of_lightning(strategy: LightningStrategy) -> Demand:

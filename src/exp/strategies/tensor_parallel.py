@@ -66,6 +66,10 @@ class TensorOptions:
 class TensorParallel(Strategy):
     """All ranks of the run share each layer. The options are those of TensorOptions."""
 
+    replicates = False
+    splits_batch = False
+    splits_tensors = True
+
     def __init__(
         self,
         *,

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -59,6 +60,16 @@ def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cp
 @pytest.fixture
 def build_model():
     return build
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> tuple[str, ...]:
+    """The words that choose a text made here: data=text alone reads the sources of whatever Python runs the tests."""
+    draws = np.random.RandomState(0)  # its stream is the same in every version of NumPy
+    words = ["".join(draws.choice([*"abcdefghijklmnopqrstuvwxyz"], size=length)) for length in draws.randint(1, 9, 400)]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(draws.choice(words, size=10_000)), encoding="utf-8")
+    return ("data=text", f"data.dataset.files={path}")
 
 
 class Ranks:

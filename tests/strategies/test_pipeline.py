@@ -72,10 +72,11 @@ def test_data_times_pipeline(ranks):
     assert hybrid.losses == pipeline.losses
 
 
-def test_characters_in_stages_that_the_config_names(ranks):
+def test_characters_in_stages_that_the_config_names(ranks, text):
+    # By SGD: AdamW makes a step of a rounding error where a gradient is next to nothing.
     short = (
-        *("data=text", "data.batch_size=8", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false"),
-        *("trainer.limit_val_batches=2", "hooks=[]"),
+        *(*text, "data.batch_size=8", "optimizer=sgd", "trainer.gradient_clip_val=1.0", "trainer.max_epochs=null"),
+        *("trainer.max_steps=30", "test=false", "trainer.limit_val_batches=2", "hooks=[]"),
     )
     one = ranks.train(*short, "strategy=single")
     named = (

@@ -133,8 +133,10 @@ def test_functions_can_be_differentiated_twice(ranks):
 # --- runs ---
 
 
-def test_thirty_steps_in_fp32(ranks):
-    command = ("data=text", "data.batch_size=16", *STEPS, "trainer.max_steps=30", "trainer.limit_val_batches=2")
+def test_thirty_steps_in_fp32(ranks, text):
+    # By SGD: AdamW makes a step of a rounding error where a gradient is next to nothing.
+    command = (*text, "data.batch_size=16", "optimizer=sgd", "trainer.gradient_clip_val=1.0", *STEPS)
+    command += ("trainer.max_steps=30", "trainer.limit_val_batches=2")
     one = ranks.train(*command, "strategy=single")
     for options in ([], ["strategy.sequence=true", "strategy.vocabulary=true"]):
         parts = ranks.train(*command, "strategy=tensor_parallel", *options, ranks=2)

@@ -20,8 +20,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.ending import heed
 from exp.errors import ExpError
+from exp.signals import heed
 
 LOOPBACK = "127.0.0.1"
 # What a user calls a page, and what TensorBoard calls it in an address.

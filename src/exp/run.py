@@ -13,16 +13,16 @@ from exp.build import Parts, build, build_network, build_objective, network_on_m
 from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.checkpoint import read_checkpoint
-from exp.engine.launch import in_process, last_checkpoint, launch
-from exp.engine.signals import interrupting
 from exp.engine.threads import set_threads
 from exp.engine.train_log import run_log
 from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
 from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
+from exp.launch.launcher import in_process, last_checkpoint, launch
 from exp.loggers.run_logger import Description, RunLogger
 from exp.loggers.texts import texts
 from exp.plan.precision import report_precision
 from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
+from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
 from exp.validation import examine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from exp.engine.rank_life import live
+from exp.launch.lifecycle import live
 from exp.strategies.rank import Rank
 
 

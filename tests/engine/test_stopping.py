@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback
 
 from exp.engine.length import seconds_of, take_limits
-from exp.engine.signals import SignalFlag
 from exp.errors import ConfigError, Interrupted
+from exp.signals import SignalFlag
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),

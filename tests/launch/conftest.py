@@ -4,12 +4,12 @@ import textwrap
 
 import pytest
 
-from exp.engine.launch import launch
+from exp.launch.launcher import launch
 from exp.strategies.placement import Machine, placement
 
 HEAD = """
 import json, os, pathlib, signal, sys, time
-from exp.engine.rank_life import live
+from exp.launch.lifecycle import live
 from exp.errors import ConfigError, Fault, Interrupted, RunError
 directory = pathlib.Path(sys.argv[1])
 

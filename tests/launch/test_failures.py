@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from exp.engine.launch import launch
 from exp.errors import ConfigError, RankError, RunError
+from exp.launch.launcher import launch
 from exp.strategies.placement import Machine, placement
 
 

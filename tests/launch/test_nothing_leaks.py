@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from exp.engine.spawn import rank_environment
 from exp.errors import RankError
+from exp.launch.spawn import rank_environment
 
 OUTER = {
     "RANK": "7",

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from exp.engine.launch import launch
+from exp.launch.launcher import launch
 from exp.strategies.placement import Machine, placement
 
 SOCKETS = """

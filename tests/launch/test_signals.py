@@ -33,7 +33,7 @@ time.sleep(60)
 """
 PARENT = """
 import sys
-from exp.engine.launch import launch
+from exp.launch.launcher import launch
 from exp.errors import ExpError
 from exp.strategies.placement import Machine, placement
 try:

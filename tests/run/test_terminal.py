@@ -18,9 +18,9 @@ import pytest
 
 import exp
 from exp import check
-from exp.ending import heeded
 from exp.errors import Interrupted
 from exp.report import Ongoing, as_markdown, read_report
+from exp.signals import heeded
 from exp.train import main
 
 SMALL = ("debug=fast", "trainer.enable_progress_bar=false")

@@ -17,7 +17,7 @@ from exp.data.loader import Loader
 from exp.data.randomness import generators_kept
 from exp.data.sampler import GlobalBatches, ShareSampler
 from exp.data.samples import SampleSource, as_batch
-from exp.ending import heed
+from exp.signals import heed
 from exp.types import Batch, Stage
 
 

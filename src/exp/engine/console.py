@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.ending import leave_closed_terminal
 from exp.engine.recording import Recording
+from exp.signals import leave_closed_terminal
 from exp.strategies.rank import Rank
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from exp.engine.checkpointing import Checkpointing
 from exp.engine.length import Limits
 from exp.engine.position import before_batch, in_validation
-from exp.engine.signals import SignalFlag
 from exp.errors import Interrupted
+from exp.signals import SignalFlag
 from exp.types import Batch
 
 STATE = "exp_seconds"

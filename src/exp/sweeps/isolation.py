@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from exp.ending import ENDING
+from exp.signals import ENDING
 
 
 @contextlib.contextmanager

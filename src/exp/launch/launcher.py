@@ -23,10 +23,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from exp.engine.failure import Failure
-from exp.engine.spawn import start_ranks
-from exp.engine.supervise import Grace, collected_signals, supervise
 from exp.errors import Interrupted, RunError
+from exp.launch.failure import Failure
+from exp.launch.spawn import start_ranks
+from exp.launch.supervision import Grace, collected_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from exp.ending import heed, leave_closed_terminal
-from exp.engine.failure import Failure, death, first_cause, read_failure
-from exp.engine.spawn import RankProcess
+from exp.launch.failure import Failure, Kind, death, first_cause, read_failure
+from exp.launch.spawn import RankProcess
+from exp.signals import Handler, heed, leave_closed_terminal
 
 POLL_SECONDS = 0.05
 # Neighbours of a failed rank get so long to say what they saw, and so long after SIGTERM to leave.
@@ -31,9 +31,9 @@ def collected_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before: dict[int, Any] = {}
+    before: dict[int, Handler] = {}
 
-    def collect(signum: int, frame: Any) -> None:
+    def collect(signum: int, frame: FrameType | None) -> None:
         leave_closed_terminal()
         received.append(signum)
 
@@ -125,7 +125,7 @@ def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[in
     The others get a moment: interrupted ranks leave together when all have saved, and a complaint about a neighbour may
     come before the death that it is about.
     """
-    heard: set[str] = set()
+    heard: set[Kind] = set()
     deadline = time.monotonic()
     signals = len(received)
     while True:

@@ -1,19 +1,48 @@
-"""SIGINT and SIGTERM: the first one asks for the end, the second one is the end, but in a rank that is watched."""
+"""Signals that end a run: which they are, and the handlers of whoever may be running when one comes."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from exp.ending import heeded, leave_closed_terminal
-from exp.engine.spawn import SUPERVISED
 from exp.errors import Interrupted
+
+# What signal.signal takes and gives back; None was not installed from Python.
+Handler = Callable[[int, FrameType | None], Any] | int | None
+# Set in a rank that somebody watches and would end by SIGKILL: exp's launcher, torchrun, SLURM.
+SUPERVISED = "EXP_SUPERVISED"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded() -> tuple[int, ...]:
+    """The signals that end a run: Ctrl-C, a scheduler's, and a closed terminal's, which `nohup` lets it ignore."""
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
+
+
+def heed(handler: Callable[[int, FrameType | None], None]) -> dict[int, Handler]:
+    """Installs a handler for the signals that end a run. Returns: the handlers that were there before."""
+    return {signum: signal.signal(signum, handler) for signum in heeded()}
+
+
+def leave_closed_terminal() -> None:
+    """Lets what is still printed fall away where the terminal is gone: a write to it fails, and would end the run."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 class SignalFlag:
@@ -24,7 +53,7 @@ class SignalFlag:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
 
     def install(self) -> None:
         """Takes over the handlers; elsewhere than in the main thread there are none to take, and it does nothing."""

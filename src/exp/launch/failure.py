@@ -28,6 +28,7 @@ NEIGHBOUR = re.compile(
 )
 # The exit status of a rank that could not even write its failure down: EX_IOERR of sysexits.h.
 UNWRITABLE = 74
+Kind = Literal["config", "known", "bug", "neighbour", "death", "interrupted"]
 TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -43,7 +44,7 @@ class Failure:
 
     rank: int
     time: float
-    kind: Literal["config", "known", "bug", "neighbour", "death", "interrupted"]
+    kind: Kind
     reason: str
     detail: str = ""
     exit_status: int = 1
@@ -79,7 +80,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
     if isinstance(error, ExpError):
         faults = [dataclasses.asdict(fault) for fault in error.faults] if isinstance(error, ConfigError) else []
-        kind: Literal["config", "known"] = "config" if faults else "known"
+        kind: Kind = "config" if faults else "known"
         reason = f"failed: {error}"
         return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, faults=faults)
     text = "".join(traceback.format_exception(error)).rstrip()

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
-from exp.ending import heed
-from exp.engine.failure import UNWRITABLE, Failure, failure_of, write_failure
-from exp.engine.spawn import EXCHANGE, PARENT, SUPERVISED
 from exp.errors import Interrupted
+from exp.launch.failure import UNWRITABLE, Failure, failure_of, write_failure
+from exp.launch.spawn import EXCHANGE, PARENT
+from exp.signals import SUPERVISED, heed
 from exp.strategies.group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
 
@@ -85,7 +86,7 @@ def _tell(failure: Failure, error: BaseException) -> None:
 def _install_first_handlers() -> None:
     """Until the engine has its own, a signal ends a rank at once: nothing has been done that could be saved."""
 
-    def leave(signum: int, frame: Any) -> None:
+    def leave(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(signum=signum, checkpoint=None)
 
     heed(leave)

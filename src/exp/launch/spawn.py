@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from exp.signals import SUPERVISED
 from exp.strategies.rank import STORE
 
 # How a rank finds its parent and the folder in which the two exchange words.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
-# Set in a rank that somebody watches and would end by SIGKILL: exp's launcher, torchrun, SLURM.
-SUPERVISED = "EXP_SUPERVISED"
 
 # Another job's variables would tell a rank that it is somebody else.
 FOREIGN = frozenset(

@@ -154,11 +154,12 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
     more = _faults_raised(lambda: found.append(place(plain)))
     if more or _touched(faults, ("precision", "phases")):
         return None, more
-    from exp.precision.faults import device_faults, report_faults
+    from exp.precision.advice import report_faults
+    from exp.precision.words import WORDS
 
     placed, precision = found[0], plain["precision"]
     parts = max(placed.model_ranks, placed.devices_per_rank)
-    more = device_faults(precision["word"], placed.accelerator)
+    more = WORDS[precision["word"]].device_faults(placed.accelerator)
     return placed, more + report_faults(precision, phases=plain["phases"], ranks_of_a_model=parts)
 
 
@@ -216,7 +217,8 @@ def _around_the_network(
     """What optimizer and schedule refuse, and patterns that match no parameter of the network."""
     from exp.build import build_optimization
     from exp.plan.phases import phase_faults
-    from exp.precision.faults import network_faults, optimizer_faults
+    from exp.precision.keep import keep_faults
+    from exp.precision.words import WORDS
 
     more: list[Fault] = []
     made: list[Any] = []
@@ -229,9 +231,9 @@ def _around_the_network(
         else:
             more += _faults_raised(lambda: made.append(build_optimization(plain).make(network, **lengths)[0]))
     if not _touched(faults, ("precision",)):
-        precision = plain["precision"]
-        more += network_faults(precision["word"], network, precision["keep"])
-        more += [fault for optimizer in made for fault in optimizer_faults(precision["word"], optimizer)]
+        word = WORDS[plain["precision"]["word"]]
+        more += keep_faults(network, plain["precision"]["keep"], otherwise=word.parameters)
+        more += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
     return more
 
 

@@ -278,9 +278,9 @@ def test_an_lstm_under_fp16_on_cpu_says_that_it_runs_in_float32(caplog: pytest.L
 
 
 def test_each_word_gives_its_plugin() -> None:
-    assert build_precision("fp32", device_type="cpu").numbers.autocast is None
+    assert build_precision("fp32", device_type="cpu").word.autocast is None
     bf16 = build_precision("bf16", device_type="cuda")
-    assert bf16.numbers.autocast is torch.bfloat16
+    assert bf16.word.autocast is torch.bfloat16
     assert not bf16.is_scaled
     settings = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
     fp16 = build_precision("fp16", device_type="cpu", enabled=True, **settings)

@@ -18,7 +18,6 @@ from exp.errors import ConfigError
 from exp.optim.optimizer import build_optimizer
 from exp.precision.choice import build_precision
 from exp.precision.conversion import STATISTICS
-from exp.precision.faults import optimizer_faults
 from exp.precision.words import WORDS
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -254,10 +253,10 @@ def test_a_fused_optimizer_that_is_wrong_is_refused() -> None:
 
 def test_an_eps_that_is_nothing_in_float16_is_refused() -> None:
     adam = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
-    (fault,) = optimizer_faults("fp16_true", adam)
+    (fault,) = WORDS["fp16_true"].optimizer_faults(adam)
     assert str(fault).startswith("optimizer.eps: 1e-08 with precision=fp16_true; expected 6e-08 or more")
-    assert optimizer_faults("bf16_true", adam) == optimizer_faults("fp16", adam) == []
-    assert optimizer_faults("fp16_true", torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)) == []
+    assert WORDS["bf16_true"].optimizer_faults(adam) == WORDS["fp16"].optimizer_faults(adam) == []
+    assert WORDS["fp16_true"].optimizer_faults(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)) == []
 
 
 def test_tf32_switches_are_put_back_and_say_on_cpu_that_they_do_nothing(

@@ -109,7 +109,7 @@ class LeanStep:
 
     def _choose_forward(self) -> None:
         strategy, precision = self._strategy, self._precision
-        self._converts = precision.word == "fp64"
+        self._converts = precision.word.double
         self._to_device = strategy.batch_to_device
         if type(strategy).batch_to_device is LightningStrategy.batch_to_device:
             on_cpu = strategy.root_device.type == "cpu"

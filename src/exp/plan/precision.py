@@ -17,6 +17,7 @@ from exp.objectives.objective import Objective
 from exp.precision.advice import print_comparison, proposed_keep, write_comparison
 from exp.precision.choice import build_precision
 from exp.precision.comparison import Comparison, compare
+from exp.precision.words import WORDS
 from exp.types import Batch
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def report_precision(
         return
     part = objective.only(names).to(device)
     # The weights of a loss are float64 with the network under fp64.
-    parts = part, copy.deepcopy(part).double() if precision["word"] == "fp64" else part
+    parts = part, copy.deepcopy(part).double() if WORDS[precision["word"]].double else part
     batch = batch._replace(data=moved(batch.data, device))
 
     def compared(keep: Mapping[str, str]) -> Comparison:

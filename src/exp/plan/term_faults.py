@@ -10,10 +10,9 @@ from exp.errors import Fault
 from exp.objectives.jacobian import JacobianNorm
 from exp.objectives.objective import Objective
 from exp.objectives.penalties import R1
+from exp.precision.words import WORDS
 from exp.spelling import among, did_you_mean
 from exp.types import DataSpec
-
-HALF_PARAMETERS = ("bf16_true", "fp16_true")
 
 
 def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[Fault]:
@@ -38,10 +37,10 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
                 expected="a value of floating numbers",
                 cure="Let the network return its embedding by a name, and write that name",
             )
-        if getattr(term, "precision", "step") == "full" and word in HALF_PARAMETERS:
+        if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
             yield Fault(
                 key=f"objective.{name}.precision",
                 got=f"full with precision={word}, whose parameters are of half precision themselves",
                 expected="step, or a precision with float32 parameters",
-                cure=f"Write precision={word.removesuffix('_true')}",
+                cure=f"Write precision={WORDS[word].mixed_word.name}",
             )

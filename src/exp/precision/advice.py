@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+from exp.errors import Fault
 from exp.files import write_whole
 from exp.precision.comparison import Comparison, LayerComparison
-from exp.precision.words import WORDS
+from exp.precision.words import HALF, WORDS
 
 FILE = "precision.md"
 HEADINGS = ("layer", "type", "dtype", "error", "own error", "gradient error", "overflow", "underflow")
@@ -23,6 +25,25 @@ UNITS = 4
 LOST = 0.1
 # Of running the batch again with more layers kept.
 ROUNDS = 8
+
+
+def report_faults(precision: Mapping[str, Any], *, phases: Mapping[str, Any], ranks_of_a_model: int) -> list[Fault]:
+    """precision: the config's node. ranks_of_a_model: how many ranks or devices hold parts of one network."""
+    if not precision["report"]:
+        return []
+    expected = "false: it measures one network with one loss, whole, on one device"
+    if phases:
+        return [Fault(key="precision.report", got=f"true with the phases {', '.join(phases)}", expected=expected)]
+    if ranks_of_a_model > 1:
+        return [
+            Fault(
+                key="precision.report",
+                got=f"true, and {ranks_of_a_model} devices hold parts of the network",
+                expected=expected,
+                cure="Run it once with strategy=single",
+            )
+        ]
+    return []
 
 
 def proposed_keep(
@@ -49,11 +70,10 @@ def proposed_keep(
 
 def _worst(comparison: Comparison) -> list[str]:
     """Where infinity begins; else what is wrong by itself or vanishes; else whose gradient is, and others' are not."""
-    numbers, layers = WORDS[comparison.word], comparison.layers
-    half = numbers.autocast or numbers.parameters
-    if half is None or half == torch.float64:
+    dtype, layers = WORDS[comparison.word].compute, comparison.layers
+    if dtype not in HALF:
         return []
-    limit = UNITS * torch.finfo(half).eps
+    limit = UNITS * torch.finfo(dtype).eps
     usual = median(layer.gradient_error for layer in layers) if layers else 0.0
     stages = (
         [layer.name for layer in layers if layer.is_origin],

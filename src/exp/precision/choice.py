@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from exp.errors import ConfigError, Fault
 from exp.precision.plugin import RunPrecision
 from exp.precision.scaled import ScaledPrecision
 from exp.precision.scaler import CountingScaler
-from exp.precision.words import WORDS
-from exp.spelling import did_you_mean
+from exp.precision.words import read_word
 
 
 def build_precision(
@@ -33,10 +31,8 @@ def build_precision(
     matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
-    if word not in WORDS:
-        expected = f"one of {', '.join(WORDS)}"
-        raise ConfigError([Fault(key="precision.word", got=word, expected=expected, cure=did_you_mean(word, WORDS))])
-    if word == "fp16":
+    meaning = read_word(word)
+    if meaning.needs_scaler:
         scaler = CountingScaler(
             device=device_type,
             init_scale=init_scale,
@@ -45,13 +41,7 @@ def build_precision(
             growth_interval=growth_interval,
             enabled=enabled,
         )
-        return ScaledPrecision(device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
+        return ScaledPrecision(word=meaning, device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
     if enabled:
-        fault = Fault(
-            key="precision.scaler.enabled",
-            got=f"true with {word}",
-            expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
-            cure="Choose precision=fp16, or set precision.scaler.enabled=false",
-        )
-        raise ConfigError([fault])
-    return RunPrecision(word=word, device_type=device_type, keep=keep, matmul=matmul)
+        meaning.refuse_scaler()
+    return RunPrecision(word=meaning, device_type=device_type, keep=keep, matmul=matmul)

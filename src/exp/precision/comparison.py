@@ -79,7 +79,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
             scale = _backward(value, chosen, precision, found)
         finally:
             precision.teardown()
-    half = precision.numbers.autocast or precision.numbers.parameters or torch.float32
+    half = precision.word.compute
     gradients(reference, expected, scale=1.0)
     gradients(chosen, found, scale=scale)
     layers = tuple(
@@ -88,7 +88,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
         if name in expected
     )
     return Comparison(
-        word=precision.word,
+        word=precision.word.name,
         layers=layers,
         loss=float(value.detach()),
         loss_float32=float(value32.detach()),

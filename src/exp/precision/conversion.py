@@ -11,7 +11,7 @@ from torch import nn
 from exp.precision.edges import Edge, Ends
 from exp.precision.entrance import Entrance
 from exp.precision.keep import outermost
-from exp.precision.words import HALF, Numbers
+from exp.precision.words import HALF, Word
 
 # torch's layers with running statistics. Their kernels take half inputs with float32 parameters and statistics.
 STATISTICS = (
@@ -20,7 +20,7 @@ STATISTICS = (
 )  # fmt: skip
 
 
-def cast_tensors(network: nn.Module, numbers: Numbers, kept: Mapping[str, torch.dtype]) -> None:
+def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
     """Parameters and floating buffers in the word's dtype, in place; the Parameter objects stay the same.
 
     Kept layers have their own. Layers with running statistics stay in float32 under a half word: an update of
@@ -29,11 +29,11 @@ def cast_tensors(network: nn.Module, numbers: Numbers, kept: Mapping[str, torch.
     for name, module in network.named_modules():
         if name in kept:
             # Under autocast a kept float32 layer is float32 already: nothing is touched.
-            dtype = kept[name] if numbers.parameters is not None or kept[name] == torch.float64 else None
-        elif numbers.parameters in HALF and _has_statistics(module):
+            dtype = kept[name] if word.parameters is not None or kept[name] == torch.float64 else None
+        elif word.parameters in HALF and _has_statistics(module):
             dtype = torch.float32
         else:
-            dtype = numbers.parameters
+            dtype = word.parameters
         if dtype is not None:
             cast_own_tensors(module, dtype)
 
@@ -48,16 +48,14 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
             setattr(module, name, buffer.to(dtype))
 
 
-def attach_edges(
-    network: nn.Module, numbers: Numbers, kept: Mapping[str, torch.dtype], *, device_type: str
-) -> list[Any]:
+def attach_edges(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str) -> list[Any]:
     """The hooks that cast what goes in and out. Returns: their handles."""
     # What flows between layers that are not kept: the word's, else float32, which autocast casts as it needs.
-    flowing = numbers.parameters or torch.float32
+    flowing = word.parameters or torch.float32
     ends = Ends()
     handles = []
-    if numbers.parameters is not None:
-        handles += Entrance(dtype=numbers.parameters, ends=ends).attach(network)
+    if word.parameters is not None:
+        handles += Entrance(dtype=word.parameters, ends=ends).attach(network)
     modules = dict(network.named_modules(remove_duplicate=False))
     for name, inside, around in outermost(kept):
         edge = Edge(

@@ -54,11 +54,23 @@ def outermost(kept: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.dtyp
             yield name, inside, around
 
 
-def refuse_shared(network: nn.Module, kept: Mapping[str, torch.dtype], *, otherwise: torch.dtype) -> None:
-    """Raises: ConfigError where one parameter lies in two modules of different dtypes, as tied embeddings do."""
+def keep_faults(network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None) -> list[Fault]:
+    """Patterns of precision.keep that match nothing, and shared parameters of which only one is kept."""
+    try:
+        refuse_shared(network, kept_layers(network, keep), otherwise=otherwise)
+    except ConfigError as error:
+        return list(error.faults)
+    return []
+
+
+def refuse_shared(network: nn.Module, kept: Mapping[str, torch.dtype], *, otherwise: torch.dtype | None) -> None:
+    """otherwise: the dtype of layers that are not kept; None is float32.
+
+    Raises: ConfigError where one parameter lies in two modules of different dtypes, as tied embeddings do.
+    """
     seen: dict[int, tuple[str, torch.dtype]] = {}
     for name, module in network.named_modules(remove_duplicate=False):
-        dtype = kept.get(name, otherwise)
+        dtype = kept.get(name, otherwise or torch.float32)
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             first, before = seen.setdefault(id(parameter), (f"{name}.{own}", dtype))
             if before != dtype:

@@ -20,7 +20,7 @@ from exp.precision.fp8 import convert_linear
 from exp.precision.holding import hold
 from exp.precision.keep import kept_layers, refuse_shared
 from exp.precision.tf32 import TensorFloat32, why_without_effect
-from exp.precision.words import WORDS, Word
+from exp.precision.words import Word
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RunPrecision(Precision):
         precision.step(optimizer)                      # skipped where a gradient is not finite
         precision.update()                             # once a batch window, after all optimizers
 
-    word: of the config's precision.word.
+    word: what the config's precision.word means (read_word).
     device_type: torch's, such as cpu or cuda.
     keep: layers with a dtype of their own, as precision.keep has them. The names are those in the LightningModule's
         `network`, or in the module itself where it has none.
@@ -50,8 +50,7 @@ class RunPrecision(Precision):
     ) -> None:
         super().__init__()
         self.word, self.device_type, self.keep = word, device_type, dict(keep or {})
-        self.numbers = WORDS[word]
-        self._tf32 = TensorFloat32(allowed=word == "tf32", matmul=matmul)
+        self._tf32 = TensorFloat32(allowed=word.tf32, matmul=matmul)
         self._handles: list[Any] = []
         self._kept: dict[str, torch.dtype] = {}
         self._has_spoken = False
@@ -107,16 +106,16 @@ class RunPrecision(Precision):
         """
         network = _network(module)
         kept = kept_layers(network, self._keep(network))
-        refuse_shared(network, kept, otherwise=self.numbers.parameters or torch.float32)
-        if self.word == "fp64":
+        refuse_shared(network, kept, otherwise=self.word.parameters)
+        if self.word.double:
             # What is beside the network, too: the weights of a loss, the states of metrics.
             for part in module.modules():
                 if isinstance(part, Metric):
                     part.set_dtype(torch.float64)
                 else:
                     cast_own_tensors(part, torch.float64)
-        cast_tensors(network, self.numbers, kept)
-        if self.word == "fp8":
+        cast_tensors(network, self.word, kept)
+        if self.word.float8:
             names = convert_linear(network, kept=kept)
             log.info("float8: %s", ", ".join(names) or "no linear layer")
         return module
@@ -145,7 +144,7 @@ class RunPrecision(Precision):
         network = _network(module)
         there = {name for name, _ in network.named_modules(remove_duplicate=False)}
         kept = {name: dtype for name, dtype in self._kept.items() if name in there}
-        self._handles = attach_edges(network, self.numbers, kept, device_type=self.device_type)
+        self._handles = attach_edges(network, self.word, kept, device_type=self.device_type)
 
     def teardown(self) -> None:
         """Takes the hooks off the network, and puts the process's switches back. The dtypes stay."""
@@ -155,27 +154,27 @@ class RunPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """The whole batch in float64 under fp64, targets too; else the network casts what comes in."""
-        return cast(data, torch.float64) if self.word == "fp64" else data
+        return cast(data, torch.float64) if self.word.double else data
 
     def cast_inputs(self, inputs: Any) -> Any:
         """For a strategy that runs the network's layers without calling the network: what goes in as they take it."""
-        return inputs if self.numbers.parameters is None else cast(inputs, self.numbers.parameters)
+        return inputs if self.word.parameters is None else cast(inputs, self.word.parameters)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast, where the word has it. Without its cache of cast weights, as in Lightning."""
-        if self.word == "fp64":
+        if self.word.double:
             return _Float64ByDefault()
-        if self.numbers.autocast is None:
+        if self.word.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.numbers.autocast, cache_enabled=False)
+        return torch.autocast(self.device_type, dtype=self.word.autocast, cache_enabled=False)
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """For a backward inside a training step, which runs under autocast."""
-        return nullcontext() if self.numbers.autocast is None else torch.autocast(self.device_type, enabled=False)
+        return nullcontext() if self.word.autocast is None else torch.autocast(self.device_type, enabled=False)
 
     def _keep(self, network: nn.Module) -> dict[str, str]:
         """The config's map, and layers that have no kernel in the word's dtype."""
-        if self.word != "fp16" or self.device_type != "cpu":
+        if not self.word.needs_scaler or self.device_type != "cpu":
             return self.keep
         # mkldnn has none ("could not create a primitive", torch 2.13).
         without = {name: "fp32" for name, part in network.named_modules() if type(part) is nn.LSTM}
@@ -188,7 +187,7 @@ class RunPrecision(Precision):
         self._has_spoken = True
         for name in self._keep(network).keys() - self.keep.keys():
             log.warning("%s: an LSTM has no float16 on CPU; it runs in float32", name)
-        if self.word == "tf32":
+        if self.word.tf32:
             if reason := why_without_effect(self.device_type):
                 log.warning("precision=tf32 changes nothing here and trains in float32: %s", reason)
             elif "fp32" in self.keep.values():

@@ -9,10 +9,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError
 from exp.precision.plugin import RunPrecision
 from exp.precision.scaler import CountingScaler
 from exp.precision.watch import ScaleWatch
+from exp.precision.words import Word
 
 
 class ScaledPrecision(RunPrecision):
@@ -29,12 +30,13 @@ class ScaledPrecision(RunPrecision):
     def __init__(
         self,
         *,
+        word: Word,
         device_type: str,
         scaler: CountingScaler,
         keep: Mapping[str, str] | None = None,
         matmul: str | None = None,
     ) -> None:
-        super().__init__(word="fp16", device_type=device_type, keep=keep, matmul=matmul)
+        super().__init__(word=word, device_type=device_type, keep=keep, matmul=matmul)
         self.scaler = scaler
         self.is_scaled = scaler.is_enabled()
         self._watch = ScaleWatch()
@@ -80,9 +82,7 @@ class ScaledPrecision(RunPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                [Fault(key="precision.word", got="fp16 with LBFGS", expected="bf16 or fp32: LBFGS cannot skip a step")]
-            )
+            raise ConfigError(self.word.optimizer_faults(optimizer))
         result = closure()
         if result is None and model.automatic_optimization:
             # The training step gave no loss: there are no gradients to unscale.

@@ -1,38 +1,136 @@
-"""The words of precision.word, and what each one means in torch's dtypes."""
+"""The words of precision.word: what each one means in torch's dtypes, and what it cannot do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from torch.optim import LBFGS, Optimizer
 
-Word = Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8"]
+from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.precision.fp8 import refuse_without
+from exp.spelling import did_you_mean
+
+HALF = (torch.float16, torch.bfloat16)
+# The smallest number of float16 is 6e-8: half of it and less is rounded to 0.
+SMALLEST_HALF = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """What a word says.
+class Word:
+    """A word of precision.word.
 
     parameters: the dtype of the network's parameters, floating buffers, gradients and optimizer state; None leaves
         them as the network made them, which is float32.
     autocast: the dtype in which torch.autocast runs what it allows; None for no autocast.
-    loss: the dtype of the loss.
+    tf32: float32 matrix products and convolutions may be computed in TensorFloat-32.
+    float8: linear layers multiply in float8; CUDA alone can.
     """
 
+    name: str
     parameters: torch.dtype | None = None
     autocast: torch.dtype | None = None
-    loss: torch.dtype = torch.float32
+    tf32: bool = False
+    float8: bool = False
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of most of the arithmetic: what matrix products take and give."""
+        return self.autocast or self.parameters or torch.float32
+
+    @property
+    def half_parameters(self) -> bool:
+        """Parameters, gradients and optimizer state are of 16 bits."""
+        return self.parameters in HALF
+
+    @property
+    def double(self) -> bool:
+        """Everything is float64: the batch with its targets, the network, the loss and the metrics."""
+        return self.parameters is torch.float64
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Float32 parameters get float16 gradients, the small ones of which are lost without a loss scale."""
+        return self.autocast is torch.float16
+
+    @property
+    def mixed_word(self) -> Word:
+        """Itself, or for one with half parameters the word that computes alike with float32 parameters."""
+        if not self.half_parameters:
+            return self
+        return next(word for word in WORDS.values() if word.autocast is self.parameters)
+
+    def device_faults(self, accelerator: str) -> list[Fault]:
+        """What the word lacks on cpu, cuda or mps."""
+        if accelerator == "mps" and (self.needs_scaler or self.double):
+            reason = "the loss scale of fp16 has no kernels there" if self.needs_scaler else "it has no float64"
+            return [_fault(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", cure="Write precision=bf16")]
+        if not self.float8:
+            return []
+        try:
+            refuse_without(accelerator)
+        except ConfigError as error:
+            return list(error.faults)
+        except MissingExtraError as error:
+            return [_fault(f"{self.name} without torchao", expected=str(error))]
+        return []
+
+    def optimizer_faults(self, optimizer: Optimizer) -> list[Fault]:
+        """What an optimizer cannot do in the word's dtypes."""
+        if self.needs_scaler and isinstance(optimizer, LBFGS):
+            expected = "bf16 or fp32: LBFGS cannot skip a step"
+            return [_fault(f"{self.name} with LBFGS", expected=expected, cure="Write precision=bf16")]
+        if self.parameters is not torch.float16:
+            return []
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if eps is not None and 0 < eps < SMALLEST_HALF:
+                return [
+                    Fault(
+                        key="optimizer.eps",
+                        got=f"{eps:g} with precision={self.name}",
+                        expected=f"{SMALLEST_HALF:.0e} or more: in float16 it is 0, and the step divides by it",
+                        cure="Write optimizer.eps=1e-4, or precision=fp16 or bf16_true",
+                    )
+                ]
+        return []
+
+    def refuse_scaler(self) -> None:
+        """Raises: ConfigError unless the word has a loss scale."""
+        if not self.needs_scaler:
+            fault = Fault(
+                key="precision.scaler.enabled",
+                got=f"true with {self.name}",
+                expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
+                cure="Choose precision=fp16, or set precision.scaler.enabled=false",
+            )
+            raise ConfigError([fault])
 
 
-WORDS: dict[Word, Numbers] = {
-    "fp32": Numbers(),
-    "tf32": Numbers(),
-    "bf16": Numbers(autocast=torch.bfloat16),
-    "fp16": Numbers(autocast=torch.float16),
-    "bf16_true": Numbers(parameters=torch.bfloat16),
-    "fp16_true": Numbers(parameters=torch.float16),
-    "fp64": Numbers(parameters=torch.float64, loss=torch.float64),
-    "fp8": Numbers(autocast=torch.bfloat16),
+def read_word(name: str) -> Word:
+    """The word of that name.
+
+    Raises: ConfigError where there is none.
+    """
+    if name not in WORDS:
+        raise ConfigError([_fault(name, expected=f"one of {', '.join(WORDS)}", cure=did_you_mean(name, WORDS))])
+    return WORDS[name]
+
+
+def _fault(got: str, *, expected: str, cure: str | None = None) -> Fault:
+    return Fault(key="precision.word", got=got, expected=expected, cure=cure)
+
+
+WORDS = {
+    word.name: word
+    for word in (
+        Word(name="fp32"),
+        Word(name="tf32", tf32=True),
+        Word(name="bf16", autocast=torch.bfloat16),
+        Word(name="fp16", autocast=torch.float16),
+        Word(name="bf16_true", parameters=torch.bfloat16),
+        Word(name="fp16_true", parameters=torch.float16),
+        Word(name="fp64", parameters=torch.float64),
+        Word(name="fp8", autocast=torch.bfloat16, float8=True),
+    )
 }
-HALF = (torch.float16, torch.bfloat16)

@@ -88,7 +88,7 @@ class ZeroStrategy(ModelParallel):
             zero["offload_optimizer"] = {"device": "cpu"}
         if options.offload_parameters:
             zero["offload_param"] = {"device": "cpu"}
-        autocast = self.precision_plugin.numbers.autocast
+        autocast = self.precision_plugin.word.autocast
         return {
             # For its log alone: the batches are shared out by exp.
             "train_micro_batch_size_per_gpu": 1,

@@ -95,7 +95,7 @@ def replay(file: StepFile, *, path: Path, device: str, allow: Sequence[str] = ()
     path: for messages. allow: the packages that its targets may name, as security.allow.
     Raises: ConfigError for a config with faults; RunError where the state is not that of its network.
     """
-    from exp.engine.again import trace_again
+    from exp.engine.step_replay import trace_again
 
     place = _device(device)
     config = _checked(file, path=path, device=place, allow=allow)
@@ -181,8 +181,8 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         plain_config,
     )
     from exp.engine.module import TrainingModule
-    from exp.engine.phases import PhasedModule
-    from exp.engine.switches import switch_on
+    from exp.engine.phased_module import PhasedModule
+    from exp.engine.runtime import switch_on
     from exp.types import DataSpec
 
     plain = plain_config(config)

@@ -13,8 +13,8 @@ from exp.build import Parts, build, build_network, build_objective, network_on_m
 from exp.config.chosen import chosen_values
 from exp.config.freeze import freeze, read_frozen, read_overrides
 from exp.engine.checkpoint import read_checkpoint
-from exp.engine.threads import set_threads
-from exp.engine.train_log import run_log
+from exp.engine.console import run_log
+from exp.engine.runtime import set_threads
 from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
 from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
 from exp.launch.launcher import in_process, last_checkpoint, launch

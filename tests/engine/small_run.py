@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
-from exp.engine.averaging import ExponentialMovingAverage
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.checkpointing import Checkpointing
-from exp.engine.data import RunData
-from exp.engine.lean import run_several_at_once
-from exp.engine.length import take_limits
+from exp.engine.datamodule import RunData
+from exp.engine.ema import ExponentialMovingAverage
+from exp.engine.lean_loop import run_several_at_once
 from exp.engine.module import TrainingModule
-from exp.engine.phases import PhasedModule
+from exp.engine.phased_module import PhasedModule
+from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.stopping import Stopping
 from exp.errors import ExpError

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from exp.engine.averaging import CURRENT, ExponentialMovingAverage
+from exp.engine.ema import CURRENT, ExponentialMovingAverage
 from exp.errors import ConfigError
 
 BATCHES = 6

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from exp.engine.clipping import clip
+from exp.engine.module import clip
 
 LIMITS = ((0.5, "norm"), (0.5, None), (0.01, "value"))
 

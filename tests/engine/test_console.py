@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from exp.engine import console
-from exp.engine.console import Bar, Lines, Progress, progress
-from exp.engine.train_log import run_log
+from exp.engine.console import Bar, Lines, Progress, progress, run_log
 from exp.strategies.rank import ALONE, Rank
 
 pytestmark = [

@@ -22,7 +22,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
 from exp.data.data import Data
-from exp.engine.lean import LeanEpochLoop
+from exp.engine.lean_loop import LeanEpochLoop
 from exp.engine.overhead import EVALUATION_HOOKS, TRAINING_HOOKS
 from exp.errors import Interrupted
 from exp.hooks.gradients import Gradients
@@ -279,10 +279,10 @@ def test_what_acts_at_every_step_keeps_lightnings_own_loop_and_the_log_says_why(
     for number, (reason, plan) in enumerate(cases.items()):
         for count in (None, 5):
             caplog.clear()
-            with caplog.at_level(logging.INFO, logger="exp.engine.lean"):
+            with caplog.at_level(logging.INFO, logger="exp.engine.lean_loop"):
                 small = small_run.Small(tmp_path / f"{number}-{count}", steps_per_execution=count, max_epochs=2, **plan)
                 small.fit()
-            said = [record for record in caplog.records if record.name == "exp.engine.lean"]
+            said = [record for record in caplog.records if record.name == "exp.engine.lean_loop"]
             assert [record.levelno for record in said] == [logging.INFO if count is None else logging.WARNING]
             assert said[0].message.endswith(reason)
             assert "runtime.steps_per_execution is 1" in said[0].message

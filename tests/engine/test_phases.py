@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
 from exp.data.randomness import reseed
-from exp.engine.phases import PhasedModule
+from exp.engine.phased_module import PhasedModule
 from exp.errors import RunError
 from exp.hooks.gradients import Gradients
 from exp.hooks.memory import Memory

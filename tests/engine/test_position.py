@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from exp.engine.position import Position, after_fit, before_batch, fit_loop_state, in_validation
+from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, in_validation
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
 
-from exp.engine.length import seconds_of, take_limits
+from exp.engine.progress import seconds_of, take_limits
 from exp.errors import ConfigError, Interrupted
 from exp.signals import SignalFlag
 

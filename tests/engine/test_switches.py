@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import exp
-from exp.engine.channels_last import lay_out_optimizer_states, put_channels_last
+from exp.engine.checkpoint import lay_out_optimizer_states
 from exp.engine.cuda_graphs import GraphedNetwork
+from exp.engine.runtime import put_channels_last
 from exp.errors import ConfigError, RunError
 from exp.hooks.memory import Memory
 from exp.precision.choice import build_precision

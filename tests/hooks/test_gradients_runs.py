@@ -12,7 +12,7 @@ from torch import nn
 
 import exp
 from exp.build import build_data, build_network, plain_config
-from exp.engine.compiling import forget_compiled
+from exp.engine.compilation import forget_compiled
 
 STEPS = 3
 SHORT = (

@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
 
-from exp.engine.compiling import compile_network, forget_compiled
+from exp.engine.compilation import compile_network, forget_compiled
 from exp.errors import RunError
 from exp.hooks.clip_module import ClipModule
 from exp.hooks.gradient_reversal import GradientReversal

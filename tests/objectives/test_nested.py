@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exp.engine.several_passes import detached, make_passes
+from exp.engine.forward import detached, make_passes
 from exp.nested import mapped, rebuilt, tensors_in
 from exp.strategies.microbatches import cut, joined, micro_batches, shares
 

@@ -72,7 +72,7 @@ def test_every_job_compiles_its_network_however_many_widths_came_before():
     import torch._dynamo
     from torch._dynamo.utils import counters
 
-    from exp.engine.compiling import compile_network
+    from exp.engine.compilation import compile_network
 
     torch._dynamo.reset()
     before, compiled = torch._dynamo.config.skip_nnmodule_hook_guards, []

@@ -20,7 +20,7 @@ LISTED = {
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
     # One module: the others of the engine are made by exp itself.
-    "exp.engine.averaging": "exp.engine.averaging",
+    "exp.engine.ema": "exp.engine.ema",
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",
     "torchmetrics": "torchmetrics",

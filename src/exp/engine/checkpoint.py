@@ -10,9 +10,10 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.nested import mapped
 
 SUFFIX = ".partial"
 
@@ -120,6 +121,21 @@ def require_plain(value: Any, *, key: str = "") -> None:
     )
 
 
+def lay_out_optimizer_states(checkpoint: dict[str, Any], network: nn.Module) -> None:
+    """Lay the state of a checkpoint's optimizers out as the network is that it will be loaded for.
+
+    What lies in memory in two orders at once is no fault to torch, and wrong: a fused optimizer walks through a weight
+    and its averages in the order of their memory (seen in torch 2.13, AdamW and Adam on CPU).
+    """
+    if "optimizer_states" in checkpoint:
+        is_last = any(_is_channels_last(parameter) for parameter in network.parameters())
+        layout = torch.channels_last if is_last else torch.contiguous_format
+        checkpoint["optimizer_states"] = mapped(
+            checkpoint["optimizer_states"],
+            lambda value: value.contiguous(memory_format=layout) if value.dim() == 4 else value,
+        )
+
+
 class _Replacing:
     """A binary file that takes its target's place when it is closed well, and leaves nothing behind otherwise."""
 
@@ -201,3 +217,9 @@ def _require_sound(path: Path) -> None:
         raise RunError(f"{path} is damaged or is not a checkpoint: {error}") from error
     if damaged is not None:
         raise RunError(f"{path} is damaged: the checksum of {damaged} is wrong. Take another checkpoint")
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    # A weight of one channel, or one pixel, is both.
+    is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not tensor.is_contiguous()

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.checkpoint import copy_checkpoint, sweep_partial_files
-from exp.engine.position import Position, after_fit, before_batch, fit_loop_state, forget_restart
+from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.types import Batch, Mode
 

@@ -3,30 +3,68 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from exp.data.randomness import reseed
-from exp.engine.channels_last import lay_out_optimizer_states
-from exp.engine.clipping import clip
-from exp.engine.compiling import uncompiled
-from exp.engine.epoch_values import EpochValues
+from exp.engine.buffer import EpochValues
+from exp.engine.checkpoint import lay_out_optimizer_states
+from exp.engine.compilation import uncompiled
+from exp.engine.forward import detached, forward_by_name, make_passes, needing, target_of
 from exp.engine.last_batch import LastBatch
-from exp.engine.length import Limits, total_epochs, total_steps
-from exp.engine.naming import forward_by_name, target_of
-from exp.engine.several_passes import detached, make_passes, needing
+from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.replaying.update import Window
 from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
 from exp.optim.optimization import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
+from exp.strategies.model_parallel import ModelParallel
+from exp.strategies.parts import local
 from exp.types import STAGES, Batch, Stage
+
+Algorithm = Literal["norm", "value"]
+
+
+@torch.no_grad()
+def clip(
+    parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: Algorithm | None, strategy: Strategy
+) -> Tensor | None:
+    """Clips the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
+
+    value: the largest 2-norm of all gradients together, or the largest absolute value of each number; None or 0 clips
+        nothing.
+    algorithm: None is "norm".
+    Returns: the 2-norm before clipping, 0-d; None where no norm was needed.
+    """
+    if not value:
+        return None
+    parameters = list(parameters)
+    if not isinstance(strategy, ModelParallel):
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, value)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, value)
+    # One by one: torch's kernels for many refuse lists that mix DTensors and others.
+    parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if algorithm == "value":
+        for part in parts:
+            part.clamp_(min=-value, max=value)
+        return None
+    norm = strategy.total_norm(parameters)
+    # As torch.nn.utils.clip_grad_norm_ has it.
+    factor = torch.clamp(value / (norm + 1e-6), max=1.0)
+    for part in parts:
+        part.mul_(factor.to(device=part.device, dtype=part.dtype))
+    return norm
+
 
 TRAIN_METRICS = "exp_train_metrics"
 
@@ -38,7 +76,7 @@ class TrainingModule(LightningModule):
 
     metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
     metric_stages: the stages whose metrics are computed.
-    phases: none; see engine/phases.py.
+    phases: none; see engine/phased_module.py.
     averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
     run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).

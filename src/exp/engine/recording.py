@@ -12,6 +12,7 @@ a checkpoint and the end                                     is not a number end
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,74 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from exp.engine.buffer import Recorded, StepBuffer, on_host_values
-from exp.engine.lost import refuse_lost
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
-from exp.engine.rates import Rates
 from exp.engine.step_hooks import StepHooks
-from exp.engine.writing import begin, save, write
+from exp.errors import RunError
 from exp.hooks.hook import Hook
+from exp.hooks.values import Panel
+from exp.loggers.run_logger import RunLogger
+from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision
 from exp.types import Batch, Stage
+
+
+class Rates:
+    """Remembers what each optimizer's learning rates were last."""
+
+    def __init__(self) -> None:
+        self._last: dict[str | None, list[float]] = {}
+
+    def of(self, optimizer: Optimizer, *, phase: str | None, is_written: bool) -> dict[str, float]:
+        """The rates by tag, where they have changed or the step is one that is written; else nothing.
+
+        phase: whose optimizer it is; None where there is one alone.
+        """
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if rates == self._last.get(phase) and not is_written:
+            return {}
+        self._last[phase] = rates
+        names = rate_names(optimizer, phase=phase)
+        return {f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)}
+
+
+def write(trainer: Trainer, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
+    """What optimizer step `index` gave, by tag."""
+    if trainer.is_global_zero:
+        shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, index)
+            if shown and isinstance(logger, RunLogger):
+                logger.log_panels(shown, index)
+
+
+def begin(trainer: Trainer, first: int) -> None:
+    """Training starts, with optimizer step `first`: what an earlier process logged from there on is void."""
+    for logger in trainer.loggers:
+        if isinstance(logger, RunLogger):
+            logger.purge(first)
+
+
+def save(trainer: Trainer) -> None:
+    """What the loggers hold back goes to their files: a process that goes on from here begins behind it."""
+    for logger in trainer.loggers:
+        logger.save()
+
+
+def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
+    """Raises: RunError where the loss of a step is not a number, or infinite and no loss scale will fall for it."""
+    if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
+        return
+    name = "not a number" if math.isnan(loss) else "infinite"
+    raise RunError(
+        f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
+        "Lower optimizer.lr or set trainer.gradient_clip_val; or add '+hooks=nan_guard', which stops before such a "
+        "step, names the layer and keeps the step"
+    )
+
 
 STATE = "exp_recording"
 

@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from exp.engine.again import update_of
-from exp.engine.compiling import uncompiled
+from exp.engine.compilation import uncompiled
 from exp.engine.cuda_graphs import GraphedNetwork
-from exp.engine.hook_values import given
 from exp.engine.module import TrainingModule
+from exp.engine.step_replay import update_of
+from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook
 from exp.hooks.step import Step
 from exp.optim.phase import stepping
@@ -25,6 +25,46 @@ from exp.precision.plugin import RunPrecision
 from exp.strategies.gathering import gather_data, gather_ranks
 from exp.strategies.model_parallel import ModelParallel
 from exp.types import Batch, Stage
+
+# The first words of tags that the engine writes itself.
+ENGINE_TAGS = ("loss", "optimizer", "precision")
+
+
+def given(
+    hook: Hook, method: str, arguments: tuple[Any, ...], *, owners: dict[str, Hook], ending: str = ""
+) -> Mapping[str, Any]:
+    """What a method of a hook returns, by tag.
+
+    owners: whose each tag is, in which new ones are entered. ending: is added to each tag.
+    Raises: RunError where it is no mapping, or a tag is another's; whatever the method raises, with the hook's name.
+    """
+    try:
+        found = getattr(hook, method)(*arguments)
+    except Exception as error:
+        error.add_note(f"raised in hooks.{hook.name}, by {type(hook).__name__}.{method}")
+        raise
+    if not found:
+        return {}
+    if not isinstance(found, Mapping):
+        raise RunError(
+            f"hooks.{hook.name}: {type(hook).__name__}.{method} returned a {type(found).__name__}; expected a mapping "
+            "of tags to values, or None"
+        )
+    if ending:
+        found = {tag + ending: value for tag, value in found.items()}
+    for tag in found:
+        owner = owners.get(tag)
+        if owner is not hook:
+            _enter(tag, hook, owner, owners)
+    return found
+
+
+def _enter(tag: str, hook: Hook, owner: Hook | None, owners: dict[str, Hook]) -> None:
+    if owner is not None or tag.partition("/")[0] in ENGINE_TAGS:
+        whose = "the engine's own" if owner is None else f"given by hooks.{owner.name}, too"
+        raise RunError(f"hooks.{hook.name} gives {tag}, which is {whose}; expected a tag of its own. Rename it")
+    owners[tag] = hook
+
 
 log = logging.getLogger(__name__)
 

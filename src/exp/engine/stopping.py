@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.checkpointing import Checkpointing
-from exp.engine.length import Limits
-from exp.engine.position import before_batch, in_validation
+from exp.engine.progress import Limits, before_batch, in_validation
 from exp.errors import Interrupted
 from exp.signals import SignalFlag
 from exp.types import Batch

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.data.randomness import generators_kept
-from exp.engine.naming import forward_by_name
-from exp.engine.several_passes import make_passes, needing
+from exp.engine.forward import forward_by_name, make_passes, needing
 from exp.models.flops import FlopCount, counted
 from exp.models.named_forward import with_forward
 from exp.nested import moved, tensors_in

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.engine.naming import forward_by_name
+from exp.engine.forward import forward_by_name
 from exp.nested import moved
 from exp.objectives.objective import Objective
 from exp.precision.advice import print_comparison, proposed_keep, write_comparison

@@ -18,7 +18,7 @@ COPYING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 REPLACING = (
     *COPYING, "ModelPruning", "BackboneFinetuning", "LambdaFinetuning", "LearningRateFinder", "BatchSizeFinder",
 )  # fmt: skip
-OWN_AVERAGE = "exp.engine.averaging."
+OWN_AVERAGE = "exp.engine.ema."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,7 +196,7 @@ def _averaging_faults(planned: Planned) -> Iterator[Fault]:
     for entry, callback in planned.config["callbacks"].items():
         target = str(callback["_target_"])
         # exp's own and Lightning's.
-        if target.startswith("exp.engine.averaging.") or target.endswith("WeightAveraging"):
+        if target.startswith("exp.engine.ema.") or target.endswith("WeightAveraging"):
             yield Fault(
                 key=f"callbacks.{entry}",
                 got=f"{target} with local_sgd",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WORDS = ("fp32", "tf32", "bf16")
 # Hooks that are right without whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
-AVERAGING = "exp.engine.averaging.ExponentialMovingAverage"
+AVERAGING = "exp.engine.ema.ExponentialMovingAverage"
 
 
 class DeepSpeed(Strategy):

@@ -99,7 +99,7 @@ def _torch() -> Iterator[Callable[[], Any]]:
 
 def _forget_compiled() -> None:
     if "torch._dynamo" in sys.modules:  # whose import takes a second
-        from exp.engine.compiling import forget_compiled
+        from exp.engine.compilation import forget_compiled
 
         forget_compiled()
 

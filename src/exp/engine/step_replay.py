@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.engine.checkpoint import AtomicCheckpointIO
-from exp.engine.compiling import is_compiled
+from exp.engine.compilation import is_compiled
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 from exp.hooks.norms import norms

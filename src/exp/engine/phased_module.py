@@ -27,10 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.data.randomness import reseed
-from exp.engine.clipping import clip
-from exp.engine.module import TrainingModule
-from exp.engine.naming import forward_by_name, target_of
-from exp.engine.several_passes import detached, needing
+from exp.engine.forward import detached, forward_by_name, needing, target_of
+from exp.engine.module import TrainingModule, clip
 from exp.hooks.replaying.update import Window
 from exp.models.named_forward import with_forward
 from exp.optim.groups import trained_parameters

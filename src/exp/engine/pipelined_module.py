@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from exp.data.randomness import reseed
+from exp.engine.forward import detached, target_of
 from exp.engine.module import TrainingModule
-from exp.engine.naming import target_of
-from exp.engine.several_passes import detached
 from exp.models.graphs import flatten
 from exp.models.parts import Split
 from exp.strategies.averaging import average_gradients

@@ -12,8 +12,7 @@ from lightning.pytorch import LightningDataModule
 
 from exp.data.data import Data
 from exp.data.loader import Loader
-from exp.engine.length import refuse_late_validation
-from exp.engine.position import next_batch
+from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError
 from exp.nested import moved
 from exp.types import Batch, Stage

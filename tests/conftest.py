@@ -90,13 +90,15 @@ class Ranks:
         exp.validate(config)
         return freeze(config)
 
-    def train(self, *overrides: str, ranks: int = 1, seconds: float = 120) -> Trained:
+    def train(self, *overrides: str, ranks: int = 1, seconds: float = 300) -> Trained:
         """Freezes a run and lives it in so many processes."""
         directory = self.freeze(*overrides)
         found = self._live(ranks, seconds, directory=str(directory))
         return Trained(directory=directory, **found[0])
 
-    def call(self, function: Callable[..., Any], *, ranks: int = 2, seconds: float = 60, **arguments: Any) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], *, ranks: int = 2, seconds: float = 300, **arguments: Any
+    ) -> list[Any]:
         """function(rank, **arguments) in every rank; what each returned, by rank. All of it is pickled."""
         file = function.__code__.co_filename
         return self._live(ranks, seconds, file=file, name=function.__name__, arguments=arguments)
@@ -173,7 +175,7 @@ class Commands:
         module: str = "exp.train",
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        seconds: float = 120,
+        seconds: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """environment: beside this process's own."""
         return self.start(*arguments, module=module, cwd=cwd, environment=environment).end(seconds=seconds)
@@ -215,7 +217,7 @@ class Command:
     arguments: tuple[str, ...]
     streams: tuple[Path, Path]
 
-    def end(self, *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    def end(self, *, seconds: float = 300) -> subprocess.CompletedProcess[str]:
         self.process.join(seconds)
         told = [stream.read_text() if stream.exists() else "" for stream in self.streams]
         assert self.process.exitcode is not None, f"it does not end within {seconds} s: {told}"

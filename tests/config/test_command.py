@@ -48,7 +48,7 @@ def _elsewhere(tmp_path, monkeypatch):
 )
 def test_questions_import_nothing_heavy(arguments):
     done = subprocess.run(
-        [sys.executable, "-c", SEEN, json.dumps(arguments)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SEEN, json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=False
     )
     wrong = arguments[-1].startswith(("optimzer", "optimizer.lrr"))
     assert f"STATUS {2 if wrong else 0} HEAVY []" in done.stdout, done.stderr
@@ -131,7 +131,7 @@ def test_a_wrong_command_tells_its_fault_on_stderr_alone(capsys):
 
 def test_a_reader_who_leaves_early_costs_no_traceback():
     command = f"{sys.executable} -m exp.train --cfg job | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0"
 

@@ -65,7 +65,7 @@ class Elsewhere:
             for rank in range(world_size)
         ]
 
-    def end(self, process: BaseProcess, *, seconds: float = 60) -> int:
+    def end(self, process: BaseProcess, *, seconds: float = 200) -> int:
         process.join(seconds)
         assert process.exitcode is not None, "the run does not end"
         return process.exitcode

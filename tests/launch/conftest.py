@@ -23,6 +23,13 @@ def joined(rank, timeout_seconds=60):
     join(rank, adopted(rank, "ddp", machine=Machine(gpus=0)), timeout_seconds=timeout_seconds)
     return torch
 
+def meet(rank):
+    # Ranks that import at different speeds go on together.
+    import torch
+    (directory / f"here{rank.global_rank}").touch()
+    while not all((directory / f"here{other}").exists() for other in range(rank.world_size)):
+        time.sleep(0.01)
+
 def body(rank):
 """
 

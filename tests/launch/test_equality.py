@@ -59,7 +59,7 @@ def test_torchrun_runs_a_frozen_directory(double, tmp_path):
         (frozen / name).write_text((double[2] / name).read_text())
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "exp.worker", str(frozen)]
     done = subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+        [sys.executable, *line], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((frozen / "report.json").read_text())

@@ -13,14 +13,14 @@ from exp.strategies.placement import Machine, placement
 
 @pytest.fixture
 def failing(launched, run_directory):
-    """A function that launches a program that must fail, within 10 s of the moment that rank 1 notes as its end."""
+    """A function that launches a program that must fail soon after rank 1 notes its end: its ranks sleep for longer."""
 
     def failing(body: str, **options) -> RankError:
         with pytest.raises(RankError) as caught:
             launched(body, **options)
         note = run_directory / "note1"
         if note.is_file():
-            assert time.time() - json.loads(note.read_text()) < 10
+            assert time.time() - json.loads(note.read_text()) < 60
         return caught.value
 
     return failing
@@ -32,7 +32,7 @@ def test_an_exception_in_one_rank_ends_the_one_that_would_go_on(failing):
         if rank.global_rank == 1:
             note(rank, time.time())
             raise ValueError("no such colour")
-        time.sleep(60)
+        time.sleep(300)
         """,
     )
     assert error.rank == 1
@@ -73,10 +73,11 @@ def test_the_first_exception_is_told_and_not_what_it_did_to_the_neighbour(failin
 def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs(failing):
     error = failing(
         """
-        torch = joined(rank, timeout_seconds=2)
+        meet(rank)
+        torch = joined(rank, timeout_seconds=4)
         torch.distributed.barrier()
         def stuck():
-            time.sleep(60)
+            time.sleep(300)
         if rank.global_rank == 1:
             note(rank, time.time())
             stuck()
@@ -92,7 +93,7 @@ def test_a_rank_that_does_not_come_is_named(failing):
     error = failing(
         """
         if rank.global_rank == 1:
-            time.sleep(60)
+            time.sleep(300)
         joined(rank, timeout_seconds=2)
         """,
     )
@@ -106,7 +107,7 @@ def test_a_rank_that_leaves_without_a_word_shows_the_end_of_its_log(failing):
             note(rank, time.time())
             print("something odd", flush=True)
             os._exit(7)
-        time.sleep(60)
+        time.sleep(300)
         """,
     )
     assert error.reason == "ended with status 7 without a word"
@@ -137,15 +138,15 @@ def test_children_of_a_killed_rank_go_with_it(failing, run_directory):
         """
         import subprocess
         if rank.global_rank == 1:
-            (directory / "child").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+            (directory / "child").write_text(str(subprocess.Popen(["sleep", "300"]).pid))
             note(rank, time.time())
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(300)
         """,
     )
     assert error.rank == 1
     child = int((run_directory / "child").read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not running(child)
@@ -180,7 +181,7 @@ def test_a_rank_that_cannot_write_why_it_failed_is_not_started_again(launched, r
         launched(
             """
             if rank.global_rank:
-                time.sleep(60)
+                time.sleep(300)
             (pathlib.Path(os.environ["EXP_EXCHANGE"]) / "rank0.json").mkdir()
             raise RunError("the disk is full")
             """,

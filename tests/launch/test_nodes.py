@@ -60,7 +60,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ended_well(processes: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     try:
         for process in processes:
             _, said = process.communicate(timeout=max(1.0, deadline - time.monotonic()))

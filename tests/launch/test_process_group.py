@@ -67,7 +67,7 @@ def test_two_runs_at_once_do_not_meet(launched, run_directory, tmp_path):
     starter.start()
     launched(program)
     starter.join()
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not errors
     assert [(run_directory / f"note{rank}").read_text() for rank in range(2)] == ["0.0", "0.0"]
     assert [(second / f"note{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]

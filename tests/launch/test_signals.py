@@ -29,7 +29,7 @@ STUBBORN = """
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 note(rank, os.getpid())
-time.sleep(60)
+time.sleep(300)
 """
 PARENT = """
 import sys
@@ -50,7 +50,7 @@ def parent(tmp_path, run_directory, write_program):
     """A function that starts a launching process over a rank program, and waits until both ranks run."""
     started = []
 
-    def parent(body: str, *, grace: float = 30) -> tuple[subprocess.Popen, list[int]]:
+    def parent(body: str, *, grace: float = 200) -> tuple[subprocess.Popen, list[int]]:
         write_program(body)
         process = subprocess.Popen(
             [sys.executable, "-c", PARENT, str(run_directory), str(grace)],
@@ -68,7 +68,7 @@ def parent(tmp_path, run_directory, write_program):
 
 
 def wait_for_note(path: Path) -> int:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         if path.is_file() and path.read_text():
             return json.loads(path.read_text())
@@ -76,8 +76,9 @@ def wait_for_note(path: Path) -> int:
     raise AssertionError(f"{path} was not written")
 
 
-def gone(pids: list[int], *, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+def gone(pids: list[int]) -> bool:
+    """Whether they are soon; none of them would end by itself in that time."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
@@ -89,11 +90,11 @@ def gone(pids: list[int], *, seconds: float) -> bool:
 def test_a_signal_to_the_parent_lets_every_rank_save_and_sets_the_exit_status(parent, run_directory, signum):
     process, pids = parent(PATIENT)
     process.send_signal(signum)
-    output, _ = process.communicate(timeout=15)
+    output, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + signum
     assert f"interrupted by signal {int(signum)}" in output
     assert str(run_directory / "saved") in output
-    assert gone(pids, seconds=2)
+    assert gone(pids)
 
 
 def test_a_second_signal_ends_ranks_that_do_not_listen(parent):
@@ -101,10 +102,14 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(parent):
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    # Again until it ends: on a busy machine two that follow each other may come as one.
+    ends = time.monotonic() + 100
+    while process.poll() is None and time.monotonic() < ends:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    process.communicate(timeout=1)
     assert process.returncode == 130
-    assert gone(pids, seconds=2)
+    assert gone(pids)
 
 
 STUCK = """
@@ -128,25 +133,25 @@ def test_ranks_that_hang_are_killed_when_their_grace_is_over_and_named_with_wher
     process, pids = parent(STUCK, grace=1)
     began = time.monotonic()
     process.send_signal(signum)
-    output, _ = process.communicate(timeout=30)
-    assert 1 < time.monotonic() - began < 10
+    output, _ = process.communicate(timeout=100)
+    assert 1 < time.monotonic() - began < 60
     assert process.returncode == 128 + signum
     assert f"interrupted by signal {int(signum)}; no state was saved: a rank hung" in output
     first, second = (output.index(f"rank {rank} did not leave within 1 s") for rank in (0, 1))
     assert first < output.index("in waits_in_a_collective") < second < output.index("in blocked")
-    assert gone(pids, seconds=2)
+    assert gone(pids)
 
 
 def test_a_rank_that_hangs_while_the_other_has_left_is_named_alone(parent, run_directory):
-    body = PATIENT.replace("time.sleep(0.3)", "time.sleep(60 if rank.global_rank else 0)")
+    body = PATIENT.replace("time.sleep(0.3)", "time.sleep(300 if rank.global_rank else 0)")
     process, pids = parent(body, grace=1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=100)
     assert process.returncode == 143
     assert str(run_directory / "saved") in output
     assert "rank 1 did not leave" in output
     assert "rank 0 did" not in output
-    assert gone(pids, seconds=2)
+    assert gone(pids)
 
 
 def test_a_checkpoint_that_is_being_written_is_written_to_its_end(parent, run_directory):
@@ -157,7 +162,7 @@ for _ in range(8):
     time.sleep(0.4)"""
     process, _ = parent(PATIENT.replace("time.sleep(0.3)", grow), grace=1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=100)
     assert process.returncode == 143
     assert "did not leave" not in output
     assert (run_directory / "checkpoints" / ".part0").read_text() == "state" * 8
@@ -181,8 +186,8 @@ def test_a_signal_to_one_rank_alone_counts_as_an_interruption_of_the_run(launche
 def test_a_parent_that_is_killed_takes_its_ranks_along(parent):
     process, pids = parent(STUBBORN)
     process.kill()
-    process.communicate(timeout=10)
-    assert gone(pids, seconds=5)
+    process.communicate(timeout=100)
+    assert gone(pids)
 
 
 def test_an_error_while_saving_is_told_rather_than_the_signal(parent):
@@ -190,7 +195,7 @@ def test_an_error_while_saving_is_told_rather_than_the_signal(parent):
         PATIENT.replace("raise Interrupted(signum=flags[0], checkpoint=str(checkpoint))", 'raise RunError("disk full")')
     )
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=15)
+    output, _ = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "disk full" in output
 
@@ -198,5 +203,5 @@ def test_an_error_while_saving_is_told_rather_than_the_signal(parent):
 def test_a_signal_after_the_work_was_done_still_ends_the_job(parent):
     process, _ = parent(PATIENT.replace("raise Interrupted(signum=flags[0], checkpoint=str(checkpoint))", "pass"))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=15)
+    process.communicate(timeout=100)
     assert process.returncode == 130

@@ -43,7 +43,7 @@ def in_a_terminal(*overrides: str) -> tuple[subprocess.Popen, int]:
     return process, here
 
 
-def read_until(terminal: int, word: bytes, *, seconds: float = 90) -> None:
+def read_until(terminal: int, word: bytes, *, seconds: float = 200) -> None:
     seen, ends = b"", time.monotonic() + seconds
     while word not in seen and time.monotonic() < ends:
         if select.select([terminal], [], [], 1.0)[0]:
@@ -56,7 +56,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path):
     process, terminal = in_a_terminal("trainer.max_epochs=1000", "tags=[mine]")
     read_until(terminal, b"epoch 3")
     os.close(terminal)
-    assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    assert process.wait(timeout=100) == 128 + signal.SIGHUP
     (directory,) = tmp_path.glob("outputs/train/*/*")
     report = read_report(directory)
     assert report.status == "interrupted"
@@ -94,7 +94,7 @@ def test_ctrl_c_while_hydra_is_being_imported_is_one_line(module):
         sys.exit(main(["debug=fast"]))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 130
     assert done.stderr.count("\n") == 1

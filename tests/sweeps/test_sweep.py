@@ -275,7 +275,7 @@ def test_a_stochastic_sweeper_gets_one_config_a_job_and_the_value_of_each_back(t
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "hydra/sweeper=random", "hydra.sweeper.trials=3", "seed=5"],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "STATUS 1" in done.stdout, done.stdout + done.stderr
     ran = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("RAN")]
@@ -325,7 +325,7 @@ def test_jobs_in_other_processes_have_their_rows_in_the_table(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "hydra/launcher=forking", "optimizer.lr=0.3,0.2,0.1"],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "STATUS 1" in done.stdout, done.stdout + done.stderr
     assert "best       job 2, loss/val 0.1" in done.stdout

@@ -195,7 +195,7 @@ logger.end("failed")
 assert len(errors) == 1, errors
 print(errors[0])
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (line,) = done.stdout.splitlines()

@@ -267,7 +267,8 @@ def _hook_faults(
 
 def _planned(plain: Mapping[str, Any], built: Sequence[Any], placement: Placement) -> Planned:
     """built: the run's objective and its network."""
-    from exp.strategies.strategy import Planned
+    from exp.build import build_strategy
+    from exp.strategies.strategy import Planned, traits_of
 
     return Planned(
         network=built[1],
@@ -277,6 +278,7 @@ def _planned(plain: Mapping[str, Any], built: Sequence[Any], placement: Placemen
         config=plain,
         needs=built[0].needs,
         weighed=built[0].weighed,
+        traits=traits_of(build_strategy(plain)),
     )
 
 

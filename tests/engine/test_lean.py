@@ -259,7 +259,7 @@ def test_a_stream_of_unknown_length_ends_where_it_ends(tmp_path: Path, small_run
 
 
 class Refusing(Hook):
-    refuses = {"steps_per_execution": "it counts the calls of the loop"}
+    needs = frozenset({"one_step_a_call"})
 
 
 def test_what_acts_at_every_step_keeps_lightnings_own_loop_and_the_log_says_why(
@@ -274,7 +274,7 @@ def test_what_acts_at_every_step_keeps_lightnings_own_loop_and_the_log_says_why(
             "callbacks": (LearningRateMonitor(),)
         },
         "the profiler SimpleProfiler looks into Lightning's loop": {"profiler": "simple"},
-        "the hook refusing: it counts the calls of the loop": {"hooks": {"refusing": Refusing()}},
+        "the hook refusing needs one_step_a_call": {"hooks": {"refusing": Refusing()}},
     }
     for number, (reason, plan) in enumerate(cases.items()):
         for count in (None, 5):

@@ -173,6 +173,7 @@ def test_stage_3_of_deepspeed_has_no_gradients_to_look_at():
         batch_size=8,
         precision="fp32",
         config=plain_config(config),
+        traits=frozenset({"owns_step", "shards_parameters"}),
     )
     keys = [fault.key for fault in Gradients(shares_every_n_steps=None).faults(planned)]
     assert keys == [

@@ -51,14 +51,21 @@ class Saved(Hook):
 
 
 class Mistyped(Hook):
-    refuses = {"acumulation": "it sees a batch once", "a_strategy_of_mine": "it would not go"}
+    needs = frozenset({"whole_parameter", "one_thread"})
 
     def after_step(self, step):
         pass
 
 
 class Stubborn(Hook):
-    refuses = {"ddp": "it counts on one process", "bf16": "it reads bits", "accumulation": "it sees a batch once"}
+    needs = frozenset({"one_rank", "float32", "one_batch_a_step"})
+
+    def after_step(self, step):
+        pass
+
+
+class Refusing(Hook):
+    refuses = {"fsdp": "it needs whole weights", "phases": "it knows one loss"}
 
     def after_step(self, step):
         pass
@@ -166,14 +173,19 @@ def test_what_an_observer_sees_is_that_of_one_plain_process(ranks, setting):
         ),
         ("Saved", "strategy=fsdp", "strategy=fsdp; expected a run without it: its checkpoints are put together"),
         ("Probe", "strategy=pipeline", "hooks.mine: a Probe hook with strategy=pipeline; expected a run without it"),
-        ("Stubborn", "strategy=ddp", "expected a run without it: it counts on one process. Leave the hook out"),
-        ("Stubborn", "launch.devices=2", "strategy=auto; expected a run without it: it counts on one process. Leave"),
+        ("Stubborn", "strategy=ddp", "expected a run without it: each of several ranks sees a part of the batch."),
+        ("Stubborn", "launch.devices=2", "strategy=auto; expected a run without it: each of several ranks sees a part"),
         (
             "Mistyped",
             "seed=1",
-            "hooks.mine: a Mistyped hook that refuses 'acumulation'; expected one of compile, cuda_gr",
+            "hooks.mine: a Mistyped hook that needs 'whole_parameter'; expected words among whole_parameters, whole_o",
         ),
-        ("Stubborn", "precision=bf16", "precision=bf16; expected a run without it: it reads bits"),
+        (
+            "Refusing",
+            "seed=1",
+            "hooks.mine: Refusing with `refuses`, which nothing reads; expected `needs`, a frozenset of words among",
+        ),
+        ("Stubborn", "precision=bf16", "precision=bf16; expected a run without it: it computes in half precision"),
         ("Stubborn", "trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2; expected a run without"),
     ],
 )

@@ -47,7 +47,7 @@ from exp.precision.plugin import RunPrecision
 from exp.precision.scaled import ScaledPrecision
 from exp.strategies.lightning_ddp import ExpDDPStrategy
 
-WORD = "steps_per_execution"
+NEED = "one_step_a_call"
 
 
 def why_one_by_one(trainer: Trainer) -> str | None:
@@ -62,8 +62,8 @@ def _reasons(trainer: Trainer) -> Iterator[str]:
             if acting:
                 yield f"the callback {type(callback).__name__} acts at every step, in {', '.join(acting)}"
         for name, hook in getattr(callback, "hooks", {}).items() if is_own(callback) else ():
-            if WORD in hook.refuses:
-                yield f"the hook {name}: {hook.refuses[WORD]}"
+            if NEED in hook.all_needs:
+                yield f"the hook {name} needs {NEED}"
     module = trainer.lightning_module
     if not isinstance(module, TrainingModule):
         yield f"{type(module).__name__} is no module of exp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,7 @@ class Activations(Hook):
     unit_axis: the axis of the units, for outputs that are laid out in another way: 1 for `[B, C, T]` of Conv1d.
     """
 
-    refuses: ClassVar = {
-        "tensor_parallel": "its ranks hold parts of a layer's output, so that no rank sees a unit's whole batch",
-        "hybrid": "its ranks hold parts of a layer's output, or different layers",
-        "data_parallel": "its replicas run the modules at once, in threads of their own",
-    }
+    needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
 
     def __init__(
         self,

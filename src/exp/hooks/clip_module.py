@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from exp.errors import Fault
 from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value, clipped_by_value, norm_factor
 from exp.hooks.gradient_transform import GradientTransform
-from exp.hooks.refusals import PART_OF_A_GRADIENT
 from exp.hooks.step import Step
 from exp.models.matching import matching
 from exp.strategies.parts import local
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
+
+PART_OF_A_GRADIENT = (
+    "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
+)
 
 
 class ClipModule(GradientTransform):
@@ -39,11 +42,7 @@ class ClipModule(GradientTransform):
         parameters: those of the module and of the modules in it.
     """
 
-    refuses = {
-        "pipeline": PART_OF_A_GRADIENT,
-        "hybrid": PART_OF_A_GRADIENT,
-        "deepspeed": "it keeps gradients, and their scale, to itself",
-    }
+    needs = frozenset({"all_layers", "own_backward"})
 
     def __init__(
         self,
@@ -79,13 +78,12 @@ class ClipModule(GradientTransform):
         if self.at == "parameters" and config["phases"]:
             cure = "Write phases.<name>.gradient_clip_val, or at=output"
             found.append(("phases", "phases", "a run without them: a repeat steps without asking hooks", cure))
-        if self.at != "parameters" and strategy["name"] == "tensor_parallel":
-            found.append(
-                ("strategy", "tensor_parallel", f"another strategy: {PART_OF_A_GRADIENT}", "Write at=parameters")
-            )
-        if self.at != "parameters" and strategy["name"] == "data_parallel":
+        if "splits_tensors" in planned.traits and ("splits_batch" in planned.traits or self.at != "parameters"):
+            cure = "Leave the hook out" if "splits_batch" in planned.traits else "Write at=parameters"
+            found.append(("strategy", strategy["name"], f"another strategy: {PART_OF_A_GRADIENT}", cure))
+        if self.at != "parameters" and "replicates_in_threads" in planned.traits:
             reason = "another strategy: each device has a part of the batch, and of its gradient"
-            found.append(("strategy", "data_parallel", reason, "Write strategy=ddp, or at=parameters"))
+            found.append(("strategy", strategy["name"], reason, "Write strategy=ddp, or at=parameters"))
         if "local_sgd" in strategy and strategy["local_sgd"]["every_n_steps"] is not None:
             reason = "null: ranks that step by themselves have no gradient in common"
             found.append(("strategy.local_sgd.every_n_steps", "a number", reason, "Or leave the hook out"))

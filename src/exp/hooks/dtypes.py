@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,10 +28,7 @@ class Dtypes(OnChosenSteps):
     modules: patterns of the layers in the table. Containers without parameters of their own are not layers.
     """
 
-    refuses: ClassVar[dict[str, str]] = {
-        "pipeline": "the first rank has the layers of its own stage alone",
-        "data_parallel": "its replicas run in threads of their own",
-    }
+    needs = frozenset({"all_layers", "one_thread"})
 
     def __init__(
         self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,7 @@ class Features(Hook):
     maps: so many channels are drawn at most, the first ones. columns: of the grid; None makes it square.
     """
 
-    refuses: ClassVar = {
-        "tensor_parallel": "its ranks hold parts of a layer's output",
-        "hybrid": "its ranks hold parts of a layer's output, or different layers",
-        "data_parallel": "its replicas run the modules at once, in threads of their own",
-    }
+    needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
 
     def __init__(
         self,

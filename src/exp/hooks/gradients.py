@@ -60,8 +60,7 @@ class Gradients(Hook):
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Stage 3 of DeepSpeed has no gradients to look at, but their norms, and clips them itself."""
         faults = list(super().faults(planned))
-        strategy = planned.config["strategy"]
-        if strategy["name"] != "deepspeed" or strategy.get("stage") != 3:
+        if not {"owns_step", "shards_parameters"} <= planned.traits:
             return faults
         reason = "null: in stage 3 DeepSpeed keeps the gradients and the weights in parts of its own"
         for key in OWN_PERIODS:

@@ -16,14 +16,11 @@ from exp.hooks.apart import apart, objective_faults, running
 from exp.hooks.directions import downhill, moved, random_direction
 from exp.hooks.figures.curves import curves
 from exp.hooks.hook import Hook, Values
-from exp.hooks.refusals import IN_PARTS
 from exp.hooks.step import Step
 from exp.hooks.values import Image
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
-
-WHOLE = "it moves whole weights, and ranks hold parts of them"
 
 
 class Landscape(Hook):
@@ -41,10 +38,7 @@ class Landscape(Hook):
     """
 
     keeps_batches = True
-    refuses = {
-        "phases": "each has a loss of its own, for parts of the network",
-        **dict.fromkeys(IN_PARTS, WHOLE),
-    }
+    needs = frozenset({"whole_parameters", "one_objective"})
 
     def __init__(self, *, every_n_steps: int = 200, distance: float = 0.5, points: int = 21) -> None:
         super().__init__(every_n_steps=every_n_steps)

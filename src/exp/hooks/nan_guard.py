@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
-from exp.hooks.refusals import IN_PARTS
 from exp.hooks.replaying.buffers_before import BuffersBefore, Copies, put_back
 from exp.hooks.replaying.findings import Finding, finding_of, message
 from exp.hooks.replaying.step_file import Origin, StepFile, tensors_of
@@ -34,8 +33,6 @@ from exp.precision.holding import release
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
-
-PARTS = "ranks hold parts of the network, so that no rank could run its step again alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +60,7 @@ class NanGuard(Hook):
     origin: given by exp.
     """
 
-    refuses: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(IN_PARTS, PARTS),
-        "deepspeed": "its engine unscales, clips and steps where no hook can stop it",
-        "data_parallel": "its replicas draw random numbers in threads of their own; use ddp",
-    }
+    needs = frozenset({"whole_parameters", "own_backward", "one_thread"})
 
     def __init__(self, *, steps_in_flight: int = 8, origin: Origin | None = None) -> None:
         super().__init__()

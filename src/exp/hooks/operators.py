@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,15 +33,7 @@ class Operators(OnChosenSteps):
     modules: patterns of the modules that calls are told by; a call within another counts for the one around it.
     """
 
-    refuses: ClassVar[dict[str, str]] = {
-        "fsdp": "the network's tensors are parts of them, and what runs is the strategy's gathering, too",
-        "tensor_parallel": "an operator on parts of tensors is several, in ranks that would have to look together",
-        "hybrid": "an operator on parts of tensors is several, in ranks that would have to look together",
-        "pipeline": "a rank calls the operators of its own layers, and forward and backward are mixed by a schedule",
-        "deepspeed": "its engine runs the backward where no hook is told of it",
-        "data_parallel": "its replicas run in threads of their own",
-        "cuda_graph": "a captured step calls no operators",
-    }
+    needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread", "python_in_step"})
 
     def __init__(
         self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)

@@ -16,7 +16,6 @@ from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.apart import apart, running
 from exp.hooks.hook import Hook, Values
 from exp.hooks.noise_scale import NoiseScale
-from exp.hooks.refusals import IN_PARTS
 from exp.hooks.sample_faults import sample_faults
 from exp.hooks.step import Step
 from exp.hooks.values import Histogram
@@ -26,7 +25,6 @@ from exp.types import Batch
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
 
-WHOLE = "torch.func takes whole parameters, and ranks hold parts of them"
 # On a sample's loss, so that float16 keeps its gradients: the largest that float16 holds.
 LARGEST_FACTOR = 2.0**15
 
@@ -46,11 +44,7 @@ class PerSampleGradients(Hook):
     """
 
     keeps_batches = True
-    refuses = {
-        "phases": "each has a loss of its own, for parts of the network",
-        **dict.fromkeys(IN_PARTS, WHOLE),
-        "fp8": "its linear layers have no rule for torch.func.vmap",
-    }
+    needs = frozenset({"whole_parameters", "one_objective", "vmap"})
 
     def __init__(self, *, every_n_steps: int = 100, chunk_size: int = 8, smoothing: float = 0.9) -> None:
         super().__init__(every_n_steps=every_n_steps)

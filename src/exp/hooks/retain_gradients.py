@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook
-from exp.hooks.refusals import PART_OF_A_GRADIENT
 from exp.hooks.step import Step
 from exp.hooks.values import Histogram
 from exp.models.matching import matching
@@ -30,7 +29,7 @@ class RetainGradients(Hook):
         gradients of all outputs until the step.
     """
 
-    refuses = {"tensor_parallel": PART_OF_A_GRADIENT, "hybrid": PART_OF_A_GRADIENT, "pipeline": PART_OF_A_GRADIENT}
+    needs = frozenset({"whole_outputs", "all_layers"})
 
     def __init__(self, *, every_n_steps: int = 50, modules: Sequence[str] = ("*",), histogram: bool = False) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)

@@ -34,6 +34,7 @@ class Planned:
     precision: the config's precision.word.
     needs: what the objective needs beside one forward and one backward, words of NEEDS in objectives/term.py.
     weighed: names of its terms that divide by weights of their targets, and not by the number of samples.
+    traits: words of TRAITS that its strategy has.
     config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
     """
 
@@ -44,6 +45,7 @@ class Planned:
     config: Mapping[str, Any]
     needs: frozenset[str] = frozenset()
     weighed: tuple[str, ...] = ()
+    traits: frozenset[str] = frozenset()
 
 
 # What a strategy may say of itself; each is an attribute of Strategy.

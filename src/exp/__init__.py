@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from exp.config.compose import compose
+    from exp.check.stages import compose
     from exp.errors import ConfigError, ExpError, Fault, Interrupted, MissingExtraError, RankError, RunError
     from exp.report import Report
     from exp.run import fit
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "compose": "exp.config.compose",
+    "compose": "exp.check.stages",
     "validate": "exp.validation",
     "fit": "exp.run",
     "Report": "exp.report",

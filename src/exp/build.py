@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from exp.config.phase_rules import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, whole_phase
+from exp.check.phase_rules import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, whole_phase
 from exp.config.slots import slot_of
 from exp.config.targets import resolve
 from exp.construct import construct

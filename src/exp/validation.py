@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from exp.config.check import first_stage, located, once, second_stage
-from exp.config.kinds import UNKNOWN
-from exp.config.programs import program_fault
-from exp.config.reading import leaves, read
+from exp.check.parameters import program_fault
+from exp.check.stages import first_stage, located, once, second_stage
+from exp.config.reading import UNKNOWN, leaves, read
 from exp.errors import ConfigError, ExpError, Fault, RunError
 from exp.models.program_error import ProgramError
 from exp.types import DataSpec

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
-from exp.check import main as check
-from exp.config.check import first_stage, second_stage
-from exp.config.compose import compose
+from exp.check.__main__ import main as check
+from exp.check.schema import SCHEMA
+from exp.check.stages import compose, first_stage, second_stage
 from exp.config.freeze import COMPOSITION
 from exp.config.reading import MAX_NODES, read
-from exp.config.schema import SCHEMA
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault
 from exp.strategies.deepspeed import is_installed
@@ -119,7 +118,7 @@ def test_the_schema_has_the_keys_of_train_yaml(empty):
 
 def test_the_first_stage_imports_neither_torch_nor_lightning(empty):
     program = (
-        "import sys; from exp.config.compose import compose; from exp.config.check import first_stage, located\n"
+        "import sys; from exp.check.stages import compose; from exp.check.stages import first_stage, located\n"
         "config = compose(['optimizer.lr=fast', 'monitor=los/val'])\n"
         "assert len(located(config, first_stage(config))) == 2\n"
         "print([name for name in ('torch', 'lightning', 'torchmetrics', 'numpy') if name in sys.modules])"

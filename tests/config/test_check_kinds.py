@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from exp.config.kinds import UNKNOWN, fits, worded, words_of
-from exp.config.signature import HIDDEN_NAMES, signature_of
+from exp.check.signature import HIDDEN_NAMES, fits, signature_of, worded, words_of
+from exp.config.reading import UNKNOWN
 from exp.spelling import among, did_you_mean, nearest
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
+from exp.check.stages import config_faults
 from exp.config import search_path
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
@@ -449,7 +450,7 @@ PIECES = st.sampled_from([
 @example(["model.layers=3", "model.layers.x=4"])
 def test_garbage_composes_or_is_a_config_error(overrides):
     try:
-        composition_of(overrides, with_check=False)
+        composition_of(overrides, check=config_faults)
     except ConfigError as error:
         keys = [fault.key for fault in error.faults]
     else:

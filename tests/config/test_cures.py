@@ -5,7 +5,7 @@ import re
 import pytest
 
 import exp
-from exp.config.check import first_stage
+from exp.check.stages import first_stage
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 
 # What somebody would have typed for the key that the cure ends in.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from exp.check import main as check
+from exp.check.__main__ import main as check
 from exp.train import main as train
 
 MAX_LINES = 12

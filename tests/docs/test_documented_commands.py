@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exp.check import main as check
+from exp.check.__main__ import main as check
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check)(?P<arguments>.*)$", re.MULTILINE)

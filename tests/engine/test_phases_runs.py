@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from exp.config.compose import compose
+from exp.check.stages import compose
 from exp.validation import examine
 
 STEPS = ("trainer.max_epochs=null", "trainer.max_steps=30", "test=false", "optimizer=sgd")

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from exp.check import main as check
+from exp.check.__main__ import main as check
 
 RUN = (
     *("optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "trainer.limit_val_batches=2"),

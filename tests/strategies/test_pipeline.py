@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exp.check import main as check
+from exp.check.__main__ import main as check
 from exp.report import read_report
 from exp.strategies.microbatches import cut, joined, micro_batches, number_of, shares
 from exp.strategies.pipeline import SCHEDULES, Pipeline

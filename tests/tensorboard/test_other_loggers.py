@@ -82,7 +82,7 @@ def test_wandb_that_is_not_installed_is_refused_before_the_run(capsys, tmp_path,
 
 
 def refused(name: str, capsys, tmp_path, monkeypatch) -> None:
-    from exp.check import main
+    from exp.check.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     assert main([f"+logger={name}"]) == 2

@@ -92,7 +92,7 @@ def answer_question(arguments: argparse.Namespace) -> None:
     except HYDRA_ERRORS as error:
         if arguments.cfg is not None or arguments.info is not None:
             where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-            composition_of(arguments.overrides, **where, with_check=False)
+            composition_of(arguments.overrides, **where)
         raise ConfigError([fault_of(error)]) from error
     except SystemExit as error:
         # Hydra leaves with 1 after its own message on a package that is not there; for a wrong command that is 2.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from exp.config.check import config_faults
 from exp.config.diagnosis import diagnose, fault_of
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config, text_values
@@ -41,29 +40,19 @@ class Composition:
         return self.loader.layers
 
 
-def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = PRIMARY) -> DictConfig:
-    """The config of one job, as `python -m exp.train OVERRIDES` composes it.
-
-    config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
-    The reserved node `_composition_` says where it came from: overrides, directory, config_dir, config_name.
-    Raises: ConfigError with every fault of the overrides and of the composition.
-    """
-    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name))
-
-
 def composition_of(
     overrides: Sequence[str],
     *,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
     multirun: bool = False,
-    with_check: bool = True,
+    check: Callable[[DictConfig], Sequence[Fault]] | None = None,
 ) -> Composition:
-    """Composes, with the hydra node kept.
+    """Compose, with the hydra node kept.
 
     multirun: overrides may hold several values, which are then left out.
-    with_check: where overrides have faults, the rest of the config is checked as well, so that all comes back at once.
-    Raises: ConfigError with every fault.
+    check: where overrides have faults, finds those of the rest of the config, so that all come back at once.
+    Raises: ConfigError with every fault of the overrides and of the composition.
     """
     loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
@@ -82,8 +71,9 @@ def composition_of(
     composition = Composition(
         config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
     )  # fmt: skip
-    if faults and with_check and not multirun and config is not None:
-        faults += _check_faults(replace(composition, overrides=tuple(line.text for line in lines)), faults)
+    if faults and check is not None and config is not None:
+        rest = _without_hydra(replace(composition, overrides=tuple(line.text for line in lines)), directory="")
+        faults += _other_faults(check(rest), known=faults)
     if faults:
         raise ConfigError(faults)
     return composition
@@ -173,10 +163,8 @@ def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, 
     return faults + chosen_and_ignored(chosen, [layer.config_path for layer in loader.layers])
 
 
-def _check_faults(composition: Composition, known: Sequence[Fault]) -> list[Fault]:
-    """What the check says of a config without its faulty overrides, but for the nodes that those were meant for."""
+def _other_faults(found: Sequence[Fault], *, known: Sequence[Fault]) -> list[Fault]:
+    """Those at other keys, and not in the nodes that the faulty overrides were meant for."""
     groups = {fault.key for fault in known if "." not in fault.key}
     keys = {fault.key for fault in known}
-    config = _without_hydra(composition, directory="")
-    found = config_faults(config)
     return [fault for fault in found if fault.key not in keys and fault.key.partition(".")[0] not in groups]

@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from exp.config.kinds import UNKNOWN
 from exp.errors import Fault
 from exp.spelling import nearest
 
@@ -27,10 +26,24 @@ OF_DATA = re.compile(r"\$\{data\.(input_shape|input_dtype|num_outputs|num_classe
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
 
 
+class Unknown:
+    """Stands in for a value that could not be read, so that one fault is not reported twice."""
+
+    def __repr__(self) -> str:
+        return "(unknown)"
+
+
+UNKNOWN = Unknown()
+
+
 def read(config: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
     reader = _Reader(config)
     return reader.mapping(config, reader.raw, "", 0), reader.faults
+
+
+def is_node(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -40,6 +53,26 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         path = f"{key}.{name}" if key else str(name)
         yield path, child
         yield from leaves(child, path)
+
+
+class Values:
+    """The plain config, asked by dotted key; UNKNOWN where a key is not there."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self.plain = plain
+
+    def __getitem__(self, key: str) -> Any:
+        node: Any = self.plain
+        for part in key.split("."):
+            if not isinstance(node, dict) or part not in node:
+                return UNKNOWN
+            node = node[part]
+        return node
+
+    def entries(self, key: str) -> dict[str, Any]:
+        """The named nodes of a group, those that could not be read left out."""
+        node = self[key]
+        return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
 
 
 class _Reader:

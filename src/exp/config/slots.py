@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.config.kinds import is_node
+from exp.config.reading import is_node
 
 MODULE = "torch.nn.Module"
 RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")

@@ -16,6 +16,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from exp.check.stages import config_faults
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import parse_override
@@ -133,7 +134,10 @@ class Sweep:
         try:
             self._refuse_security(overrides)
             composition = composition_of(
-                [*self.hydra_overrides, *overrides], config_dir=self.config_dir, config_name=self.config_name
+                [*self.hydra_overrides, *overrides],
+                config_dir=self.config_dir,
+                config_name=self.config_name,
+                check=config_faults,
             )
             config = job_config(composition, job=number, sweep=str(self.directory))
             self.validate(config)

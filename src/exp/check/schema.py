@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from exp.config.kinds import UNKNOWN, is_node
+from exp.config.reading import UNKNOWN, is_node
 from exp.types import SPAN, STAGES
 
 LARGEST_SEED = 2**63 - 1

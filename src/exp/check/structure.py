@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from exp.check.schema import PRESENT, SCHEMA, VALUES, Rule
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
-from exp.config.kinds import UNKNOWN, is_node
-from exp.config.reading import leaves
-from exp.config.schema import PRESENT, SCHEMA, VALUES, Rule
+from exp.config.reading import UNKNOWN, is_node, leaves
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show

@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from exp.config.kinds import UNKNOWN, fits, worded, words_of
-from exp.config.signature import EMPTY, Parameter, Signature, signature_of
+from omegaconf import DictConfig
+
+from exp.check.signature import EMPTY, Parameter, Signature, fits, signature_of, worded, words_of
+from exp.check.structure import value_fault
+from exp.config.reading import UNKNOWN
 from exp.config.slots import RESERVED_IN_NODE, Slot, nodes_in, slot_of
-from exp.config.structure import value_fault
+from exp.config.sources import position_of
 from exp.config.targets import TargetError, resolve
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, did_you_mean, nearest
@@ -180,3 +183,58 @@ def _words(parameter: Parameter) -> str:
     if parameter.annotation is EMPTY and parameter.default is EMPTY:
         return "a value"
     return worded(parameter.annotation, parameter.default)
+
+
+def program_faults(config: DictConfig, plain: dict[str, Any]) -> list[Fault]:
+    """The faults of every `forward` and every entry of `programs` that stands beside `layers`."""
+    return [fault for key, node in nodes_in(plain.get("model"), "model") for fault in _faults(config, key, node)]
+
+
+def program_fault(config: DictConfig, key: str, error: Any) -> Fault:
+    """A ProgramError of the program at a key as a fault of the config, placed in the YAML file that holds it."""
+    position = position_of(config, key)
+    source = None
+    if position is not None:
+        line, column = position.line + error.line - 1, position.column + error.column - 1
+        source = f"{position.file}, line {line}, column {column}"
+    got = error.message if source else f"line {error.line}, column {error.column}: {error.message}"
+    return Fault(key=key, got=got, expected=error.expected, source=source)
+
+
+def _faults(config: DictConfig, key: str, node: dict[str, Any]) -> Iterator[Fault]:
+    layers = node.get("layers")
+    if not isinstance(layers, dict):
+        return
+    from exp.models.program import layers_used
+
+    names = [str(name) for name in layers]
+    programs = node.get("programs")
+    texts = (
+        {name: text for name, text in programs.items() if isinstance(text, str)} if isinstance(programs, dict) else {}
+    )
+    offers = _offers(node)
+    if isinstance(node.get("forward"), str):
+        used = layers_used(texts.values(), names)
+        yield from _fault(config, f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
+    for name, text in texts.items():
+        yield from _fault(config, f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
+
+
+def _offers(node: dict[str, Any]) -> dict[str, Any]:
+    inputs, constants = node.get("inputs"), node.get("constants")
+    offers: dict[str, Any] = {}
+    if isinstance(inputs, list) and all(isinstance(name, str) for name in inputs):
+        offers["inputs"] = inputs
+    if isinstance(constants, dict):
+        offers["constants"] = [str(name) for name in constants]
+    return offers
+
+
+def _fault(config: DictConfig, key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[Fault]:
+    from exp.models.program import parse
+    from exp.models.program_error import ProgramError
+
+    try:
+        parse(text, layers, **offers)
+    except ProgramError as error:
+        yield program_fault(config, key, error)

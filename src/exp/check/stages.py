@@ -12,16 +12,27 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from exp.config.direction import direction_faults
+from exp.check.parameters import program_faults, target_faults
+from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
+from exp.check.structure import structure_faults
+from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
-from exp.config.parameters import target_faults
-from exp.config.programs import program_faults
-from exp.config.reading import read
-from exp.config.rules import allow_is_from_the_command_line, rule_faults
+from exp.config.layering import PRIMARY
+from exp.config.reading import Values, read
 from exp.config.sources import source_of
-from exp.config.structure import structure_faults
-from exp.config.values import Values
 from exp.errors import Fault
+
+
+def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = PRIMARY) -> DictConfig:
+    """The config of one job, as `python -m exp.train OVERRIDES` composes it.
+
+    config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
+    The reserved node `_composition_` says where it came from: overrides, directory, config_dir, config_name.
+    Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
+    """
+    return job_config(
+        composition_of(overrides, config_dir=config_dir, config_name=config_name, check=config_faults)
+    )
 
 
 def config_faults(config: DictConfig) -> list[Fault]:

@@ -5,25 +5,31 @@ A rule whose keys are not there, or could not be read, has nothing to say: the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from exp.config.data_rules import data_names_its_sets, parts_are_shares, task_fits_data
-from exp.config.freeze import COMPOSITION
-from exp.config.hydra_node import packages_allowed_by
-from exp.config.kinds import UNKNOWN
-from exp.config.phase_rules import (
+from exp.check.phase_rules import (
     phases_are_readable,
     phases_go_with_the_trainer,
     phases_share_the_objective,
     phases_watch_what_is_measured,
 )
-from exp.config.runtime_rules import switches_agree
-from exp.config.values import Values
-from exp.errors import Fault
+from exp.config.freeze import COMPOSITION
+from exp.config.hydra_node import packages_allowed_by
+from exp.config.reading import UNKNOWN, Values, is_node
+from exp.config.targets import resolve
+from exp.data.shares import share_faults
+from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, show
+from exp.types import STAGES
 
+# Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
+CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
+NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
+CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
+CLASSIFICATION = "torchmetrics.classification."
+REGRESSION = "torchmetrics.regression."
 # The settings of a loss scale as every option of precision has them.
 SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
@@ -249,6 +255,103 @@ def the_test_has_weights(values: Values) -> Iterator[Fault]:
             expected="a checkpoint for the test to load",
             cure="Or write test=false",
         )
+
+
+def data_names_its_sets(values: Values) -> Iterator[Fault]:
+    """One data set to divide, or one for each part; each is a node."""
+    data = values["data"]
+    if not isinstance(data, dict):
+        return
+    sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
+    if not sets:
+        yield Fault(
+            key="data.dataset",
+            got="nothing",
+            expected="a data set here, or one each in data.train, data.val, data.test",
+        )
+    for name, node in sets.items():
+        if node is not UNKNOWN and not is_node(node):
+            yield Fault(key=f"data.{name}", got=show(node), expected="a data set: a node with a _target_")
+
+
+def parts_are_shares(values: Values) -> Iterator[Fault]:
+    """Parts are fractions, or numbers of samples, as the data sets themselves keep it."""
+    parts = values["data.parts"]
+    if isinstance(parts, dict):
+        yield from share_faults({name: size for name, size in parts.items() if size is not UNKNOWN})
+
+
+def task_fits_data(values: Values) -> Iterator[Fault]:
+    """Classes need class numbers; numbers need numbers. Only where the data set has said which it is."""
+    classes = values["data.num_classes"]
+    is_regression = classes is None and values["data.num_outputs"] not in (None, UNKNOWN)
+    is_classification = isinstance(classes, int)
+    for name, term in values.entries("objective").items():
+        loss = term.get("loss", term)
+        target = str(loss.get("_target_")) if isinstance(loss, dict) else ""
+        last = target.rpartition(".")[2]
+        if is_regression and last in CLASS_LOSSES:
+            yield _misfit(f"objective.{name}", target, "a loss of numbers", "objective=[mse]")
+        elif is_classification and last in NUMBER_LOSSES and term.get("target", "target") == "target":
+            yield _misfit(f"objective.{name}", target, f"a loss of {classes} classes", "objective=[cross_entropy]")
+    for name, metric in values.entries("metrics").items():
+        target = str(metric["_target_"])
+        if is_regression and (target in CLASS_METRICS or target.startswith(CLASSIFICATION)):
+            yield _misfit(f"metrics.{name}", target, "a metric of numbers", "metrics=[mae]")
+        elif is_classification and target.startswith(REGRESSION):
+            yield _misfit(f"metrics.{name}", target, f"a metric of {classes} classes", "metrics=[accuracy]")
+
+
+def _misfit(key: str, target: str, expected: str, choice: str) -> Fault:
+    kind = "class numbers" if "classes" in expected else "numbers"
+    return Fault(
+        key=key, got=target, expected=f"{expected}: the targets of this data set are {kind}", cure=f"Write {choice}"
+    )
+
+
+def switches_agree(values: Values) -> Iterator[Fault]:
+    """What one switch asks for, another may not take away in silence."""
+    if values["runtime.deterministic"] is True and values["runtime.cudnn_benchmark"] is True:
+        yield Fault(
+            key="runtime.cudnn_benchmark",
+            got="true with runtime.deterministic=true",
+            expected="one of the two: the fastest algorithm of one run need not be that of the next",
+            cure="Leave runtime.cudnn_benchmark out",
+        )
+    if values["runtime.matmul"] == "highest" and values["precision.word"] == "tf32":
+        yield Fault(
+            key="runtime.matmul",
+            got="highest with precision=tf32",
+            expected="high or medium, or null: tf32 is for matrix products that are less exact",
+            cure="Leave runtime.matmul out, or choose precision=fp32",
+        )
+
+
+def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
+    """The fault of a best checkpoint that would be the worst; none where the metric does not say."""
+    monitor, mode, metrics = plain.get("monitor"), plain.get("mode"), plain.get("metrics")
+    if not isinstance(monitor, str) or not isinstance(metrics, dict) or mode not in ("min", "max"):
+        return []
+    node = metrics.get(monitor.partition("/")[0])
+    if not is_node(node):
+        return []
+    try:
+        metric = resolve(node["_target_"], base="torchmetrics.Metric", allow=allow)
+    except ConfigError:
+        return []  # told as the target's own fault
+    better = {True: "max", False: "min", None: None}[_higher_is_better(metric)]
+    if better in (None, mode):
+        return []
+    side = "higher" if better == "max" else "lower"
+    return [
+        Fault(key="mode", got=repr(mode), expected=f"{better}: a {side} {monitor} is better", cure=f"Add mode={better}")
+    ]
+
+
+def _higher_is_better(metric: Any) -> bool | None:
+    said = next((vars(base)["higher_is_better"] for base in metric.__mro__ if "higher_is_better" in vars(base)), None)
+    # A property says it of an instance alone.
+    return said if isinstance(said, bool) else None
 
 
 RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (

@@ -51,7 +51,7 @@ def _command(argv: Sequence[str]) -> None:
 
 
 def _checked_run(arguments: argparse.Namespace) -> str:
-    from exp.config.compose import compose
+    from exp.check.stages import compose
     from exp.validation import compare_with_data, examine
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from exp.config.kinds import UNKNOWN, is_node
-from exp.config.schema import Rule, integer, list_of, maybe, number, one_of, text
-from exp.config.values import Values
+from exp.check.schema import Rule, integer, list_of, maybe, number, one_of, text
+from exp.config.reading import UNKNOWN, Values, is_node
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
 

@@ -28,9 +28,11 @@ from exp.construct import construct
 from exp.models.inference import example_inputs, materialise
 from exp.types import DataSpec
 
+# Started in the background by a shell, or by nohup, and every process of the tests would ignore these signals, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background by a shell, and every process of the tests would ignore Ctrl-C, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"

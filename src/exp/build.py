@@ -41,8 +41,7 @@ from exp.objectives.objective import Objective
 from exp.optim.optimization import Optimization
 from exp.optim.phase import Phase
 from exp.plan.flops import flops_of_a_sample
-from exp.precision.choice import build_precision
-from exp.precision.plugin import RunPrecision
+from exp.precision.plugin import RunPrecision, build_precision
 from exp.strategies.placement import Placement, adopted, placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, demand_of_lightning, trainer_arguments

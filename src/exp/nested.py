@@ -2,59 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_not
+from typing import TypeVar, cast
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Size, Tensor
+
+Nested = TypeVar("Nested")
 
 
-def mapped(data: Any, function: Callable[[Tensor], Any]) -> Any:
+def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
     """The same structure with what the function makes of each tensor; all else as it is.
 
     A mapping that can be built from a dict, a namedtuple, a tuple and a list keep their classes; another mapping
-    becomes a dict. A torch.Size is no structure.
+    becomes a dict. One in which nothing changes is returned itself. A torch.Size is no structure.
     """
-    from torch import Size, Tensor
-
     if isinstance(data, Tensor):
-        return function(data)
+        return cast(Nested, function(data))
     if isinstance(data, Mapping):
-        return rebuilt(data, [mapped(value, function) for value in data.values()])
-    if isinstance(data, list | tuple) and not isinstance(data, Size):
-        return rebuilt(data, [mapped(value, function) for value in data])
-    return data
+        old = list(data.values())
+    elif isinstance(data, list | tuple) and not isinstance(data, Size):
+        old = list(data)
+    else:
+        return data
+    new = [mapped(value, function) for value in old]
+    return rebuilt(data, new) if any(map(is_not, new, old)) else data
 
 
-def moved(data: Any, device: torch.device) -> Any:
+def moved(data: Nested, device: torch.device) -> Nested:
     """The same structure on a device; copies from pinned memory run beside the computation."""
     return mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def rebuilt(data: Any, parts: list[Any]) -> Any:
+def rebuilt(data: Nested, parts: Sequence[object]) -> Nested:
     """A mapping, list or tuple like `data`, with these in the place of its values, in order."""
+    made: object
+    kind: Callable[..., object] = type(data)
     if isinstance(data, Mapping):
-        by_name = dict(zip(data, parts, strict=True))
-        if type(data) is dict:
-            return by_name
-        try:
-            return type(data)(by_name)  # type: ignore[call-arg]
-        except TypeError:  # such as a defaultdict, whose first argument is another
-            return by_name
-    # A namedtuple takes its parts one by one.
-    return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        made = dict(zip(data, parts, strict=True))
+        if kind is not dict:
+            # A defaultdict, whose first argument is another, stays a dict.
+            with contextlib.suppress(TypeError):
+                made = kind(made)
+    else:
+        # A namedtuple takes its parts one by one.
+        made = kind(*parts) if hasattr(data, "_fields") else kind(parts)
+    return cast(Nested, made)
 
 
-def tensors_in(data: Any) -> Iterator[Tensor]:
+def tensors_in(data: object) -> Iterator[Tensor]:
     """The tensors in nested data, in order."""
-    from torch import Tensor
-
     if isinstance(data, Tensor):
         yield data
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from tensors_in(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
+    elif isinstance(data, Mapping | list | tuple):
+        for value in data.values() if isinstance(data, Mapping) else data:
             yield from tensors_in(value)

@@ -40,7 +40,7 @@ from exp.objectives.terms import CrossEntropy
 from exp.optim.optimization import Optimization
 from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
-from exp.precision.choice import build_precision
+from exp.precision.plugin import build_precision
 from exp.strategies.ddp import DDP
 from exp.strategies.group import join, meet
 from exp.strategies.placement import Machine, placement

@@ -17,7 +17,7 @@ from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.runtime import put_channels_last
 from exp.errors import ConfigError, RunError
 from exp.hooks.memory import Memory
-from exp.precision.choice import build_precision
+from exp.precision.plugin import build_precision
 
 SHORT = ("trainer.max_steps=6", "hooks=[]", "metrics=[]", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1")
 PICTURES = ("model=lenet", "data=digits", *SHORT)

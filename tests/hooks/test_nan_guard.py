@@ -22,7 +22,7 @@ from exp.hooks.replaying.buffers_before import BuffersBefore, put_back
 from exp.hooks.replaying.step_file import StepFile, tensors_of
 from exp.hooks.replaying.tracing import Trace, Tracer
 from exp.hooks.replaying.update import Window
-from exp.precision.holding import can_hold, hold, release
+from exp.precision.scaler import can_hold, hold, release
 from exp.replay import main as replay
 from exp.replay import read_step
 from exp.replay import replay as replay_step

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from exp.build import Parts
-from exp.precision.choice import build_precision
+from exp.precision.plugin import build_precision
 from exp.precision.tf32 import TensorFloat32, why_without_effect
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -16,8 +16,8 @@ from exp.build import Parts
 from exp.errors import ConfigError
 from exp.models.containers import ModuleDictModel
 from exp.models.named_forward import with_forward
-from exp.precision.choice import build_precision
 from exp.precision.keep import kept_layers
+from exp.precision.plugin import build_precision
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRANSFORMER = (

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import exp
-from exp.precision.choice import build_precision
+from exp.precision.plugin import build_precision
 from exp.precision.words import WORDS
 
 CONF = Path(__file__).parents[2] / "conf"

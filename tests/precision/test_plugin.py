@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from exp.errors import ConfigError
 from exp.objectives.objective import Objective
 from exp.objectives.terms import CrossEntropy
-from exp.precision.choice import build_precision
-from exp.precision.scaled import ScaledPrecision
+from exp.precision.plugin import ScaledPrecision, build_precision
 
 STEPS = 20
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

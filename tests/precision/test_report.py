@@ -19,8 +19,8 @@ from exp.build import Parts
 from exp.config.freeze import freeze
 from exp.errors import ConfigError
 from exp.precision.advice import keep_as_yaml, proposed_keep, write_comparison
-from exp.precision.choice import build_precision
 from exp.precision.comparison import Comparison, compare
+from exp.precision.plugin import build_precision
 from exp.run import run
 
 SHORT = (

@@ -14,9 +14,8 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
 from exp.build import Parts
-from exp.precision.choice import build_precision
-from exp.precision.scaler import CountingScaler
-from exp.precision.watch import ScaleWatch
+from exp.precision.plugin import build_precision
+from exp.precision.scaler import CountingScaler, ScaleWatch
 
 STEPS, ACCUMULATE, CLIP, FORCED = 50, 3, 0.5, 7
 RUN = (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from exp.build import Parts
 from exp.errors import ConfigError
 from exp.optim.optimizer import build_optimizer
-from exp.precision.choice import build_precision
 from exp.precision.conversion import STATISTICS
+from exp.precision.plugin import build_precision
 from exp.precision.words import WORDS
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -43,8 +43,7 @@ from exp.engine.datamodule import RunData
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import TRAINING_HOOKS, NoProfiler, overridden
 from exp.optim.direct_step import DirectStep
-from exp.precision.plugin import RunPrecision
-from exp.precision.scaled import ScaledPrecision
+from exp.precision.plugin import RunPrecision, ScaledPrecision
 from exp.strategies.lightning_ddp import ExpDDPStrategy
 
 NEED = "one_step_a_call"

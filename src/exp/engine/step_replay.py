@@ -20,8 +20,8 @@ from exp.hooks.norms import norms
 from exp.hooks.replaying.extent import Extent
 from exp.hooks.replaying.tracing import Trace, Tracer, not_finite
 from exp.hooks.replaying.update import Update, Window
-from exp.precision.holding import can_hold
 from exp.precision.plugin import RunPrecision
+from exp.precision.scaler import can_hold
 
 
 def update_of(

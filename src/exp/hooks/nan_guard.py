@@ -29,7 +29,7 @@ from exp.hooks.replaying.step_file import Origin, StepFile, tensors_of
 from exp.hooks.replaying.tracing import Trace
 from exp.hooks.replaying.update import Update
 from exp.hooks.step import Step
-from exp.precision.holding import release
+from exp.precision.scaler import release
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned

@@ -15,8 +15,8 @@ from exp.engine.forward import forward_by_name
 from exp.nested import moved
 from exp.objectives.objective import Objective
 from exp.precision.advice import print_comparison, proposed_keep, write_comparison
-from exp.precision.choice import build_precision
 from exp.precision.comparison import Comparison, compare
+from exp.precision.plugin import build_precision
 from exp.precision.words import WORDS
 from exp.types import Batch
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -27,7 +26,9 @@ LOST = 0.1
 ROUNDS = 8
 
 
-def report_faults(precision: Mapping[str, Any], *, phases: Mapping[str, Any], ranks_of_a_model: int) -> list[Fault]:
+def report_faults(
+    precision: Mapping[str, object], *, phases: Mapping[str, object], ranks_of_a_model: int
+) -> list[Fault]:
     """precision: the config's node. ranks_of_a_model: how many ranks or devices hold parts of one network."""
     if not precision["report"]:
         return []

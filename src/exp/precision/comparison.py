@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from exp.precision.edges import cast
+from exp.nested import tensors_in
+from exp.precision.conversion import Arguments, Keywords, cast
 from exp.precision.plugin import RunPrecision
-from exp.precision.recordings import Record, gradients, outputs_of, silent_dropout
 from exp.precision.tf32 import TensorFloat32
 from exp.types import dtype_name
 
 Loss = Callable[[nn.Module], Tensor]
+Reference = Callable[[str, Arguments, Keywords], object]
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One layer. A layer that is called several times has all of its outputs here.
+
+    reference_outputs: what float32 gives for the same inputs. output_gradients: scaled, where the loss was.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    outputs: list[Tensor] = field(default_factory=list)
+    reference_outputs: list[Tensor] = field(default_factory=list)
+    output_gradients: list[Tensor] = field(default_factory=list)
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    has_finite_inputs: bool = True
+
+    def output(self) -> Tensor:
+        return _joined(self.outputs)
+
+    def reference(self) -> Tensor:
+        return _joined(self.reference_outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +92,12 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
         # torch lets convolutions take TensorFloat-32 unless told otherwise; the reference must be float32.
         with TensorFloat32(allowed=False):
             value32 = loss(reference)
-            value32.backward()
+            torch.autograd.backward(value32)
         for handle in handles:
             handle.remove()
         precision.convert_module(chosen)
         try:
-            outputs_of(chosen, found, apart=_apart(reference, device.type))
+            outputs_of(chosen, found, reference=_in_float32(reference, device.type))
             torch.manual_seed(seed)
             with precision.forward_context():
                 value = loss(chosen)
@@ -96,11 +121,11 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     )
 
 
-def _apart(reference: nn.Module, device_type: str) -> Callable[[str, tuple[Any, ...], dict[str, Any]], Any]:
+def _in_float32(reference: nn.Module, device_type: str) -> Reference:
     """A layer's output in float32 for given inputs: what it computes wrong by itself shows against this."""
     modules = dict(reference.named_modules())
 
-    def run(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(name: str, args: Arguments, kwargs: Keywords) -> object:
         with torch.no_grad(), torch.autocast(device_type, enabled=False), TensorFloat32(allowed=False):
             return modules[name](*cast(args, torch.float32), **cast(kwargs, torch.float32))
 
@@ -114,7 +139,7 @@ def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found:
     """
     scale = float(precision.scale(value.detach().new_ones(()))) if precision.is_scaled else 1.0
     while True:
-        (value * scale).backward(retain_graph=scale > 1.0)
+        torch.autograd.backward(value * scale, retain_graph=scale > 1.0)
         own = [p.grad for p in network.parameters() if p.grad is not None]
         if scale <= 1.0 or all(gradient.isfinite().all() for gradient in own):
             return scale
@@ -139,7 +164,7 @@ def _layer(
         kind=found.kind,
         dtype=dtype_name(dtype),
         output_error=_error(output, output32),
-        own_error=_error(output, found.apart()),
+        own_error=_error(output, found.reference()),
         gradient_error=_error(gradient, gradient32),
         overflow=overflow,
         underflow=sum(share for share, _ in lost) / counted if counted else 0.0,
@@ -167,3 +192,75 @@ def _lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
         return 0, 0
     counted = expected != 0
     return int(((value.abs() < smallest) & counted).sum()), int(counted.sum())
+
+
+def outputs_of(
+    network: nn.Module, records: dict[str, Record], *, reference: Reference | None = None
+) -> list[RemovableHandle]:
+    """Records the outputs of every layer: what has no modules in it, or parameters of its own. Returns: handles."""
+    handles = []
+    for name, module in network.named_modules():
+        if name and (not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))):
+            hook = partial(_record, name=name, records=records, reference=reference)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    return handles
+
+
+def _record(
+    module: nn.Module,
+    args: Arguments,
+    kwargs: Keywords,
+    output: object,
+    *,
+    name: str,
+    records: dict[str, Record],
+    reference: Reference | None,
+) -> None:
+    value = _first(output)
+    if value is None:
+        return
+    record = records.setdefault(name, Record(kind=type(module).__name__, dtype=value.dtype))
+    record.outputs.append(_host(value))
+    if value.requires_grad:
+        # The first backward of a call is that of the last one: put in front.
+        value.register_hook(lambda gradient: record.output_gradients.insert(0, _host(gradient)))
+    if reference is not None:
+        inputs = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
+        record.has_finite_inputs &= all(bool(part.isfinite().all()) for part in inputs)
+        other = _first(reference(name, args, kwargs))
+        record.reference_outputs.append(_host(value) if other is None else _host(other))
+
+
+def gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:
+    """Fills in the layers' gradients, divided by the scale: of their own parameters, or of their outputs."""
+    modules = dict(network.named_modules())
+    for name, record in records.items():
+        own = [_host(p.grad) for p in modules[name].parameters(recurse=False) if p.grad is not None]
+        record.gradient = _joined(own or record.output_gradients) / scale
+
+
+@contextmanager
+def silent_dropout(*networks: nn.Module) -> Iterator[None]:
+    """Dropout layers in evaluation: two precisions would draw different masks."""
+    layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    silent = [m for network in networks for m in network.modules() if isinstance(m, layers) and m.training]
+    for module in silent:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in silent:
+            module.train()
+
+
+def _first(output: object) -> Tensor | None:
+    """The first floating tensor of what a layer returns."""
+    return next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64).flatten()
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.float64)

@@ -1,23 +1,45 @@
-"""A network in the dtypes of a word: its tensors are cast, its layers get their edges."""
+"""A network in the dtypes of a word: its tensors are cast, and so is what crosses the edge of a layer with its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from exp.precision.edges import Edge, Ends
-from exp.precision.entrance import Entrance
+from exp.models.named_forward import forward_name
+from exp.nested import Nested, mapped
 from exp.precision.keep import outermost
 from exp.precision.words import HALF, Word
 
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+Function = TypeVar("Function", bound=Callable[..., object])
+never_compiled: Callable[[Function], Function] = torch.compiler.disable
 # torch's layers with running statistics. Their kernels take half inputs with float32 parameters and statistics.
 STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
+
+
+def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Nested:
+    """The same structure with its floating tensors in `dtype`; all else as it is.
+
+    notes: takes (cast, before) of every tensor that changed.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        changed = tensor.to(dtype)
+        if notes is not None:
+            notes.append((changed, tensor))
+        return changed
+
+    return mapped(data, change)
 
 
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
@@ -48,7 +70,9 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
             setattr(module, name, buffer.to(dtype))
 
 
-def attach_edges(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str) -> list[Any]:
+def attach_edges(
+    network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str
+) -> list[RemovableHandle]:
     """The hooks that cast what goes in and out. Returns: their handles."""
     # What flows between layers that are not kept: the word's, else float32, which autocast casts as it needs.
     flowing = word.parameters or torch.float32
@@ -67,6 +91,121 @@ def attach_edges(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]
         )
         handles += edge.attach(modules[name])
     return handles
+
+
+class Ends:
+    """What kept layers gave before it was rounded to the dtype around them, for those that end the network.
+
+    A layer's output is held until the network returns only where it was among the outputs before, or where nothing is
+    known yet: at the first call of each of the network's forwards, in training and in evaluation. Where a strategy
+    runs the layers without calling the network, nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self.call: tuple[bool, str | None] | None = None
+        self.waiting: list[tuple[str, Tensor, Tensor]] = []
+        self.known: dict[tuple[bool, str | None], set[str]] = {}
+
+    def begin(self, *, training: bool, forward: str | None) -> None:
+        """The network is called. forward: the name of the forward that it is seen through; None is its own."""
+        self.call = training, forward
+
+    def hold(self, name: str, notes: list[tuple[Tensor, Tensor]]) -> None:
+        if self.call is not None and (self.call not in self.known or name in self.known[self.call]):
+            self.waiting += [(name, rounded, full) for rounded, full in notes]
+
+    def restore(self, output: Nested) -> Nested:
+        """The network's output with the full numbers of kept layers, in float32, for the loss."""
+        waiting, self.waiting = self.waiting, []
+        call, self.call = self.call, None
+        found: set[str] = set()
+
+        def full(tensor: Tensor) -> Tensor:
+            for name, rounded, before in waiting:
+                if tensor is rounded:
+                    found.add(name)
+                    return before.float()
+            return tensor
+
+        restored = mapped(output, full) if waiting else output
+        if output is not None and call is not None:  # else the forward raised, and nothing is known of it
+            self.known.setdefault(call, found)
+        return restored
+
+
+class Edge:
+    """The hooks of one kept layer: autocast off, floating inputs cast, the output in the dtype around it.
+
+    They are methods of a plain object, so that a module with them is copied and pickled like any other.
+    """
+
+    def __init__(
+        self, *, name: str, device_type: str, inside: torch.dtype, around: torch.dtype | None, ends: Ends | None
+    ) -> None:
+        self.name, self.device_type = name, device_type
+        self.inside, self.around, self.ends = inside, around, ends
+        self.autocast: list[bool] = []
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """The handles of its two hooks. always_call: autocast comes back where the forward raised, too."""
+        return [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+        ]
+
+    def enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+        # Not an autocast object that is entered here and left there: torch.compile follows only this form.
+        enabled = torch.is_autocast_enabled(self.device_type)
+        self.autocast.append(enabled)
+        if enabled:
+            torch.set_autocast_enabled(self.device_type, False)
+        return cast(args, self.inside), cast(kwargs, self.inside)
+
+    def leave(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: Nested) -> Nested:
+        if self.autocast and self.autocast.pop():
+            torch.set_autocast_enabled(self.device_type, True)
+        if self.around is None or output is None:
+            return output
+        if self.ends is None:
+            return cast(output, self.around)
+        notes: list[tuple[Tensor, Tensor]] = []
+        output = cast(output, self.around, notes=notes)
+        self.ends.hold(self.name, notes)
+        return output
+
+
+class Entrance:
+    """The hooks of the whole network under a true word: floating inputs are cast, integer ones left alone.
+
+    Here and not in the batch, so that targets stay as exact as the data set gave them. Within, what a forward creates
+    without a dtype (torch.zeros(n)) has the network's, too.
+
+    Never compiled: torch.compile makes one graph of a network's forward, and would make others of its own hooks.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, ends: Ends) -> None:
+        self.dtype, self.ends = dtype, ends
+        self.defaults: list[torch.dtype] = []
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """The handles of its two hooks."""
+        return [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+        ]
+
+    @never_compiled
+    def enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+        self.ends.begin(training=module.training, forward=forward_name(module))
+        self.defaults.append(torch.get_default_dtype())
+        torch.set_default_dtype(self.dtype)
+        return cast(args, self.dtype), cast(kwargs, self.dtype)
+
+    @never_compiled
+    def leave(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: Nested) -> Nested:
+        if self.defaults:
+            torch.set_default_dtype(self.defaults.pop())
+        return self.ends.restore(output) if self.dtype in HALF else output
 
 
 def _has_statistics(module: nn.Module) -> bool:

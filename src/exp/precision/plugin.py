@@ -1,26 +1,32 @@
-"""How numbers are represented: the word of the config as a Lightning precision plugin."""
+"""How numbers are represented: the word of the config as a Lightning precision plugin, with or without a loss scale.
+
+Private names of Lightning (seen in 2.6.6): Precision._after_closure, which calls on_before_optimizer_step and clips.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed import ProcessGroup
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from exp.precision.conversion import attach_edges, cast_own_tensors, cast_tensors
-from exp.precision.edges import cast
+from exp.errors import ConfigError
+from exp.nested import Nested
+from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors
 from exp.precision.fp8 import convert_linear
-from exp.precision.holding import hold
 from exp.precision.keep import kept_layers, refuse_shared
+from exp.precision.scaler import CountingScaler, ScaleWatch, hold
 from exp.precision.tf32 import TensorFloat32, why_without_effect
-from exp.precision.words import Word
+from exp.precision.words import Word, read_word
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +57,7 @@ class RunPrecision(Precision):
         super().__init__()
         self.word, self.device_type, self.keep = word, device_type, dict(keep or {})
         self._tf32 = TensorFloat32(allowed=word.tf32, matmul=matmul)
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._kept: dict[str, torch.dtype] = {}
         self._has_spoken = False
 
@@ -74,7 +80,7 @@ class RunPrecision(Precision):
     def unscale(self, optimizer: Optimizer) -> None:
         """Makes this optimizer's gradients true ones, once a window."""
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> object:
         """Steps, unless a gradient is not finite under a loss scale. Unscales first where nobody did."""
         return optimizer.step(**kwargs)
 
@@ -83,14 +89,14 @@ class RunPrecision(Precision):
 
     def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
         """The optimizer's coming step changes nothing where `flag`, 0-d in float32, is not 0 when the device comes to
-        it. Behind unscale. Only where `can_hold` of exp.precision.holding."""
+        it. Behind unscale. Only where `can_hold` of exp.precision.scaler."""
         hold(optimizer, flag)
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step changed nothing: its schedule should not move. Waits for the device."""
         return False
 
-    def agree_over(self, group: Any) -> None:
+    def agree_over(self, group: ProcessGroup) -> None:
         """Ranks of this process group hold parts of one model: from now on they skip a step together."""
 
     def written(self, values: Mapping[str, float], *, step: int) -> None:
@@ -152,23 +158,23 @@ class RunPrecision(Precision):
             self._handles.pop().remove()
         self._tf32.put_back()
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: Nested) -> Nested:
         """The whole batch in float64 under fp64, targets too; else the network casts what comes in."""
         return cast(data, torch.float64) if self.word.double else data
 
-    def cast_inputs(self, inputs: Any) -> Any:
+    def cast_inputs(self, inputs: Nested) -> Nested:
         """For a strategy that runs the network's layers without calling the network: what goes in as they take it."""
         return inputs if self.word.parameters is None else cast(inputs, self.word.parameters)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Autocast, where the word has it. Without its cache of cast weights, as in Lightning."""
         if self.word.double:
-            return _Float64ByDefault()
+            return _float64_by_default()
         if self.word.autocast is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.word.autocast, cache_enabled=False)
 
-    def without_autocast(self) -> AbstractContextManager[Any]:
+    def without_autocast(self) -> AbstractContextManager[None]:
         """For a backward inside a training step, which runs under autocast."""
         return nullcontext() if self.word.autocast is None else torch.autocast(self.device_type, enabled=False)
 
@@ -194,15 +200,139 @@ class RunPrecision(Precision):
                 log.warning("precision.keep keeps nothing in fp32 under tf32, which holds for the whole process")
 
 
-class _Float64ByDefault:
+class ScaledPrecision(RunPrecision):
+    """float16 by autocast with a loss scale, as PyTorch's AMP notes write it by hand, on CUDA and on CPU.
+
+    Forward and loss run under autocast, backward does not. After backward the gradients are unscaled once, whatever
+    the optimizer (Lightning leaves a fused one's scaled and refuses to clip them), so that on_before_optimizer_step
+    and clipping see true gradients; then comes the step, skipped where a gradient is not finite, and the scale's
+    update.
+    """
+
+    def __init__(
+        self,
+        *,
+        word: Word,
+        device_type: str,
+        scaler: CountingScaler,
+        keep: Mapping[str, str] | None = None,
+        matmul: str | None = None,
+    ) -> None:
+        super().__init__(word=word, device_type=device_type, keep=keep, matmul=matmul)
+        self.scaler = scaler
+        self.is_scaled = scaler.is_enabled()
+        self._watch = ScaleWatch()
+
+    @property
+    def loss_scale(self) -> Tensor | float:
+        return self.scaler.loss_scale
+
+    @property
+    def skipped_steps(self) -> Tensor | float:
+        return self.scaler.skipped_steps
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> object:
+        return self.scaler.step(optimizer, **kwargs)
+
+    def update(self) -> None:
+        self.scaler.update()
+
+    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
+        self.scaler.hold(optimizer, flag)
+
+    def skipped(self, optimizer: Optimizer) -> bool:
+        return self.scaler.skipped(optimizer)
+
+    def agree_over(self, group: ProcessGroup) -> None:
+        self.scaler.agree_over(group)
+
+    def written(self, values: Mapping[str, float], *, step: int) -> None:
+        if "precision/loss_scale" in values:
+            scale, skipped = values["precision/loss_scale"], values["precision/skipped_steps"]
+            self._watch.see(step=step, loss_scale=scale, skipped_steps=skipped)
+
+    def pre_backward(  # type: ignore[override]  # Lightning's own Precision narrows Fabric's alike
+        self, tensor: Tensor, module: LightningModule
+    ) -> Tensor:
+        return super().pre_backward(self.scale(tensor), module)
+
+    def optimizer_step(  # type: ignore[override]  # Lightning's own Precision narrows Fabric's alike
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], object], **kwargs: Any
+    ) -> object:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(self.word.optimizer_faults(optimizer))
+        result = closure()
+        if result is None and model.automatic_optimization:
+            # The training step gave no loss: there are no gradients to unscale.
+            self._after_closure(model, optimizer)
+            return result
+        self.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        output = self.step(optimizer, **kwargs)
+        if model.automatic_optimization:
+            # One optimizer; who steps several by hand says when the last of them has.
+            self.update()
+        return output
+
+    def state_dict(self) -> dict[str, object]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        self.scaler.load_state_dict(state_dict)
+
+
+def build_precision(
+    word: str,
+    *,
+    device_type: str,
+    keep: Mapping[str, str] | None = None,
+    init_scale: float = 65536.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = False,
+    matmul: str | None = None,
+) -> RunPrecision:
+    """The plugin for a word of `precision.word`.
+
+    device_type: torch's, such as cpu or cuda.
+    keep: pattern of module names or name of a type to fp32 or fp64, as precision.keep.
+    init_scale, growth_factor, backoff_factor, growth_interval, enabled: of the loss scale (precision.scaler), which
+        only fp16 has.
+    matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
+    Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
+    """
+    meaning = read_word(word)
+    if meaning.needs_scaler:
+        scaler = CountingScaler(
+            device=device_type,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        return ScaledPrecision(word=meaning, device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
+    if enabled:
+        meaning.refuse_scaler()
+    return RunPrecision(word=meaning, device_type=device_type, keep=keep, matmul=matmul)
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
     """What is created without a dtype is float64 meanwhile: a loss's zeros, a metric's sums."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(self._before)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _network(module: nn.Module) -> nn.Module:

@@ -1,7 +1,14 @@
-"""torch's gradient scaler, and what it keeps to itself: which steps were skipped, by which optimizer."""
+"""Optimizer steps that the device skips, under a loss scale or while a flag is set, without a look from the host.
+
+Private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`, `_scale` and `_device` of
+torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused, whose step reads the attributes
+`grad_scale` and `found_inf` (GradScaler sets both from what it found, and takes them off again) and changes neither
+parameters nor state where `found_inf`, 0-d in float32, is not 0.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +17,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.optim import SGD, Optimizer
 
+log = logging.getLogger(__name__)
+
+# The scale of the first step comes down from 65536 to 1 in 16 skips; more in a row is no search for a scale.
+SKIPS_IN_A_ROW = 20
+CURE = (
+    "a gradient is infinite or not a number whatever the scale. Look with precision.report=true for the layer and keep "
+    "it in fp32 (precision.keep), or train in bf16"
+)
+
 
 class CountingScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that counts the steps it skips because a gradient was infinite or not a number.
@@ -17,7 +33,6 @@ class CountingScaler(torch.amp.GradScaler):
     The counts stay on the scaler's device: reading one waits for the device, keeping them does not. `step` unscales
     where nobody did, fused optimizers included. An optimizer without a gradient, or on a rank of a pipeline without a
     parameter, passes through, and still agrees with the others.
-    Relies on `_found_inf_per_device(optimizer)`, `_scale` and `_device` of torch.amp.GradScaler, seen in torch 2.13.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -42,11 +57,12 @@ class CountingScaler(torch.amp.GradScaler):
             held = (p.device for group in optimizer.param_groups for p in group["params"])
             self.scale(torch.zeros((), device=next(held, self._device)))
         super().unscale_(optimizer)
-        found = self._found_inf_per_device(optimizer)
+        found: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
+        device = self._place()
         if not found:
-            found[self._scale.device] = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
         if self._group is not None:
-            worst = torch.stack([tensor.to(self._scale.device) for tensor in found.values()]).amax()
+            worst = torch.stack([tensor.to(device) for tensor in found.values()]).amax()
             all_reduce(worst, op=ReduceOp.MAX, group=self._group)
             for tensor in found.values():
                 tensor.copy_(worst)
@@ -67,7 +83,7 @@ class CountingScaler(torch.amp.GradScaler):
         # A fused step looks at its first parameter, and a rank may hold none that learns.
         result = super().step(optimizer, *args, **kwargs) if has_parameters else None
         found = self._found_inf_per_device(optimizer).values()
-        skip = torch.stack([tensor.to(self._scale.device) for tensor in found]).amax()
+        skip = torch.stack([tensor.to(self._place()) for tensor in found]).amax()
         self._skips[optimizer] = skip
         self._skipped = self._skipped + skip
         if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
@@ -76,6 +92,10 @@ class CountingScaler(torch.amp.GradScaler):
             for parameter in list(optimizer.state)[known:]:
                 del optimizer.state[parameter]
         return result
+
+    def _place(self) -> torch.device:
+        assert self._scale is not None, "a loss is scaled before a gradient is unscaled"
+        return self._scale.device
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         if self._unscaled or new_scale is not None:
@@ -106,3 +126,51 @@ class CountingScaler(torch.amp.GradScaler):
         state = dict(state_dict)
         self._skipped = state.pop("skipped_steps")
         super().load_state_dict(state)
+
+
+class ScaleWatch:
+    """Looks at scale and skipped steps whenever they are written, and warns once."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, float] | None = None
+        self._row = 0
+        self._skips = 0.0
+        self._has_warned = False
+
+    def see(self, *, step: int, loss_scale: float, skipped_steps: float) -> None:
+        """step: of the run, counted from 1. skipped_steps: of all optimizers, of which phases have several a step."""
+        if self._seen is not None:
+            steps, skips = step - self._seen[0], skipped_steps - self._seen[1]
+            is_row = skips >= steps > 0
+            self._row, self._skips = (self._row + steps, self._skips + skips) if is_row else (0, 0.0)
+        self._seen = step, skipped_steps
+        if self._has_warned:
+            return
+        if loss_scale < 1.0:
+            self._has_warned = True
+            log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, CURE)
+        elif self._row >= SKIPS_IN_A_ROW:
+            self._has_warned = True
+            log.warning(
+                "step %d: in the last %d steps optimizers skipped %d updates, the loss scale is %g: %s",
+                step, self._row, self._skips, loss_scale, CURE,
+            )  # fmt: skip
+
+
+def can_hold(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step can be held. Not before its first one, which makes its state."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(fused) and len(optimizer.state) > 0
+
+
+def hold(optimizer: Optimizer, flag: Tensor) -> None:
+    """Every step of the optimizer changes nothing while `flag` is not 0, until `release`. Not under a loss scale."""
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = flag  # type: ignore[attr-defined]
+
+
+def release(optimizer: Optimizer) -> None:
+    """Takes `hold` back."""
+    for name in ("grad_scale", "found_inf"):
+        if name in vars(optimizer):
+            delattr(optimizer, name)

@@ -38,7 +38,7 @@ from exp.hooks.timing.utilisation import Workload
 from exp.models.flops import FlopCount
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.plan.flops import flops_of_a_sample
 from exp.precision.plugin import RunPrecision, build_precision

@@ -65,7 +65,7 @@ RE_EXPORTS = [
     "lightning.pytorch.loggers.csv_logs.os",
     "exp.data.text.Path",
     "exp.hooks.hook.dataclass",
-    "exp.optim.groups.fnmatchcase",
+    "exp.optim.parameter_groups.fnmatchcase",
 ]
 
 

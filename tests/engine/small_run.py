@@ -37,7 +37,7 @@ from exp.errors import ExpError
 from exp.objectives.metrics import Accuracy
 from exp.objectives.objective import Objective
 from exp.objectives.terms import CrossEntropy
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
 from exp.precision.plugin import build_precision

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from exp.hooks.hook import Hook
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),

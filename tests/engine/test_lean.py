@@ -29,7 +29,7 @@ from exp.hooks.gradients import Gradients
 from exp.hooks.hook import Hook
 from exp.hooks.memory import Memory
 from exp.hooks.throughput import Throughput
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 
 pytestmark = [
     # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 
 pytestmark = [
     # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.

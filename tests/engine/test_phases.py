@@ -22,7 +22,7 @@ from exp.errors import RunError
 from exp.hooks.gradients import Gradients
 from exp.hooks.memory import Memory
 from exp.objectives.adversarial import DiscriminatorLoss, GeneratorLoss
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
 

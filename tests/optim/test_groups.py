@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from exp.errors import ConfigError
-from exp.optim.groups import parameter_groups
 from exp.optim.optimizer import build_optimizer, has_fused
+from exp.optim.parameter_groups import parameter_groups
 
 AdamW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from exp.errors import ConfigError
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 from exp.optim.schedules import Constant, Cosine, OneCycle
 
 RATES = (0.1, 0.003)

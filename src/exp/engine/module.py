@@ -23,7 +23,7 @@ from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.replaying.update import Window
 from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel

@@ -31,7 +31,7 @@ from exp.engine.forward import detached, forward_by_name, needing, target_of
 from exp.engine.module import TrainingModule, clip
 from exp.hooks.replaying.update import Window
 from exp.models.named_forward import with_forward
-from exp.optim.groups import trained_parameters
+from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
 from exp.precision.plugin import RunPrecision
 from exp.strategies.averaging import average_gradients, broadcast_buffers

@@ -2,20 +2,26 @@
 
 AdamW over four parameters: 40 us a step through `optimizer.step()`, 15 us here, of which the kernel is most.
 
-Relied on, and tested (torch 2.13): Adam, AdamW and SGD with fused=True call the private `torch._fused_adam_`,
-`torch._fused_adamw_` and `torch._fused_sgd_` behind `torch._foreach_add_` of the counts of steps, with these arguments;
-`load_state_dict` replaces `optimizer.state`; a schedule notes in `_opt_called` that the optimizer went first.
+Private names of torch (seen in 2.13, and tested): `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`,
+which Adam, AdamW and SGD with fused=True call with these arguments, behind `torch._foreach_add_` of the counts of
+steps; `_opt_called`, where a schedule notes that the optimizer went first, and `_wrapped_by_lr_sched`, its mark on
+`step`; `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
+`_global_optimizer_post_hooks`; `_profiler_enabled` of torch.autograd. `load_state_dict` replaces `optimizer.state`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+Group = dict[str, Any]
 
 
 class DirectStep:
@@ -29,8 +35,8 @@ class DirectStep:
         self.optimizer = optimizer
         self._is_known = is_known(optimizer)
         self._kernel = self._sgd if type(optimizer) is SGD else self._adam
-        self._state: Any = None
-        self._groups: list[tuple[dict[str, Any], list[nn.Parameter], tuple[list[Tensor], ...]]] = []
+        self._state: Mapping[Tensor, object] | None = None
+        self._groups: list[tuple[Group, list[Tensor], tuple[list[Tensor], ...]]] = []
 
     def __call__(self) -> None:
         optimizer = self.optimizer
@@ -41,7 +47,7 @@ class DirectStep:
                 self._collect()
             return
         # A schedule on this optimizer asks, and warns where the optimizer does not go first.
-        optimizer._opt_called = True
+        vars(optimizer)["_opt_called"] = True
         with torch.no_grad():
             for (group, parameters, state), own in zip(self._groups, gradients, strict=True):
                 self._kernel(group, parameters, own, state)
@@ -49,10 +55,12 @@ class DirectStep:
     def _gradients(self) -> list[list[Tensor]] | None:
         """Of each group; None where `optimizer.step()` has to see to it."""
         optimizer = self.optimizer
-        watched = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        # Held: the device may leave the step out (precision/holding.py).
-        watched = watched or "found_inf" in vars(optimizer)
-        if watched or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or torch.autograd._profiler_enabled():
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return None
+        # Held: the device may skip the step (precision/scaler.py).
+        if "found_inf" in vars(optimizer):
+            return None
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
             return None
         if len(optimizer.param_groups) != len(self._groups):
             return None
@@ -60,10 +68,11 @@ class DirectStep:
         for (group, parameters, _), now in zip(self._groups, optimizer.param_groups, strict=True):
             if group is not now or len(group["params"]) != len(parameters):
                 return None
-            own = [parameter.grad for parameter in parameters]
-            for gradient in own:
-                if gradient is None:
+            own = []
+            for parameter in parameters:
+                if (gradient := parameter.grad) is None:
                     return None
+                own.append(gradient)
             found.append(own)
         return found
 
@@ -71,20 +80,18 @@ class DirectStep:
         optimizer = self.optimizer
         self._groups, self._state = [], None
         for group in optimizer.param_groups:
-            parameters = list(group["params"])
+            parameters: list[Tensor] = list(group["params"])
             states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-            names = ("momentum_buffer",) if type(optimizer) is SGD else ("exp_avg", "exp_avg_sq", "step")
-            if type(optimizer) is SGD and not group["momentum"]:
-                names = ()
+            names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")
+            if type(optimizer) is SGD:
+                names = ("momentum_buffer",) if group["momentum"] else ()
             if any(state.get(name) is None for state in states for name in names):
                 return  # a parameter that had no gradient yet
             self._groups.append((group, parameters, tuple([state[name] for state in states] for name in names)))
         self._state = optimizer.state
 
     @staticmethod
-    def _adam(
-        group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[Tensor], state: tuple[list[Tensor], ...]
-    ) -> None:
+    def _adam(group: Group, parameters: list[Tensor], gradients: list[Tensor], state: tuple[list[Tensor], ...]) -> None:
         averages, squares, steps = state
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
@@ -108,9 +115,7 @@ class DirectStep:
         )
 
     @staticmethod
-    def _sgd(
-        group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[Tensor], state: tuple[list[Tensor], ...]
-    ) -> None:
+    def _sgd(group: Group, parameters: list[Tensor], gradients: list[Tensor], state: tuple[list[Tensor], ...]) -> None:
         torch._fused_sgd_(
             parameters,
             gradients,
@@ -137,7 +142,7 @@ def is_known(optimizer: Optimizer) -> bool:
     return all(_is_plain(group) for group in optimizer.param_groups)
 
 
-def _is_plain(group: dict[str, Any]) -> bool:
+def _is_plain(group: Group) -> bool:
     parameters = group["params"]
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
     return (

@@ -1,30 +1,84 @@
-"""From a network and the config's optimizer node to a torch optimizer, fused where torch has that."""
+"""A network's optimizer and its schedule: handed to the engine as a value, made when the devices are set.
+
+Private name of torch (seen in 2.13): torch.utils._foreach_utils._get_fused_kernels_supported_devices.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from exp.errors import ConfigError, Fault
-from exp.optim.groups import parameter_groups
+from exp.optim.parameter_groups import Groups, parameter_groups
+from exp.optim.schedules import Interval, build_schedule, changes_nothing
 
 # Of DTensors: torch 2.13 has no sharding strategy for the other kernels.
 FUSED_IN_SHARDS = ("Adam", "AdamW")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """Optimizer and schedule, not made yet.
+
+    optimizer_factory: the optimizer's class with its options, all but the parameters.
+    groups, exempt_from_decay: see parameter_groups.
+    schedule_factory: the schedule's class with its options, all but the optimizer; None for a fixed learning rate.
+    interval: whether the schedule steps with every optimizer step or with every epoch.
+    monitor: the tag that a schedule on plateau watches.
+    """
+
+    optimizer_factory: functools.partial[Optimizer]
+    groups: Groups = field(default_factory=dict)
+    exempt_from_decay: Sequence[str] = ()
+    schedule_factory: functools.partial[LRScheduler] | None = None
+    interval: Interval = "step"
+    monitor: str | None = None
+
+    def make(
+        self,
+        network: nn.Module,
+        *,
+        total_steps: int | None,
+        total_epochs: int | None = None,
+        parameters: Sequence[str] | None = None,
+        shared: bool = False,
+    ) -> tuple[Optimizer, LRScheduler | None]:
+        """The optimizer of the network's parameters where they lie now, and its schedule.
+
+        total_steps: optimizer steps of the whole run, those before a resume included; None if it has no known end.
+        total_epochs: likewise in epochs, for a schedule with interval epoch.
+        parameters, shared: of an optimizer for a part of the network, see parameter_groups.
+        Returns: no schedule where it would leave the learning rate alone.
+        Raises: ConfigError.
+        """
+        optimizer = build_optimizer(
+            network,
+            self.optimizer_factory,
+            groups=self.groups,
+            exempt_from_decay=self.exempt_from_decay,
+            parameters=parameters,
+            shared=shared,
+        )
+        if self.schedule_factory is None or changes_nothing(self.schedule_factory):
+            return optimizer, None
+        total = total_steps if self.interval == "step" else total_epochs
+        return optimizer, build_schedule(optimizer, self.schedule_factory, interval=self.interval, total_steps=total)
 
 
 def build_optimizer(
     network: nn.Module,
     factory: functools.partial[Optimizer],
     *,
-    groups: Mapping[str, Mapping[str, Any]],
+    groups: Groups,
     exempt_from_decay: Sequence[str],
     parameters: Sequence[str] | None = None,
     shared: bool = False,
@@ -32,7 +86,7 @@ def build_optimizer(
     """The optimizer of a network's trained parameters.
 
     factory: the optimizer's class with its options, all but the parameters.
-    groups, exempt_from_decay, parameters, shared: see exp.optim.groups.parameter_groups.
+    groups, exempt_from_decay, parameters, shared: see parameter_groups.
     Raises: ConfigError where the groups do not fit the network or the optimizer refuses its options.
     """
     split = parameter_groups(
@@ -80,7 +134,9 @@ def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
     return chosen.get("fused") is None and not chosen.get("foreach") and not chosen.get("differentiable")
 
 
-def _check_options(factory: functools.partial[Optimizer], split: Sequence[Mapping[str, Any]], *, decay: bool) -> None:
+def _check_options(
+    factory: functools.partial[Optimizer], split: Sequence[Mapping[str, object]], *, decay: bool
+) -> None:
     """torch accepts any key in a group and ignores the unknown in silence."""
     known = list(inspect.signature(factory.func).parameters)[1:]
     faults = [

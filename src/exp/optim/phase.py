@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.optim.groups import REST
-from exp.optim.optimization import Optimization
+from exp.optim.optimizer import Optimization
+from exp.optim.parameter_groups import REST
 
 ClipAlgorithm = Literal["norm", "value"]
 
@@ -88,7 +88,7 @@ class PhaseOptimizers(Optimizer):
         self.optimizers = dict(optimizers)
         self._gather()
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         raise RunError("the optimizers of phases were stepped together; each phase steps its own")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

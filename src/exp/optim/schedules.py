@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
@@ -104,7 +104,7 @@ def build_schedule(
         it null. None where the run has no known end.
     Raises: ConfigError where the length is needed and not known, or the schedule refuses its values.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, int] = {}
     if needs_total(factory):
         if total_steps is None:
             raise ConfigError([_unknown_length(interval)])

@@ -15,7 +15,7 @@ from exp.models.flops import FlopCount, counted
 from exp.models.named_forward import with_forward
 from exp.nested import moved, tensors_in
 from exp.objectives.objective import Objective
-from exp.optim.groups import trained_parameters
+from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase
 from exp.types import Batch
 

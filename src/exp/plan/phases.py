@@ -12,7 +12,7 @@ from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel
 from exp.models.named_forward import forward_names
 from exp.objectives.objective import Objective
-from exp.optim.groups import pattern_faults, unmatched_parameters
+from exp.optim.parameter_groups import pattern_faults, unmatched_parameters
 from exp.optim.phase import Phase
 from exp.spelling import among, did_you_mean
 from exp.strategies.auto import Auto

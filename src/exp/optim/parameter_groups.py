@@ -17,6 +17,9 @@ REST = "default"
 # A norm of the user's own is known by its class's name, as in RMSNorm or ScaleNorm2d.
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 
+# What the config's optimizer.groups holds, by name: patterns of parameters, and options of the optimizer.
+Groups = Mapping[str, Mapping[str, Any]]
+
 
 @dataclass(kw_only=True, eq=False)
 class _Trained:
@@ -30,7 +33,7 @@ class _Trained:
 def parameter_groups(
     network: nn.Module,
     *,
-    groups: Mapping[str, Mapping[str, Any]],
+    groups: Groups,
     exempt_from_decay: Sequence[str],
     parameters: Sequence[str] | None = None,
     shared: bool = False,
@@ -116,7 +119,7 @@ def _owners(
     trained: Sequence[_Trained],
     others: Sequence[_Trained],
     frozen: Sequence[str],
-    groups: Mapping[str, Mapping[str, Any]],
+    groups: Groups,
     faults: list[Fault],
 ) -> list[str]:
     """Each trained parameter's group."""

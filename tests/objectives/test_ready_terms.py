@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from exp.errors import RunError
 from exp.objectives.adversarial import DiscriminatorLoss, GeneratorLoss
 from exp.objectives.consistency import Consistency
-from exp.objectives.jacobian import JacobianNorm
 from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
-from exp.objectives.penalties import R1, WGANGP
+from exp.objectives.penalties import R1, WGANGP, JacobianNorm
 
 
 def sample(*shape: int, seed: int = 0) -> Tensor:

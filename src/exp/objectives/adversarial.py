@@ -13,14 +13,14 @@ arXiv:1406.2661, 1705.02894, 1701.07875 and 1611.04076.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 from torch.nn.functional import relu, softplus
 
+from exp.objectives.loss_inputs import Values, full, pick
 from exp.objectives.term import AbstractTerm
-from exp.objectives.values import full, pick
 from exp.types import Batch
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class DiscriminatorLoss(AbstractTerm):
         self._of_real, self._of_fake, _ = _formulas(loss)
         self.loss_name, self.real, self.fake = loss, real, fake
 
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a score is not there."""
         real, fake = (full(pick(values, name, "score")) for name in (self.real, self.fake))
         return self._of_real(real).mean() + self._of_fake(fake).mean()
@@ -77,7 +77,7 @@ class GeneratorLoss(AbstractTerm):
         *_, self._of_fake = _formulas(loss)
         self.loss_name, self.fake = loss, fake
 
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where the score is not there."""
         return self._of_fake(full(pick(values, self.fake, "score"))).mean()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional
 
+from exp.objectives.loss_inputs import Values, full, pick
 from exp.objectives.passes import Passes
 from exp.objectives.term import AbstractTerm
-from exp.objectives.values import full, pick
 from exp.types import Batch
 
 Distance = Literal["mse", "kl"]
@@ -47,7 +46,7 @@ class Consistency(AbstractTerm):
             raise ValueError("distance is 'kl' with probabilities=false; a divergence compares probabilities")
         self.output, self.distance, self.probabilities = output, distance, probabilities
 
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where the output is not there."""
         assert passes is not None
         first, second = (full(pick(given, self.output, "output")) for given in (values, passes.run()))

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from exp.functions.at_least_float32 import at_least_float32
-from exp.objectives.shapes import require_classes_last
+from exp.objectives.loss_inputs import require_classes_last
 
 
 class Accuracy(MulticlassAccuracy):

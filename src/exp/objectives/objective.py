@@ -1,23 +1,30 @@
-"""The objective: a weighted sum of named terms. Its value is the loss that the network is trained on."""
+"""The objective: a weighted sum of named terms. Its value is the loss that the network is trained on.
+
+A cross entropy with class weights or ignored targets divides by the weights of the targets at hand. Each rank dividing
+by its own would give another loss than one process, so that such a loss is summed, and divided by what all ranks hold.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.objectives.counting import counts_by_weight, reduction_fault, shared_mean
-from exp.objectives.shapes import checked_target
+from exp.objectives.loss_inputs import Values, checked_target, full, pick
 from exp.objectives.term import AbstractTerm, needs_of
-from exp.objectives.values import full, pick
+from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.spelling import nearest
 from exp.types import Batch
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
+
+# What may divide by something else than the number of its targets.
+ByWeight = CrossEntropy | NLL | nn.CrossEntropyLoss | nn.NLLLoss
 
 
 class Term(AbstractTerm):
@@ -37,7 +44,7 @@ class Term(AbstractTerm):
         self.target = target
         self.is_by_weight = counts_by_weight(loss)
 
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
 
         batch: whose share the values are, as Objective takes it. passes: for a loss that declares needs.
@@ -48,8 +55,8 @@ class Term(AbstractTerm):
         output = full(pick(values, self.output, "output"))
         target = checked_target(module, output, full(pick(values, self.target, "target")))
         if self.is_by_weight and batch is not None and batch.world_size > 1:
-            return shared_mean(module, output, target, batch)
-        loss = module(output, target) if passes is None else module(output, target, passes)
+            return shared_mean(cast(ByWeight, module), output, target, batch)
+        loss: Tensor = module(output, target) if passes is None else module(output, target, passes)
         if loss.dim() != 0:
             raise RunError(
                 f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
@@ -105,7 +112,7 @@ class Objective(nn.Module):
         return Objective({name: term for name, term in self.terms.items() if name in names})
 
     def forward(
-        self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None
+        self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its parts.
 
@@ -125,14 +132,12 @@ class Objective(nn.Module):
                 return self._sum(values, batch, passes)
         return self._sum(values, batch, passes)
 
-    def _device(self, values: Mapping[str, Any]) -> str:
+    def _device(self, values: Values) -> str:
         if self._output is not None:
             return pick(values, self._output, "output").device.type
         return next((value.device.type for value in values.values() if isinstance(value, Tensor)), "cpu")
 
-    def _sum(
-        self, values: Mapping[str, Any], batch: Batch | None, passes: Passes | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sum(self, values: Values, batch: Batch | None, passes: Passes | None) -> tuple[Tensor, dict[str, Tensor]]:
         total: Tensor | None = None
         parts: dict[str, Tensor] = {}
         if passes is None and self.needs:
@@ -149,3 +154,49 @@ class Objective(nn.Module):
 def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
     needs = needs_of(term, key=key)
     return needs | needs_of(term.loss, key=f"{key}.loss") if isinstance(term, Term) else needs
+
+
+def reduction_fault(loss: nn.Module) -> str | None:
+    """What is wrong with the reduction of a loss; None where its value is a mean over samples."""
+    reduction = getattr(loss, "reduction", "mean")
+    # KLDivLoss calls the mean over samples batchmean.
+    if reduction == "mean" or (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
+        return None
+    return f"{type(loss).__name__} has reduction {reduction!r}, so that its value depends on the batch size"
+
+
+def counts_by_weight(loss: nn.Module) -> bool:
+    """Whether the loss may divide by something else than the number of its targets."""
+    if isinstance(loss, CrossEntropy | NLL):
+        return loss.class_weights is not None or loss.ignore_index != NOTHING
+    # torch's own ignore -100 unless told otherwise, and a batch does not say whether it has any.
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
+def shared_mean(loss: ByWeight, output: Tensor, target: Tensor, batch: Batch) -> Tensor:
+    """The loss of this rank's share such that the mean over ranks, weighted by samples, is the loss of the batch.
+
+    One sum over the ranks, of one number. 0-d.
+    """
+    loss.reduction = "sum"
+    try:
+        total: Tensor = loss(output, target)
+    finally:
+        loss.reduction = "mean"
+    # A stand-in takes part in the sum, and adds nothing to it.
+    held: Tensor = _weight(loss, target) if batch.size else torch.zeros((), device=target.device)
+    torch.distributed.all_reduce(held)
+    # Several ranks hold each share where a model is split over ranks.
+    held = held * (batch.world_size / torch.distributed.get_world_size())
+    return total / held * (batch.global_size / batch.size) if batch.size else total * 0.0
+
+
+def _weight(loss: ByWeight, target: Tensor) -> Tensor:
+    """What the loss divides its sum by, 0-d, float32."""
+    if target.is_floating_point():  # torch divides the loss of probabilities by their number, whatever the weights
+        return torch.tensor(float(target.numel() // target.shape[1] if target.dim() > 1 else 1), device=target.device)
+    weights: Tensor | None = loss.class_weights if isinstance(loss, CrossEntropy | NLL) else loss.weight
+    counted = target != loss.ignore_index
+    if weights is None:
+        return counted.sum().float()
+    return torch.where(counted, weights.float()[torch.where(counted, target, 0)], 0.0).sum()

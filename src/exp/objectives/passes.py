@@ -11,7 +11,6 @@ class Smooth(AbstractTerm):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
 import torch
@@ -21,7 +20,8 @@ from torch.func import functional_call, grad, vmap
 from exp.errors import RunError
 from exp.models.normalisation import ANY_BATCH_NORM
 from exp.nested import mapped, rebuilt
-from exp.objectives.values import HALF, full
+from exp.objectives.loss_inputs import HALF, Values, full
+from exp.types import dtype_name
 
 Precision = Literal["step", "full"]
 # A sum over samples is differentiated, so that a factor on it reaches float16 whole: the largest that it holds.
@@ -46,10 +46,10 @@ class Passes:
         self,
         *,
         network: nn.Module,
-        run: Callable[[Callable[..., Any], Any], Mapping[str, Any]],
-        data: Any,
+        run: Callable[[Callable[..., object], object], Values],
+        data: object,
         inputs: Sequence[str] = ("input",),
-        runner: Callable[..., Any] | None = None,
+        runner: Callable[..., object] | None = None,
         loss_scale: Tensor | float | None = None,
         inputs_require_grad: bool = True,
     ) -> None:
@@ -62,7 +62,7 @@ class Passes:
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
 
-    def run(self, data: Any = None, *, precision: Precision = "step") -> Mapping[str, Any]:
+    def run(self, data: object = None, *, precision: Precision = "step") -> Values:
         """The values by name of one more forward pass, with a graph.
 
         data: by default the step's own. precision: `full` runs in float32 (float64 where the parameters are).
@@ -74,7 +74,7 @@ class Passes:
         with torch.autocast(self._device, enabled=False):
             return self._run(self._in_full(self.network), mapped(data, full))
 
-    def call(self, part: str, *inputs: Any, precision: Precision = "step") -> Any:
+    def call(self, part: str, *inputs: object, precision: Precision = "step") -> Any:
         """What one part of the network gives for some inputs, such as its discriminator.
 
         part: its dotted name; the empty one is the network. precision: as in `run`.
@@ -129,9 +129,7 @@ class Passes:
             result = tuple(full(one) if factor is None else full(one) / factor for one in found)
         return result[0] if isinstance(inputs, Tensor) else result
 
-    def per_sample_gradients(
-        self, term: Callable[[Mapping[str, Any]], Tensor], *, create_graph: bool = True
-    ) -> dict[str, Tensor]:
+    def per_sample_gradients(self, term: Callable[[Values], Tensor], *, create_graph: bool = True) -> dict[str, Tensor]:
         """The gradient of a term for each sample by itself: parameter name to `[b, *shape]`, in float32 (or float64).
 
         Computed by torch.func.vmap of grad of functional_call. Parameters that do not learn are left out.
@@ -141,10 +139,10 @@ class Passes:
         Raises: RunError where a layer mixes the samples of a batch.
         """
         _refuse_mixing(self.network)
-        learning = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        learning: dict[str, Tensor] = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
-        def loss(parameters: dict[str, Tensor], sample: Any) -> Tensor:
-            def runner(*inputs: Any, **named: Any) -> Any:
+        def loss(parameters: dict[str, Tensor], sample: object) -> Tensor:
+            def runner(*inputs: Any, **named: Any) -> object:
                 return functional_call(self.network, parameters, inputs, named)
 
             with self._as_the_step():
@@ -158,7 +156,7 @@ class Passes:
             found = vmap(grad(loss), in_dims=(None, 0), randomness="different")(learning, self.data)
         return {name: full(one) if factor is None else full(one) / factor for name, one in found.items()}
 
-    def _as_the_step(self) -> AbstractContextManager[Any]:
+    def _as_the_step(self) -> torch.autocast:
         # Without a cache of cast weights, which may have been filled where no gradient was kept.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
 
@@ -175,7 +173,7 @@ class Passes:
         """The module, which is in full precision where autocast is off."""
         for name, parameter in module.named_parameters():
             if parameter.dtype in HALF:
-                dtype = str(parameter.dtype).removeprefix("torch.")
+                dtype = dtype_name(parameter.dtype)
                 raise RunError(
                     f"a term asks for precision: full, and {name} is {dtype} itself; it must be float32. Write "
                     "precision: step, or choose a precision with float32 parameters such as precision=bf16"
@@ -183,23 +181,25 @@ class Passes:
         return module
 
 
-def _leaves(data: Any, inputs: Sequence[str]) -> Any:
+def _leaves(data: object, inputs: Sequence[str]) -> object:
     """The same batch with floating inputs that require grad; what they share is storage, not the tensors."""
     if isinstance(data, Tensor):
         return _leaf(data)
     if isinstance(data, Mapping):
         return {name: _leaf(value) if name in inputs else value for name, value in data.items()}
+    assert isinstance(data, list | tuple), "a pair of input and target"
     return rebuilt(data, [_leaf(data[0]), *data[1:]])
 
 
-def _leaf(value: Any) -> Any:
-    is_floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_floating else value
+def _leaf(value: object) -> object:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
 
 
 def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
     if not tensor.is_floating_point():
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         raise RunError(
             f"a term takes the gradient with respect to a value of {dtype}, and a whole number has none; it must be "
             "floating. Let the network return its embedding by a name, and take the gradient with respect to that"
@@ -216,7 +216,7 @@ def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
 def _refuse_mixing(network: nn.Module) -> None:
     """Raises: RunError for batch norm, which has no gradient of one sample by itself while it trains."""
     for name, module in network.named_modules():
-        if isinstance(module, ANY_BATCH_NORM) and module.training:
+        if module.training and isinstance(module, ANY_BATCH_NORM):
             raise RunError(
                 f"{name} is a {type(module).__name__}, which mixes the samples of a batch: there is no gradient of one "
                 "sample by itself. Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place"

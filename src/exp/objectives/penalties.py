@@ -1,19 +1,44 @@
-"""Gradient penalties: how steep a critic may be, as a function of its inputs."""
+"""Penalties on derivatives: how steep a critic may be, and how much an output may move with an input."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from exp.errors import RunError
-from exp.objectives.derivative import DerivativeTerm, checked_precision
+from exp.objectives.loss_inputs import Values, full, pick
 from exp.objectives.passes import Passes, Precision
 from exp.objectives.term import AbstractTerm
-from exp.objectives.values import full, pick
 from exp.types import Batch
+
+
+class DerivativeTerm(AbstractTerm):
+    """Of the derivative of an output of the network with respect to an input.
+
+    output: the value that is differentiated, `[B, ...]`. input: with respect to which, `[B, ...]`.
+    precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
+    """
+
+    needs = frozenset({"input_gradients"})
+
+    def __init__(self, *, weight: float, output: str, input: str, precision: Precision) -> None:
+        super().__init__(weight=weight)
+        self.output, self.input = output, input
+        self.precision = checked_precision(precision)
+        if precision == "full":
+            self.needs = self.needs | {"forward_passes"}
+
+    def ends(self, values: Values, passes: Passes) -> tuple[Tensor, Tensor]:
+        """The output and the input, of this pass or of one of the term's own.
+
+        Raises: RunError where a value is not there.
+        """
+        if self.precision == "full":
+            values = passes.run(precision="full")
+        return pick(values, self.output, "output"), pick(values, self.input, "input")
 
 
 class R1(DerivativeTerm):
@@ -34,11 +59,10 @@ class R1(DerivativeTerm):
     ) -> None:
         super().__init__(weight=weight, output=output, input=input, precision=precision)
 
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the input has no gradient."""
         assert passes is not None
-        slope = passes.gradients(*self.ends(values, passes))
-        return slope.flatten(1).square().sum(1).mean()
+        return _squared(passes.gradients(*self.ends(values, passes))).mean()
 
 
 class WGANGP(AbstractTerm):
@@ -72,7 +96,7 @@ class WGANGP(AbstractTerm):
         self.parts = (critic,)
         self.precision = checked_precision(precision)
 
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the two differ in shape."""
         assert passes is not None
         real = full(pick(values, self.real, "real samples").detach())
@@ -87,6 +111,61 @@ class WGANGP(AbstractTerm):
         given = passes.call(self.critic, between, precision=self.precision)
         output = pick(given, self.output, "output") if isinstance(given, Mapping) else given
         # The norm's own derivative at 0 is no number.
-        squared = passes.gradients(output, between).flatten(1).square().sum(1)
+        squared = _squared(passes.gradients(output, between))
         norm = torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
         return (norm - 1).square().mean()
+
+
+class JacobianNorm(DerivativeTerm):
+    """Mean over samples of the squared Frobenius norm of the Jacobian of an output with respect to an input.
+
+        E_x [ || d f(x) / d x ||_F^2 ]
+
+    Hoffman, Roberts and Yaida 2019, "Robust Learning with Jacobian Regularization", arXiv:1908.02729, equation 5, where
+    `weight` is lambda/2. Exact, it takes a backward for each of the output's numbers, C. With projections, algorithm 1
+    there: C times the mean over random unit vectors v of || v^T J ||^2, which is right on the mean (Hutchinson's).
+
+    output: the value that is differentiated, `[B, ...]`, C numbers a sample. input: with respect to which, `[B, ...]`.
+    projections: how many random vectors for each sample; None for the exact norm.
+    precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: float = 1.0,
+        output: str = "output",
+        input: str = "input",
+        projections: int | None = None,
+        precision: Precision = "step",
+    ) -> None:
+        super().__init__(weight=weight, output=output, input=input, precision=precision)
+        if projections is not None and projections < 1:
+            raise ValueError(f"projections is {projections}; it must be 1 or more, or null for the exact norm")
+        self.projections = projections
+
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+        """Raises: RunError where a value is not there, or the input has no gradient."""
+        assert passes is not None
+        output, given = self.ends(values, passes)
+        output = full(output).flatten(1)
+        if self.projections is None:
+            squares = [_squared(passes.gradients(column, given)) for column in output.unbind(1)]
+            return torch.stack(squares).sum(0).mean()
+        squares = []
+        for _ in range(self.projections):
+            direction = functional.normalize(torch.randn_like(output), dim=1)
+            squares.append(_squared(passes.gradients((direction * output).sum(1), given)))
+        return output.shape[1] * torch.stack(squares).mean()
+
+
+def checked_precision(precision: Precision) -> Precision:
+    """Raises: ValueError where it is none."""
+    if precision not in ("step", "full"):
+        raise ValueError(f"precision is {precision!r}; it must be step (the run's own) or full (float32)")
+    return precision
+
+
+def _squared(gradient: Tensor) -> Tensor:
+    """The squared norm of each sample's row: `[B, ...]` to `[B]`."""
+    return gradient.flatten(1).square().sum(1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
+from exp.objectives.loss_inputs import Values
 from exp.spelling import nearest
 from exp.types import Batch
 
@@ -42,7 +43,7 @@ class AbstractTerm(nn.Module, ABC):
         self.weight = weight
 
     @abstractmethod
-    def forward(self, values: Mapping[str, Any], batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
+    def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss of this rank's share, 0-d, in float32 (float64 where the values are float64).
 
         values: `output`, `target`, `input` and whatever else the network and the batch name. Autocast is off.
@@ -55,7 +56,7 @@ def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
     key: of the term in the config.
     Raises: ConfigError where a word is none of NEEDS.
     """
-    declared = getattr(module, "needs", frozenset())
+    declared: str | Iterable[str] = getattr(module, "needs", frozenset())
     words = frozenset([declared] if isinstance(declared, str) else declared)
     faults = []
     for word in sorted(words - NEEDS.keys()):

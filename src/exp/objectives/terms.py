@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from exp.objectives.shapes import require_classes_last
+from exp.objectives.loss_inputs import require_classes_last
 
 NOTHING = torch.iinfo(torch.int64).min
 

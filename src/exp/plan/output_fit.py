@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from exp.errors import Fault
 from exp.models.config_keys import config_key
+from exp.objectives.loss_inputs import ELEMENTWISE
 from exp.objectives.objective import Objective, Term
-from exp.objectives.shapes import ELEMENTWISE
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.plan.shape_words import described
 from exp.plan.watch import Call, path_of

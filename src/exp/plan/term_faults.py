@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from exp.errors import Fault
-from exp.objectives.jacobian import JacobianNorm
 from exp.objectives.objective import Objective
-from exp.objectives.penalties import R1
+from exp.objectives.penalties import R1, JacobianNorm
 from exp.precision.words import WORDS
 from exp.spelling import among, did_you_mean
 from exp.types import DataSpec

@@ -1,11 +1,23 @@
-"""What a loss may be given. torch stretches [B, 1] against [B] to [B, B] and trains on nonsense; we refuse it."""
+"""What a term or a loss reads: a value by name, in full precision, of the shape and dtype that the loss needs.
+
+torch stretches [B, 1] against [B] to [B, B] and trains on nonsense; here that is refused.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.spelling import nearest
+from exp.types import dtype_name
 
+# What a step computed, by name: `output`, `target`, `input`, and whatever else the network and the batch name.
+Values = Mapping[str, Any]
+HALF = (torch.float16, torch.bfloat16)
 # Losses that compare element by element.
 ELEMENTWISE = (
     nn.MSELoss,
@@ -18,6 +30,29 @@ ELEMENTWISE = (
     nn.KLDivLoss,
     nn.SoftMarginLoss,
 )
+
+
+def pick(values: Values, name: str, role: str) -> Tensor:
+    """The tensor of that name, among the values or in the mapping that stands there.
+
+    Raises: RunError where there is none, with what is there and the nearest name.
+    """
+    if name in values:
+        value = values[name]
+        if type(value) is Tensor or isinstance(value, Tensor):  # the first is thrice as fast
+            return value
+        if not isinstance(value, Mapping):
+            raise RunError(f"a term's {role} {name!r} is a {type(value).__name__}; it must be a tensor")
+        values = value
+    found = nearest(name, values)
+    hint = f". Nearest: {found[0]}" if found else ""
+    there = ", ".join(sorted(values))
+    raise RunError(f"a term's {role} is {name!r}, which neither network nor batch gives; there are {there}{hint}")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """In float32 where it is of half precision, else as it is."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def checked_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
@@ -47,7 +82,7 @@ def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> Non
         )
     if target.is_floating_point():
         raise RunError(
-            f"{name} needs class numbers (int64); the target is {str(target.dtype).removeprefix('torch.')}. For a "
+            f"{name} needs class numbers (int64); the target is {dtype_name(target.dtype)}. For a "
             "regression choose objective=[mse], for probabilities objective=[bce_with_logits]"
         )
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import inspect
 import keyword
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, fx, nn
 
 from exp.errors import ConfigError, Fault
-from exp.models.codegen import compile_forward
+from exp.models.compiler import compile_forward
 from exp.models.freezing import freeze as freeze_parameters
 from exp.models.initialisation import Scheme, initialise
 from exp.models.layers import Parameter
 from exp.models.program import Program, layers_used, parse
 from exp.models.program_error import ProgramError
-from exp.models.tracing import trace
+from exp.models.program_graph import graph_of_function
 
 _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -91,9 +92,11 @@ class ProgramModel(nn.Module):
         """A torch.fx.GraphModule that shares this network's layers, for passes that work on graphs.
 
         name: of a further program; None is `forward`.
+
+        Raises: DependsOnMode where the program branches on `training`.
         """
         program = self.program if name is None else self.programs[name]
-        return fx.GraphModule(self, self._trace(program), type(self).__name__)
+        return fx.GraphModule(self, graph_of_function(self, self._function(program)), type(self).__name__)
 
     @property
     def chain(self) -> list[str]:
@@ -160,9 +163,9 @@ class ProgramModel(nn.Module):
             used_elsewhere=used_elsewhere,
         )
 
-    def _trace(self, program: Program) -> fx.Graph:
+    def _function(self, program: Program) -> FunctionType:
         held = {name: getattr(self, name) for name in self._layer_names}
-        return trace(program, held=held, layers_as=self.layers_as, constants=self._constants)
+        return compile_forward(program, held=held, layers_as=self.layers_as, constants=self._constants)
 
     def _bind(self) -> None:
         # On the instance, so that a call costs what it costs by hand and signatures show the inputs' names.
@@ -175,7 +178,7 @@ class ProgramModel(nn.Module):
                 raise
 
     def _compiled(self, program: Program) -> Any:
-        function = compile_forward(self._trace(program), program)
+        function = self._function(program)
         if len(self.input_names) > 1:
             function = _taking_a_mapping(function, self.input_names)
         return function.__get__(self)

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from exp.models.containers import ProgramModel
+from exp.models.program_graph import DependsOnMode
 
 # Where a structure holds a tensor.
 TENSOR = "tensor"
 
 Kind = Any
-
-
-class DependsOnMode(ValueError):
-    """A network whose graph in training is another one than in evaluation; torch.fx writes either down, not both."""
 
 
 def graph_of(network: nn.Module) -> fx.Graph:

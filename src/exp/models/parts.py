@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from exp.errors import ConfigError, Fault
-from exp.models.graphs import TENSOR, DependsOnMode, Kind, graph_of, holds_tensor, kinds_of
+from exp.models.graphs import TENSOR, Kind, graph_of, holds_tensor, kinds_of
+from exp.models.program_graph import DependsOnMode
 from exp.models.split import Patterns, assign, unit_name
 
 MODULE_KEY = "strategy.name"
@@ -120,7 +121,7 @@ class _Cutter:
             if node.op == "output":
                 now = self.count - 1
             # A part of a tuple is taken out of it where it is made, so that the rest need not travel.
-            is_part = node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "unpack")
+            is_part = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
             source = node.args[0] if is_part and isinstance(node.args[0], fx.Node) else None
             if unit is not None:
                 self.of[node] = self.found[unit]

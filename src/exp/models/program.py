@@ -1,7 +1,7 @@
 """A forward program as data: text in, a checked syntax tree out. Needs no torch and builds nothing.
 
-The text is Python's syntax for the body of a `forward` method. It is read by Python's own parser, never compiled or
-executed: models/syntax.py holds it against a closed list, and models/tracing.py walks the tree that is left.
+The text is Python's syntax for the body of a `forward` method. Python's own parser reads it, models/syntax.py holds it
+against a closed list, and models/compiler.py compiles the tree that is left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from exp.models.program_error import ProgramError
-from exp.models.syntax import Names, check
+from exp.models.syntax import Names, check, own_names
 
 MAX_CHARACTERS = 20_000
 MAX_NODES = 5_000
@@ -38,7 +38,18 @@ class Program:
     tree: ast.Module = field(repr=False, compare=False)
     source: Source = field(repr=False, compare=False)
 
-    def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Every name that it reads."""
+        nodes = ast.walk(self.tree)
+        return frozenset(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Every name that it can have a value for; the others are listed functions."""
+        return own_names(self.tree, inputs=self.inputs, layers=self.layer_names, constants=self.constant_names)
+
+    def error(self, node: ast.expr | ast.stmt, message: str, expected: str) -> ProgramError:
         """The fault `message`, placed at `node`."""
         return self.source.error(node.lineno, node.col_offset, message, expected)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import keyword
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from exp.models import vocabulary
@@ -48,6 +48,10 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
     _check_names(tree, names, error)
     _Checker(tree, names, error).visit(tree)
     nodes = list(ast.walk(tree))
+    in_loops = {part for node in nodes if isinstance(node, ast.For) for part in ast.walk(node)}
+    for node in nodes:
+        if isinstance(node, ast.Break | ast.Continue) and node not in in_loops:
+            raise error(node, "break or continue outside a loop", "a loop around it")
     if not any(isinstance(node, ast.Return) for node in nodes):
         last = tree.body[-1] if tree.body else ast.Pass(lineno=1, col_offset=0)
         raise error(last, "the program returns nothing", "a last line such as `return x`")
@@ -74,7 +78,7 @@ class _Checker(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, names: Names, error: ErrorAt) -> None:
         self.names, self.error = names, error
         self.assigned = assigned_names(tree)
-        self.variables = self.assigned | set(names.inputs) | names.layers | names.constants | {"layers", "training"}
+        self.variables = own_names(tree, inputs=names.inputs, layers=names.layers, constants=names.constants)
         self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
 
     def visit(self, node: ast.AST) -> None:
@@ -144,6 +148,11 @@ class _Checker(ast.NodeVisitor):
             raise self.error(node.target, "an augmented assignment to a part", "a variable on the left")
         self.generic_visit(node)
 
+    def visit_Dict(self, node: ast.Dict) -> None:
+        if None in node.keys:
+            raise self.error(node, "`**` in a dict", "the entries by name")
+        self.generic_visit(node)
+
     def visit_For(self, node: ast.For) -> None:
         if node.orelse:
             raise self.error(node.orelse[0], "`else` of a loop", "a loop without it")
@@ -179,7 +188,14 @@ def assigned_names(tree: ast.Module) -> set[str]:
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def prefix_of(node: ast.Attribute, variables: set[str]) -> str | None:
+def own_names(
+    tree: ast.Module, *, inputs: Iterable[str], layers: Iterable[str], constants: Iterable[str]
+) -> frozenset[str]:
+    """The names that a program has a value for: what it finds when it starts, and its own variables."""
+    return frozenset((*inputs, *layers, *constants, *assigned_names(tree), "layers", "training"))
+
+
+def prefix_of(node: ast.Attribute, variables: Set[str]) -> str | None:
     """`torch.nn.functional` of `torch.nn.functional.gelu`, unless the first name is one of the program's own."""
     parts, value = [], node.value
     while isinstance(value, ast.Attribute):

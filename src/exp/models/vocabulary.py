@@ -46,6 +46,7 @@ BUILTINS = frozenset(
     "abs bool dict enumerate float int len list max min range reversed round str sum tuple zip".split()
 )
 MATHEMATICS = frozenset("ceil cos e exp floor inf log log2 pi sin sqrt tanh".split())
+NUMBERS = frozenset({"e", "inf", "pi"})
 
 METHODS = frozenset(
     """

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.models.codegen import FILE_PREFIX
+from exp.models.compiler import FILE_PREFIX
 from exp.models.inference import LAZY_CLASSES
 from exp.models.normalisation import FEATURE_NORMS
 from exp.plan.watch import Call

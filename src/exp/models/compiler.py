@@ -1,0 +1,351 @@
+"""From a checked forward program to functions: Python's own compiler on its syntax tree, in a closed namespace.
+
+One tree gives two functions. In the guarded one every operation is a call of a guard, and models/trial.py runs it on
+stand-ins. The plain one is what runs: the program as it is written, behind a line for each layer that reads it out of
+the `_modules` table. No slower than by hand, where `self.linear` goes through nn.Module.__getattr__, and always the
+layer that is there now, so a layer that is replaced, moved or wrapped later is the one that runs.
+
+The places of the nodes stay those of the program: a traceback shows its lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import linecache
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType, FunctionType
+
+import torch
+from torch import Tensor, nn
+
+from exp.models import vocabulary
+from exp.models.program import Program
+from exp.models.stand_ins import Function, stand_in
+from exp.models.syntax import prefix_of
+from exp.models.trial import GUARDS, SLICE, Shape, all_layers, try_out
+
+FILE_PREFIX = "<forward program "
+
+# Names that no program can write, for what the two functions need beside the program's own.
+MODE, _LISTED, _TABLE, _VALUE = "network.training", "builtins.list", "network.modules", "the value"
+
+_HOMES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "math": math}
+
+
+def compile_forward(
+    program: Program, *, held: Mapping[str, nn.Module | Tensor], layers_as: str, constants: Mapping[str, object]
+) -> FunctionType:
+    """The function `forward(self, <inputs>)` that a program is, once it has passed its trial.
+
+    held: the network's layers and parameters, by the names that the program and the state dict know.
+    layers_as: what the name `layers` stands for: "list", or "dict" by name.
+    constants: values that the config gives the program.
+
+    Raises: ProgramError, with the line and column of the program.
+    """
+    guarded = _Guarded(program)
+    given = {**{name: stand_in(name, one) for name, one in held.items()}, **constants}
+    given["layers"] = all_layers(held, layers_as)
+    names = [name for name in (*program.inputs, *given, "training") if name in program.names]
+    try_out(program, _code(program, names, guarded.whole()), guarded.functions, given)
+    plain = _Plain(program)
+    body = plain.body()
+    prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
+    # Python adds its builtins, which torch.compile asks for. The trial, which had none, read no name that is not here.
+    namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
+    namespace |= {name: _resolve(function) for name, function in plain.functions.items()}
+    return FunctionType(_code(program, ["self", *program.inputs], [*prologue, *body]), namespace, "forward")
+
+
+def mode_of(network: nn.Module) -> bool:
+    """What a program's `training` is."""
+    return network.training
+
+
+def _code(program: Program, parameters: Iterable[str], body: list[ast.stmt]) -> CodeType:
+    arguments = ast.arguments([], [ast.arg(name) for name in parameters], None, [], [], None, [])
+    function = ast.FunctionDef("forward", arguments, body, [], lineno=1, col_offset=0)
+    try:
+        module = compile(ast.fix_missing_locations(ast.Module([function], [])), _registered(program), "exec")
+    except SyntaxError as fault:  # what Python bounds itself: loops in loops
+        raise program.source.error(fault.lineno or 1, (fault.offset or 1) - 1, fault.msg, "Python syntax") from None
+    return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+
+
+def _registered(program: Program) -> str:
+    """The file name under which a traceback finds the program's text in linecache."""
+    text = program.source.text
+    name = f"{FILE_PREFIX}{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}>"
+    linecache.cache[name] = (len(text), None, [f"{line}\n" for line in program.source.lines], name)
+    return name
+
+
+def _prologue(
+    program: Program, *, held: Mapping[str, nn.Module | Tensor], layers_as: str, constants: Mapping[str, object]
+) -> list[ast.stmt]:
+    """A line for each name that the program finds when it starts, and uses."""
+    found = {name: _read(name, one) for name, one in held.items()}
+    values = {**found, **{name: _literal(value) for name, value in constants.items()}}
+    if layers_as == "dict":
+        values["layers"] = ast.Dict([ast.Constant(name) for name in found], list(found.values()))
+    else:
+        values["layers"] = ast.List(list(found.values()), ast.Load())
+    values["training"] = ast.Call(_load(MODE), [_load("self")], [])
+    table = ast.Attribute(_load("self"), "_modules", ast.Load())
+    lines = {_TABLE: table} | {name: value for name, value in values.items() if name in program.names}
+    nodes: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], value) for name, value in lines.items()]
+    start = ast.Pass(lineno=1, col_offset=0, end_lineno=1, end_col_offset=0)
+    for node in nodes:
+        for part in ast.walk(node):
+            ast.copy_location(part, start)
+    return nodes
+
+
+def _read(name: str, held: nn.Module | Tensor) -> ast.expr:
+    if isinstance(held, nn.Module):
+        return ast.Subscript(_load(_TABLE), ast.Constant(name), ast.Load())
+    # As an attribute, for a parametrisation makes a property of it.
+    return ast.Attribute(_load("self"), name, ast.Load())
+
+
+def _literal(value: object) -> ast.expr:
+    if isinstance(value, list):
+        return ast.List([_literal(item) for item in value], ast.Load())
+    return ast.Constant(value)
+
+
+def _load(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+class _Compiled(ast.NodeTransformer):
+    """What both forms have in common: listed functions by one name each, `x += y` as `x = x + y`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.functions: dict[str, object] = {}
+
+    def body(self) -> list[ast.stmt]:
+        """The statements of the program in this form; the program's own tree stays as it is."""
+        tree = ast.parse(self.program.source.text)
+        return self.visit(tree).body
+
+    def listed(self, name: str, home: str, node: ast.AST) -> ast.expr:
+        key = f"{home}.{name}"
+        is_value = name in vocabulary.DTYPES or (home == "math" and name in vocabulary.NUMBERS)
+        self.functions[key] = getattr(_HOMES[home], name) if is_value else Function(name, home)
+        return ast.copy_location(_load(key), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if isinstance(node.ctx, ast.Store) or node.id in self.program.variables:
+            return node
+        home = "builtins" if node.id in vocabulary.BUILTINS else vocabulary.home_of(node.id)
+        return self.listed(node.id, home, node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        # An input, or a tensor that another name still holds, keeps its values.
+        assert isinstance(node.target, ast.Name)
+        both = ast.BinOp(ast.copy_location(_load(node.target.id), node.target), node.op, node.value)
+        whole = ast.Assign([node.target], ast.copy_location(both, node))
+        changed = self.visit(ast.copy_location(whole, node))
+        assert isinstance(changed, ast.stmt)
+        return changed
+
+    def prefixed(self, node: ast.Attribute) -> ast.expr | None:
+        prefix = prefix_of(node, self.program.variables)
+        return None if prefix is None else self.listed(node.attr, vocabulary.PREFIXES[prefix], node)
+
+
+class _Plain(_Compiled):
+    """The program as it is written. What gives an iterator gives a list, which may be read more than once."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        return self.prefixed(node) or self.generic_visit(node)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        changed = self.generic_visit(node)
+        assert isinstance(changed, ast.Call)
+        is_view = isinstance(changed.func, ast.Attribute) and changed.func.attr in ("items", "keys", "values")
+        if not is_view or changed.args or changed.keywords:
+            return changed
+        return ast.copy_location(ast.Call(ast.copy_location(_load(_LISTED), node), [changed], []), node)
+
+
+class _Guarded(_Compiled):
+    """Every operation is a call of a method of trial.Guards, at the operation's own place."""
+
+    def guard(self, name: str, node: ast.AST, *args: ast.expr, keywords: Sequence[ast.keyword] = ()) -> ast.Call:
+        """A call of a guard."""
+        function = ast.copy_location(_load(f"{GUARDS}.{name}"), node)
+        return ast.copy_location(ast.Call(function, list(args), list(keywords)), node)
+
+    def constant(self, value: object, node: ast.AST) -> ast.expr:
+        return ast.copy_location(ast.Constant(value), node)
+
+    def whole(self) -> list[ast.stmt]:
+        """The statements, and what happens where none of them returns."""
+        last = self.program.tree.body[-1]
+        return [*self.body(), ast.copy_location(ast.Expr(self.guard("end", last)), last)]
+
+    # -- statements --
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | list[ast.stmt]:
+        if len(node.targets) == 1:
+            return self.assignment(node.targets[0], self.visit(node.value), node)
+        stored = ast.copy_location(ast.Name(_VALUE, ast.Store()), node)
+        first = ast.copy_location(ast.Assign([stored], self.visit(node.value)), node)
+        value = ast.copy_location(_load(_VALUE), node)
+        return [first, *(self.assignment(target, value, node) for target in node.targets)]
+
+    def assignment(self, target: ast.expr, value: ast.expr, node: ast.stmt) -> ast.stmt:
+        if isinstance(target, ast.Tuple | ast.List):
+            value = self.guard("unpack", target, value, self.constant(_shape(target), target))
+        return ast.copy_location(ast.Assign([self.visit(target)], value), node)
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        statements = sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1
+        node.iter = self.rounds(node.target, node.iter, statements)
+        node.target = self.visit(node.target)
+        node.body = [changed for statement in node.body for changed in _several(self.visit(statement))]
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        node.iter = self.rounds(node.target, node.iter, 1)
+        node.target, node.ifs = self.visit(node.target), [self.visit(test) for test in node.ifs]
+        return node
+
+    def rounds(self, target: ast.expr, value: ast.expr, statements: int) -> ast.expr:
+        shape, count = self.constant(_shape(target), value), self.constant(statements, value)
+        return self.guard("rounds", value, self.visit(value), shape, count)
+
+    def visit_Return(self, node: ast.Return) -> ast.stmt:
+        node.value = self.guard("result", node, *([self.visit(node.value)] if node.value else []))
+        return node
+
+    # -- expressions --
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        kind = self.constant(type(node.op).__name__, node)
+        return self.guard("binary", node, kind, self.visit(node.left), self.visit(node.right))
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        return self.guard("unary", node, self.constant(type(node.op).__name__, node), self.visit(node.operand))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        kinds = self.constant(tuple(type(op).__name__ for op in node.ops), node)
+        return self.guard("compare", node, kinds, self.visit(node.left), *map(self.visit, node.comparators))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        name = self.constant(node.attr, node)
+        return self.prefixed(node) or self.guard("attribute", node, self.visit(node.value), name)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        arguments = [self.visit(argument) for argument in node.args]
+        keywords = [self.visit(keyword) for keyword in node.keywords]
+        function = node.func
+        if isinstance(function, ast.Attribute) and self.prefixed(function) is None:
+            owner, name = self.visit(function.value), self.constant(function.attr, function)
+            return self.guard("method", node, owner, name, *arguments, keywords=keywords)
+        return self.guard("call", node, self.visit(function), *arguments, keywords=keywords)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        owner, index = self.visit(node.value), self.visit(node.slice)
+        if isinstance(node.ctx, ast.Load):
+            return self.guard("item", node, owner, index)
+        node.slice = self.guard("place", node, owner, index)
+        return node
+
+    def visit_Slice(self, node: ast.Slice) -> ast.expr:
+        bounds = [self.visit(one) if one else self.constant(None, node) for one in (node.lower, node.upper, node.step)]
+        return ast.copy_location(ast.Call(ast.copy_location(_load(SLICE), node), bounds, []), node)
+
+    def visit_Starred(self, node: ast.Starred) -> ast.expr:
+        node.value = self.guard("elements", node, self.visit(node.value))
+        return node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        node.keys = [self.guard("key", key, self.visit(key)) for key in node.keys if key is not None]
+        node.values = [self.visit(value) for value in node.values]
+        return node
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.expr:
+        node.key, node.value = self.guard("key", node.key, self.visit(node.key)), self.visit(node.value)
+        node.generators = [self.visit(generator) for generator in node.generators]
+        return node
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+        return self.guard("text", node, *map(self.visit, parts))
+
+
+def _shape(target: ast.expr) -> Shape:
+    """How the variables of an assignment nest."""
+    return tuple(map(_shape, target.elts)) if isinstance(target, ast.Tuple | ast.List) else ""
+
+
+def _several(changed: ast.AST | list[ast.stmt]) -> list[ast.AST]:
+    return [*changed] if isinstance(changed, list) else [changed]
+
+
+# -- what the listed functions are in a run --
+
+
+def _resolve(found: object) -> object:
+    """What runs under a listed name: torch's function, or Python's."""
+    if not isinstance(found, Function):
+        return found
+    if found.home != "builtins":
+        return getattr(_HOMES[found.home], found.name)
+    return _LISTS.get(found.name) or _EITHER.get(found.name) or getattr(builtins, found.name)
+
+
+def _range(*bounds: int) -> list[int]:
+    return list(range(*bounds))
+
+
+def _enumerate(values: Iterable[object], start: int = 0) -> list[tuple[int, object]]:
+    return list(enumerate(values, start))
+
+
+def _zip(*values: Iterable[object], strict: bool = False) -> list[tuple[object, ...]]:
+    return list(zip(*values, strict=strict))
+
+
+def _reversed(values: Iterable[object]) -> list[object]:
+    return list(values)[::-1]
+
+
+# Python's own give iterators, which are empty when they are read again.
+_LISTS: dict[str, Callable[..., object]] = {
+    "range": _range,
+    "enumerate": _enumerate,
+    "zip": _zip,
+    "reversed": _reversed,
+}
+
+
+def _either(on_tensors: Callable[..., object], on_numbers: Callable[..., object]) -> Callable[..., object]:
+    """torch's function where the first argument is a tensor, Python's otherwise."""
+
+    def apply(*args: object, **kwargs: object) -> object:
+        return (on_tensors if isinstance(args[0], Tensor) else on_numbers)(*args, **kwargs)
+
+    return apply
+
+
+_EITHER: dict[str, Callable[..., object]] = {
+    "abs": _either(torch.abs, abs),
+    "max": _either(torch.max, max),
+    "min": _either(torch.min, min),
+    "round": _either(torch.round, round),
+    "sum": _either(torch.sum, sum),
+}

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.profilers import Profiler
 
 from exp.data.data import Data
 from exp.data.loader import Loader
@@ -16,6 +17,15 @@ from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError
 from exp.nested import moved
 from exp.types import Batch, Stage
+
+
+class RunTrainer(Trainer):
+    """Lightning's Trainer with the types of what its connectors give it, for a type checker: none is ever made."""
+
+    callbacks: list[Callback]
+    datamodule: RunData
+    log_every_n_steps: int
+    profiler: Profiler
 
 
 class RunData(LightningDataModule):

@@ -287,8 +287,8 @@ class LeanStep:
                 gradient_clip_val=self.trainer.gradient_clip_val,
                 gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
             )
-        elif self.module.last.after_clipping is not None:
-            self.module.last.after_clipping()
+        else:
+            self.module.observer.after_clipping()
         if self._step_unscaled is not None:
             self._step_unscaled()
             return

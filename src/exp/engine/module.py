@@ -18,7 +18,7 @@ from exp.engine.buffer import EpochValues
 from exp.engine.checkpoint import lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.forward import detached, forward_by_name, make_passes, needing, target_of
-from exp.engine.last_batch import LastBatch
+from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.replaying.update import Window
 from exp.objectives.objective import Objective
@@ -31,41 +31,6 @@ from exp.strategies.parts import local
 from exp.types import STAGES, Batch, Stage
 
 Algorithm = Literal["norm", "value"]
-
-
-@torch.no_grad()
-def clip(
-    parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: Algorithm | None, strategy: Strategy
-) -> Tensor | None:
-    """Clips the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
-
-    value: the largest 2-norm of all gradients together, or the largest absolute value of each number; None or 0 clips
-        nothing.
-    algorithm: None is "norm".
-    Returns: the 2-norm before clipping, 0-d; None where no norm was needed.
-    """
-    if not value:
-        return None
-    parameters = list(parameters)
-    if not isinstance(strategy, ModelParallel):
-        if algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, value)
-            return None
-        return nn.utils.clip_grad_norm_(parameters, value)
-    # One by one: torch's kernels for many refuse lists that mix DTensors and others.
-    parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if algorithm == "value":
-        for part in parts:
-            part.clamp_(min=-value, max=value)
-        return None
-    norm = strategy.total_norm(parameters)
-    # As torch.nn.utils.clip_grad_norm_ has it.
-    factor = torch.clamp(value / (norm + 1e-6), max=1.0)
-    for part in parts:
-        part.mul_(factor.to(device=part.device, dtype=part.dtype))
-    return norm
-
-
 TRAIN_METRICS = "exp_train_metrics"
 
 
@@ -79,6 +44,8 @@ class TrainingModule(LightningModule):
     phases: none; see engine/phased_module.py.
     averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
     run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
+    last: an attribute, what the training step that was last computed.
+    observer: an attribute, who looks on; Recording puts the hooks there.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
     rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
@@ -105,7 +72,8 @@ class TrainingModule(LightningModule):
         self.optimization = optimization
         self.seed, self.rank = seed, rank
         self.limits = limits or Limits()
-        self.last = LastBatch()
+        self.last = NO_RESULT
+        self.observer: StepObserver = UNOBSERVED
         self.epoch_values = nn.ModuleDict(
             {
                 f"{stage}_values": EpochValues(
@@ -147,19 +115,19 @@ class TrainingModule(LightningModule):
         """The objective of this rank's share of a batch, 0-d."""
         trainer = self._trainer
         reseed(seed=self.seed, rank=self.rank, epoch=trainer.current_epoch, batch=batch_idx)
-        last = self.last
-        if last.around is None:
-            values, loss, parts = self._forward(batch)
-        else:
-            with last.around(batch.data):
+        observer = self.observer
+        if observer.watches_forward:
+            with observer.around_forward(batch.data):
                 values, loss, parts = self._forward(batch)
-        if last.seen is not None:
-            last.seen(values)
+        else:
+            values, loss, parts = self._forward(batch)
+        observer.after_forward(values)
         weight = batch.weight
         if weight != 1.0:
             loss = loss * weight
             parts = {name: part * weight for name, part in parts.items()}
-        last.loss, last.parts = loss.detach(), parts
+        # Past nn.Module, whose setting of an attribute costs as much as a small operator.
+        self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.metrics and batch.size:
             self._train_values.update_metrics(detached(values["output"]), target_of(values))
         return loss
@@ -207,8 +175,7 @@ class TrainingModule(LightningModule):
             algorithm=gradient_clip_algorithm,
             strategy=self.trainer.strategy,
         )
-        if self.last.after_clipping is not None:
-            self.last.after_clipping()
+        self.observer.after_clipping()
 
     def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
         """Not where the loss scale had the optimizer skip its step: the schedule counts updates of the weights."""
@@ -267,8 +234,8 @@ class TrainingModule(LightningModule):
         epoch_values = self.values_of(stage)
         target = target_of(values) if epoch_values.metrics else None
         epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
-        if self.last.evaluated is not None and batch.size and not self._trainer.sanity_checking:
-            self.last.evaluated(stage, values)
+        if batch.size and not self._trainer.sanity_checking:
+            self.observer.evaluated(stage, values)
 
     def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
         """The values by name, the objective, and its terms."""
@@ -304,6 +271,39 @@ class TrainingModule(LightningModule):
             runner=runner,
             loss_scale=precision.loss_scale if is_scaled else None,
         )
+
+
+@torch.no_grad()
+def clip(
+    parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: Algorithm | None, strategy: Strategy
+) -> Tensor | None:
+    """Clips the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
+
+    value: the largest 2-norm of all gradients together, or the largest absolute value of each number; None or 0 clips
+        nothing.
+    algorithm: None is "norm".
+    Returns: the 2-norm before clipping, 0-d; None where no norm was needed.
+    """
+    if not value:
+        return None
+    parameters = list(parameters)
+    if not isinstance(strategy, ModelParallel):
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, value)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, value)
+    # One by one: torch's kernels for many refuse lists that mix DTensors and others.
+    parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if algorithm == "value":
+        for part in parts:
+            part.clamp_(min=-value, max=value)
+        return None
+    norm = strategy.total_norm(parameters)
+    # As torch.nn.utils.clip_grad_norm_ has it.
+    factor = torch.clamp(value / (norm + 1e-6), max=1.0)
+    for part in parts:
+        part.mul_(factor.to(device=part.device, dtype=part.dtype))
+    return norm
 
 
 # Lightning reads the signature at every step; this is where inspect looks first.

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler
+
+from exp.engine.datamodule import RunTrainer
 
 TRAINING_HOOKS = (
     "on_train_batch_start",
@@ -38,11 +40,11 @@ NOTHING = nullcontext()
 class NoProfiler(PassThroughProfiler):
     """Lightning's profiler that measures nothing, without a generator for each thing that it does not measure."""
 
-    def profile(self, action_name: str) -> Any:
+    def profile(self, action_name: str) -> nullcontext[None]:  # type: ignore[override]  # a context, as it is used
         return NOTHING
 
 
-def lighten(trainer: Trainer, module: LightningModule) -> None:
+def lighten(trainer: RunTrainer, module: LightningModule) -> None:
     """Removes, before fit or test, the per-batch hooks that nobody overrides, timers that nobody reads, and Lightning's
     own look for signals."""
     if type(trainer.profiler) is PassThroughProfiler:
@@ -51,7 +53,7 @@ def lighten(trainer: Trainer, module: LightningModule) -> None:
         _remove_empty(callback, Callback, TRAINING_HOOKS + EVALUATION_HOOKS)
     _remove_empty(module, LightningModule, TRAINING_HOOKS)
     # A broadcast and a wait for the device at every step of a distributed run; engine/stopping.py asks once a second.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
 
 def overridden(owner: Any, base: type, name: str) -> Callable[..., Any] | None:

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from exp.data.randomness import reseed
 from exp.engine.forward import detached, forward_by_name, needing, target_of
 from exp.engine.module import TrainingModule, clip
+from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.replaying.update import Window
 from exp.models.named_forward import with_forward
 from exp.optim.parameter_groups import trained_parameters
@@ -78,7 +79,7 @@ class PhasedModule(TrainingModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Keeps a micro-batch for the phases, which run at the window's end. Returns a 0 that nothing reads."""
         self._window.append((batch, batch_idx))
-        self.last.loss, self.last.parts = None, {}
+        self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -146,19 +147,18 @@ class PhasedModule(TrainingModule):
                 if repeat:
                     # A scaler takes each optimizer once between two updates: a repeat is an iteration of its own.
                     precision.update()
-                self.last.phase = phase.name
-                self.last.is_recorded = repeat == phase.repeats - 1
-                self.last.turn = (index, repeat) if index + repeat else ()
+                turn = Turn(phase.name, (index, repeat) if index + repeat else (), repeat == phase.repeats - 1)
+                self.observer.begin_turn(turn)
                 together.zero_grad()
-                losses[phase.name], found = self._backward_phase(phase, window, turn=self.last.turn)
-                self.last.loss = losses[phase.name]
+                losses[phase.name], found = self._backward_phase(phase, window, turn=turn.places)
+                self.__dict__["last"] = StepResult(losses[phase.name], found)
                 self._step_phase(phase, optimizer)
                 self._metrics_wait = self._metrics_wait and phase.forward is not None
             parts |= found
         precision.update()
-        self.last.phase, self.last.is_recorded = None, True
-        self.last.loss = torch.stack(list(losses.values())).sum()
-        self.last.parts = {name: parts[name] for name in self.objective.terms if name in parts}
+        self.observer.begin_turn(WHOLE_STEP)
+        ordered = {name: parts[name] for name in self.objective.terms if name in parts}
+        self.__dict__["last"] = StepResult(torch.stack(list(losses.values())).sum(), ordered)
 
     def _backward_phase(
         self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: tuple[int, ...]
@@ -172,8 +172,7 @@ class PhasedModule(TrainingModule):
             for batch, batch_idx in window:
                 loss, parts = self._share(phase, batch, batch_idx, turn, size=size)
                 precision.scale(loss).backward()
-                if self.last.passed is not None:
-                    self.last.passed("backward")
+                self.observer.after_backward()
                 loss = loss.detach()
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 part_sums = {name: part_sums[name] + part if part_sums else part for name, part in parts.items()}
@@ -213,12 +212,11 @@ class PhasedModule(TrainingModule):
         """The phase's forward of one micro-batch and its terms, under the step's precision."""
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
-            if self.last.around is not None:
-                stack.enter_context(self.last.around(batch.data))
+            if self.observer.watches_forward:
+                stack.enter_context(self.observer.around_forward(batch.data))
             stack.enter_context(self.trainer.precision_plugin.train_step_context())
             values, loss, parts = self._forward_phase(phase, batch)
-        if self.last.seen is not None:
-            self.last.seen(values)
+        self.observer.after_forward(values)
         # The metrics of training look at the first phase of a step that gives the network's own output.
         if self._metrics_wait and phase.forward is None and batch.size:
             self._train_values.update_metrics(detached(values["output"]), target_of(values))
@@ -271,11 +269,9 @@ class PhasedModule(TrainingModule):
             algorithm=phase.gradient_clip_algorithm,
             strategy=trainer.strategy,
         )
-        if self.last.after_clipping is not None:
-            self.last.after_clipping()
+        self.observer.after_clipping()
         precision.step(optimizer)
-        if self.last.passed is not None:
-            self.last.passed("optimizer")
+        self.observer.after_phase()
 
     @contextmanager
     def _training_only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

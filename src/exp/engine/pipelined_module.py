@@ -21,6 +21,7 @@ from torch import Tensor
 from exp.data.randomness import reseed
 from exp.engine.forward import detached, target_of
 from exp.engine.module import TrainingModule
+from exp.engine.observer import StepResult
 from exp.models.graphs import flatten
 from exp.models.parts import Split
 from exp.strategies.averaging import average_gradients
@@ -78,7 +79,8 @@ class PipelinedModule(TrainingModule):
             weighted = {name: part.detach() * weight for name, part in parts.items()}
             return loss * weight * factor, (loss.detach() * weight, weighted, seen)
 
-        with self.last.around(batch.data) if self.last.around else nullcontext():
+        observer = self.observer
+        with observer.around_forward(batch.data) if observer.watches_forward else nullcontext():
             notes = self._stages.train([self._inputs(piece.data) for piece in micro], share_of_loss)
         self._remember([note for note in notes if note is not None])
 
@@ -94,11 +96,12 @@ class PipelinedModule(TrainingModule):
 
     def _remember(self, notes: list[Any]) -> None:
         """The losses for Recording, which takes means over all ranks: the rank that has them holds those of all."""
-        last, ranks = self.last, len(set(self._stages.owner))
+        ranks = len(set(self._stages.owner))
         # One dtype on all ranks, of which only one knows the loss's own.
         zero = torch.zeros((), device=self.device, dtype=torch.float64)
-        last.loss = sum((loss for loss, _, _ in notes), zero) * ranks
-        last.parts = {name: sum((parts[name] for _, parts, _ in notes), zero) * ranks for name in self.objective.terms}
+        loss = sum((loss for loss, _, _ in notes), zero) * ranks
+        parts = {name: sum((parts[name] for _, parts, _ in notes), zero) * ranks for name in self.objective.terms}
+        self.__dict__["last"] = StepResult(loss, parts)
         for _, _, seen in notes:
             if seen is not None:
                 self._train_values.update_metrics(detached(seen[0]), seen[1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from exp.engine.buffer import Recorded, StepBuffer, on_host_values
+from exp.engine.datamodule import RunTrainer
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
-from exp.engine.step_hooks import StepHooks
+from exp.engine.step_hooks import Found, StepHooks
 from exp.errors import RunError
 from exp.hooks.hook import Hook
 from exp.hooks.values import Panel
@@ -33,61 +34,6 @@ from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision
 from exp.types import Batch, Stage
-
-
-class Rates:
-    """Remembers what each optimizer's learning rates were last."""
-
-    def __init__(self) -> None:
-        self._last: dict[str | None, list[float]] = {}
-
-    def of(self, optimizer: Optimizer, *, phase: str | None, is_written: bool) -> dict[str, float]:
-        """The rates by tag, where they have changed or the step is one that is written; else nothing.
-
-        phase: whose optimizer it is; None where there is one alone.
-        """
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if rates == self._last.get(phase) and not is_written:
-            return {}
-        self._last[phase] = rates
-        names = rate_names(optimizer, phase=phase)
-        return {f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)}
-
-
-def write(trainer: Trainer, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-    """What optimizer step `index` gave, by tag."""
-    if trainer.is_global_zero:
-        shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, index)
-            if shown and isinstance(logger, RunLogger):
-                logger.log_panels(shown, index)
-
-
-def begin(trainer: Trainer, first: int) -> None:
-    """Training starts, with optimizer step `first`: what an earlier process logged from there on is void."""
-    for logger in trainer.loggers:
-        if isinstance(logger, RunLogger):
-            logger.purge(first)
-
-
-def save(trainer: Trainer) -> None:
-    """What the loggers hold back goes to their files: a process that goes on from here begins behind it."""
-    for logger in trainer.loggers:
-        logger.save()
-
-
-def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
-    """Raises: RunError where the loss of a step is not a number, or infinite and no loss scale will fall for it."""
-    if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
-        return
-    name = "not a number" if math.isnan(loss) else "infinite"
-    raise RunError(
-        f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
-        "Lower optimizer.lr or set trainer.gradient_clip_val; or add '+hooks=nan_guard', which stops before such a "
-        "step, names the layer and keeps the step"
-    )
-
 
 STATE = "exp_recording"
 
@@ -100,6 +46,9 @@ class Recording(Callback):
     hooks: by name. directory: of the run, where hooks write files.
     """
 
+    _module: TrainingModule
+    _trainer: RunTrainer
+
     def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
         super().__init__()
         self.hooks = dict(hooks or {})
@@ -107,7 +56,7 @@ class Recording(Callback):
         self.latest: dict[str, float] = {}
         self._step_hooks = StepHooks(self.hooks, directory=directory)
         if not any(hook.overrides("passed") for hook in self.hooks.values()):
-            self.on_after_backward = None  # engine/overhead.py: what does nothing is not called
+            vars(self)["on_after_backward"] = None  # engine/overhead.py: what does nothing is not called
         self._buffer = StepBuffer()
         self._epoch_sum = self._epoch_size = 0.0
         self._index = self._first = 0
@@ -115,29 +64,34 @@ class Recording(Callback):
 
     def _start_window(self) -> None:
         """A window is the batches of one optimizer step."""
-        self._values: dict[str, Any] | None = None
+        self._values: Found | None = None
         self._size = 0
         # What each phase behind the first gave.
-        self._later: list[dict[str, Any]] = []
+        self._later: list[Found] = []
         self._losses: list[Tensor] = []
-        self._rates = Rates()
+        # What the learning rates of each phase's optimizer were last.
+        self._rates: dict[str | None, list[float]] = {}
 
     # --- the run ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        lighten(trainer, pl_module)
+        assert isinstance(pl_module, TrainingModule)
+        self._module, self._trainer = pl_module, cast(RunTrainer, trainer)
+        lighten(self._trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, pl_module)
+        self._step_hooks.attach(trainer, self._module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, pl_module)
+        self._step_hooks.attach(trainer, self._module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._index = self._first = trainer.global_step
         self._start_window()
         trainer.callback_metrics.update(_tensors(self.metrics))
-        begin(trainer, self._index + 1)
+        for logger in trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.purge(self._index + 1)  # what an earlier process logged from there on is void
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
@@ -152,40 +106,45 @@ class Recording(Callback):
 
     # --- the step ---
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         self._size += batch.global_size
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Of phases this is Lightning's empty one; theirs say so themselves.
-        if pl_module.last.passed is not None and not pl_module.phases:
-            pl_module.last.passed("backward")
+        if not self._module.phases:
+            self._step_hooks.after_backward()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Any) -> None:
-        phase = pl_module.last.phase
-        if phase is None and self._values is not None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        turn = self._step_hooks.turn
+        if turn.phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
         self._step_hooks.before_update(optimizer)
-        if not pl_module.last.is_recorded:
+        if not turn.is_recorded:
             return
-        found = self._step_hooks.before_step(phase)
+        found = self._step_hooks.before_step()
         if self._values is None:
             # The same mapping: what hooks give after clipping comes into it, too.
             self._values = found
         else:
             self._later.append(found)
-        found.update(self._rates.of(optimizer, phase=phase, is_written=self._is_flush(trainer, self._index + 1)))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        # A rate that stands still is one point a write, not one a step.
+        if rates != self._rates.get(turn.phase) or self._is_flush(self._index + 1):
+            self._rates[turn.phase] = rates
+            names = rate_names(optimizer, phase=turn.phase)
+            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         self._step_hooks.end_batch()
-        last = pl_module.last
-        values = self._values
-        if pl_module.phases and values is None:
+        module, values = self._module, self._values
+        loss, parts = module.last
+        if loss is None or (module.phases and values is None):
             return  # the phases run at the last micro-batch, and give the means over all of them
-        several = len(last.parts) > 1 or (pl_module.phases and len(pl_module.objective.terms) > 1)
-        losses = [last.loss, *last.parts.values()] if several else [last.loss]
+        several = len(parts) > 1 or (module.phases and len(module.objective.terms) > 1)
+        losses = [loss, *parts.values()] if several else [loss]
         if values is None or self._losses:
             losses = self._accumulated(losses, batch.global_size)
             if values is None:
@@ -196,12 +155,12 @@ class Recording(Callback):
         for found in self._later:
             values.update(found)
         values.update(self._step_hooks.end_step())
-        self._buffer.add(Recorded(index, self._size, losses, values, tuple(last.parts) if pl_module.phases else None))
+        self._buffer.add(Recorded(index, self._size, losses, values, tuple(parts) if module.phases else None))
         self._index = index
         self._values, self._size = None, 0
         if self._losses or self._later:
             self._losses, self._later = [], []
-        if self._is_flush(trainer, index):
+        if self._is_flush(index):
             self._add_scale(trainer, values)
             self.flush(trainer)
 
@@ -209,7 +168,7 @@ class Recording(Callback):
         weighted = [loss * size for loss in losses]
         return [a + b for a, b in zip(self._losses, weighted, strict=True)] if self._losses else weighted
 
-    def _add_scale(self, trainer: Trainer, values: dict[str, Any]) -> None:
+    def _add_scale(self, trainer: Trainer, values: Found) -> None:
         precision = trainer.precision_plugin
         if isinstance(precision, RunPrecision) and precision.is_scaled:
             values["precision/loss_scale"] = precision.loss_scale
@@ -217,10 +176,10 @@ class Recording(Callback):
 
     # --- what leaves the device ---
 
-    def _is_flush(self, trainer: Trainer, index: int) -> bool:
+    def _is_flush(self, index: int) -> bool:
         """Every log_every_n_steps steps, and early in a run oftener: at steps 1, 2, 4, 8 ... of it."""
         done = index - self._first
-        every = trainer.log_every_n_steps or 50
+        every = self._trainer.log_every_n_steps or 50
         return index % every == 0 or (done < every and done & (done - 1) == 0)
 
     def flush(self, trainer: Trainer) -> None:
@@ -231,7 +190,7 @@ class Recording(Callback):
         if not len(self._buffer):
             return
         self._step_hooks.before_write()
-        terms = trainer.lightning_module.values_of("train").terms
+        terms = self._module.values_of("train").terms
         precision = trainer.precision_plugin
         scaled = isinstance(precision, RunPrecision) and precision.is_scaled
         for step, losses in self._buffer.take(trainer.strategy):
@@ -243,20 +202,29 @@ class Recording(Callback):
             values["loss/train"] = loss
             named = zip(terms if step.terms is None else step.terms, losses[1:], strict=False)
             values.update({f"loss/train/{term}": part for term, part in named})
-            write(trainer, values, step.index, step.panels)
+            self._write(values, step.index, step.panels)
             self.latest.update(values)
-            if scaled:
+            if isinstance(precision, RunPrecision) and scaled:
                 precision.written(values, step=step.index)
+
+    def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
+        """What optimizer step `index` gave, by tag, to the loggers: Lightning's own take numbers, ours panels, too."""
+        if self._trainer.is_global_zero:
+            shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
+            for logger in self._trainer.loggers:
+                logger.log_metrics(values, index)
+                if shown and isinstance(logger, RunLogger):
+                    logger.log_panels(shown, index)
 
     # --- epochs ---
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
         self._step_hooks.pause()
-        values = pl_module.values_of("train")
+        values = self._module.values_of("train")
         metrics = values.finish(trainer.strategy) if values.names else {}
         if metrics:
-            write(trainer, metrics, self._index)
+            self._write(metrics, self._index)
         if self._epoch_size:
             # Not logged: the steps have drawn this curve.
             metrics["loss/train"] = self._epoch_sum / self._epoch_size
@@ -267,19 +235,19 @@ class Recording(Callback):
         self.flush(trainer)
         self._step_hooks.pause()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._finish("val", trainer, pl_module)
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish("val", trainer)
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._finish("test", trainer, pl_module)
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish("test", trainer)
 
-    def _finish(self, stage: Stage, trainer: Trainer, pl_module: TrainingModule) -> None:
-        values = pl_module.values_of(stage).finish(trainer.strategy)
+    def _finish(self, stage: Stage, trainer: Trainer) -> None:
+        values = self._module.values_of(stage).finish(trainer.strategy)
         if trainer.sanity_checking:
             return
         found, panels = on_host_values(self._step_hooks.finish(stage, trainer))
         values |= found
-        write(trainer, values, self._index, panels)
+        self._write(values, self._index, panels)
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -295,7 +263,8 @@ class Recording(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.flush(trainer)
-        save(trainer)
+        for logger in trainer.loggers:
+            logger.save()  # a process that goes on from here begins behind what they hold back
         self._step_hooks.pause()
         checkpoint[STATE] = {
             "metrics": dict(self.metrics),
@@ -314,3 +283,15 @@ class Recording(Callback):
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     """The form in which Lightning's own callbacks compare values; in the precision of a report."""
     return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}
+
+
+def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
+    """Raises: RunError where the loss of a step is not a number, or infinite and no loss scale will fall for it."""
+    if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
+        return
+    name = "not a number" if math.isnan(loss) else "infinite"
+    raise RunError(
+        f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
+        "Lower optimizer.lr or set trainer.gradient_clip_val; or add '+hooks=nan_guard', which stops before such a "
+        "step, names the layer and keeps the step"
+    )

@@ -16,23 +16,29 @@ from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.compilation import is_compiled
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
+from exp.engine.observer import UNOBSERVED, Turn
 from exp.hooks.norms import norms
 from exp.hooks.replaying.extent import Extent
 from exp.hooks.replaying.tracing import Trace, Tracer, not_finite
 from exp.hooks.replaying.update import Update, Window
 from exp.precision.plugin import RunPrecision
 from exp.precision.scaler import can_hold
+from exp.types import Batch
 
 
 def update_of(
-    module: TrainingModule, optimizer: Optimizer, batches: Sequence[tuple[Any, int]], losses: Sequence[Tensor]
+    module: TrainingModule,
+    optimizer: Optimizer,
+    batches: Sequence[tuple[Batch, int]],
+    losses: Sequence[Tensor],
+    turn: Turn,
 ) -> Update:
     """What a hook is told before this optimizer steps. losses: of the micro-batches."""
-    trainer, last = module.trainer, module.last
+    trainer = module.trainer
     precision = trainer.precision_plugin
     ours = isinstance(precision, RunPrecision)
     return Update(
-        window=Window(batches=tuple(batches), epoch=trainer.current_epoch, phase=last.phase, turn=last.turn),
+        window=Window(batches=tuple(batches), epoch=trainer.current_epoch, phase=turn.phase, turn=turn.places),
         optimizer=optimizer,
         losses=tuple(losses),
         scale=precision.loss_scale if ours and precision.is_scaled else None,
@@ -51,8 +57,6 @@ def trace_again(module: TrainingModule, window: Window) -> Trace:
     Parameters, their gradients and the optimizer are left alone; buffers are not. Every random number is the step's
     own. A compiled network runs uncompiled, and one in CUDA graphs outside them.
     """
-    last = module.last
-    last.around = last.seen = last.passed = last.after_clipping = None
     named = module.trained_in(window)
     trace = Trace(count=len(window.batches), tensors=_broken(module))
     sums: dict[str, Tensor] = {}
@@ -80,7 +84,7 @@ def _backward_again(
     module: TrainingModule, window: Window, place: int, tracer: Tracer, named: Mapping[str, nn.Parameter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, 0-d and detached, and the gradients of the named parameters that have one."""
-    with torch.enable_grad(), _uncompiled(module):
+    with torch.enable_grad(), _apart(module):
         with tracer.forward():
             loss = module.scaled_loss(window, place)
         if not loss.requires_grad:
@@ -93,9 +97,10 @@ def _backward_again(
 
 
 @contextmanager
-def _uncompiled(module: TrainingModule) -> Iterator[None]:
-    """The layers are called one by one, so that hooks see them."""
-    runner = module.run_network
+def _apart(module: TrainingModule) -> Iterator[None]:
+    """Nobody looks on, and the layers are called one by one, so that the tracer's hooks see them."""
+    runner, observer = module.run_network, module.observer
+    module.observer = UNOBSERVED
     if isinstance(runner, GraphedNetwork):
         vars(module)["run_network"] = runner.network
     try:
@@ -103,6 +108,7 @@ def _uncompiled(module: TrainingModule) -> Iterator[None]:
             yield
     finally:
         vars(module)["run_network"] = runner
+        module.observer = observer
 
 
 def _broken(module: TrainingModule) -> list[str]:

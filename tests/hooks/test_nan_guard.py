@@ -16,7 +16,7 @@ from torch import nn
 
 import exp
 from exp.build import build_network, plain_config
-from exp.engine import again
+from exp.engine import step_replay
 from exp.errors import ConfigError, RunError
 from exp.hooks.replaying.buffers_before import BuffersBefore, put_back
 from exp.hooks.replaying.step_file import StepFile, tensors_of
@@ -337,7 +337,7 @@ def test_the_step_alone_has_the_runs_memory_format_and_matrix_products(monkeypat
         seen["matmul"] = torch.get_float32_matmul_precision()
         return Trace(count=0, tensors=[])
 
-    monkeypatch.setattr(again, "trace_again", look)
+    monkeypatch.setattr(step_replay, "trace_again", look)
     replay_step(file, path=Path("step-1.pt"), device="cpu")
     assert seen == {"is_last": True, "matmul": "high"}
     assert torch.get_float32_matmul_precision() == "highest"

@@ -166,6 +166,7 @@ class EpochValues(nn.Module):
         self.names = tuple(metrics)
         # A list: a ModuleDict refuses names such as `update`.
         self.metrics = nn.ModuleList(metrics.values())
+        self._each = tuple(metrics.values())
         self.source: Source | None = None
         self._sums: Tensor | None = None
         self._samples = 0
@@ -184,7 +185,7 @@ class EpochValues(nn.Module):
         self.update_metrics(output, target)
 
     def update_metrics(self, output: Any, target: Any) -> None:
-        for metric in self.metrics:
+        for metric in self._each:
             metric.update(output, target)
 
     def finish(self, strategy: Strategy) -> dict[str, float]:
@@ -213,7 +214,7 @@ class EpochValues(nn.Module):
         """What the metrics hold in the middle of an epoch, of all ranks together. Every rank must call it."""
         states = {}
         if self.source is None or self.source.has_output:
-            for name, metric in zip(self.names, self.metrics, strict=True):
+            for name, metric in zip(self.names, self._each, strict=True):
                 with metric.sync_context():
                     # What is synced is undone, and what is not goes on changing: a copy of either.
                     states[name] = {key: _copied(value) for key, value in metric.metric_state.items()}
@@ -221,7 +222,7 @@ class EpochValues(nn.Module):
 
     def restore_metrics(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Goes on from `metric_states`; on one rank only, for they are those of all ranks."""
-        for name, metric in zip(self.names, self.metrics, strict=True):
+        for name, metric in zip(self.names, self._each, strict=True):
             for key, value in states[name].items() if name in states else ():
                 is_list = isinstance(metric.metric_state[key], list)
                 setattr(metric, key, [value] if is_list and isinstance(value, Tensor) else value)
@@ -232,13 +233,13 @@ class EpochValues(nn.Module):
         if self.source is None:
             return self._computed_here(device)
         values = self._computed_here(device) if self.source.has_output else []
-        for metric in self.metrics:
+        for metric in self._each:
             metric.reset()
         return [value.to(device) for value in self.source.shared(values)]
 
     def _computed_here(self, device: torch.device) -> list[Tensor]:
         values = []
-        for name, metric in zip(self.names, self.metrics, strict=True):
+        for name, metric in zip(self.names, self._each, strict=True):
             value = metric.compute()
             metric.reset()
             if not isinstance(value, Tensor) or value.numel() != 1:

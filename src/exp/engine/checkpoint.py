@@ -6,7 +6,7 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -36,7 +36,7 @@ class AtomicCheckpointIO(CheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _Replacing(target) as file:
-            torch.save(checkpoint, file)
+            torch.save(checkpoint, cast(BinaryIO, file))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None

@@ -69,14 +69,17 @@ def is_compiled(network: nn.Module) -> bool:
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[None]:
     """Where a network is called that may be compiled: it runs as it is."""
-    return torch.compiler.set_stance("force_eager") if is_compiled(network) else nullcontext()
+    return _eager() if is_compiled(network) else nullcontext()
+
+
+def _eager() -> AbstractContextManager[None]:
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
     """Around the forward of a step: uncompiled where its terms need what a compiled network cannot give."""
-    if needs & EAGER and is_compiled(network):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+    return _eager() if needs & EAGER and is_compiled(network) else nullcontext()
 
 
 def compile_faults(network: nn.Module, *, backend: str, accelerator: str) -> Sequence[Fault]:

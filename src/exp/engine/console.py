@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import Recording
 from exp.signals import leave_closed_terminal
 from exp.strategies.rank import Rank
@@ -204,11 +205,9 @@ class View:
     ) -> None:
         self.rate, self.step, self._latest = rate, trainer.global_step, latest
         if tested is None:
-            epochs = trainer.max_epochs
-            last = f"/{epochs}" if epochs is not None and epochs > 0 else ""
+            epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
             # Lightning counts on at the end of the last one.
-            epoch = trainer.current_epoch + 1
-            self.title = f"epoch {min(epoch, epochs) if last else epoch}{last}"
+            self.title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
             self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
         else:
             self.title = "test"
@@ -302,7 +301,7 @@ class Progress(Callback):
         self._show("close")
 
     def _begin(self, trainer: Trainer) -> None:
-        recordings = [callback for callback in trainer.callbacks if isinstance(callback, Recording)]
+        recordings = [callback for callback in cast(RunTrainer, trainer).callbacks if isinstance(callback, Recording)]
         self._latest = recordings[0].latest if recordings else {}
         self._shown, self._rate, self._step = time.monotonic(), None, trainer.global_step
 

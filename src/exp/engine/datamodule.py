@@ -26,6 +26,7 @@ class RunTrainer(Trainer):
     datamodule: RunData
     log_every_n_steps: int
     profiler: Profiler
+    _val_check_time_interval: float | None
 
 
 class RunData(LightningDataModule):
@@ -34,6 +35,9 @@ class RunData(LightningDataModule):
     rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
     seconds_waited: an attribute, for how long training has waited for its batches, in this process.
     """
+
+    # Of Lightning, without its None before there is one: it is there whenever a loader is asked for.
+    trainer: Trainer
 
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
         super().__init__()

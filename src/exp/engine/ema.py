@@ -199,7 +199,7 @@ def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator
             held[key] = own
 
 
-def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state dict that the module would have with these; nothing where there are none."""
     if not tensors:
         return {}

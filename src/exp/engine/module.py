@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
@@ -17,6 +18,7 @@ from exp.data.randomness import reseed
 from exp.engine.buffer import EpochValues
 from exp.engine.checkpoint import lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
+from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import detached, forward_by_name, make_passes, needing, target_of
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
@@ -30,7 +32,6 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.parts import local
 from exp.types import STAGES, Batch, Stage
 
-Algorithm = Literal["norm", "value"]
 TRAIN_METRICS = "exp_train_metrics"
 
 
@@ -53,6 +54,9 @@ class TrainingModule(LightningModule):
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
+    run_network: Callable[..., Any]
+    # Without Lightning's None before a Trainer is there: its property, which looks for that, costs at every step.
+    _trainer: RunTrainer
 
     def __init__(
         self,
@@ -104,12 +108,16 @@ class TrainingModule(LightningModule):
         # strategies call these two methods for every batch, and nothing else moves one (seen in 2.6.6).
         return batch
 
-    def _apply_batch_transfer_handler(self, batch: Batch, device: Any = None, dataloader_idx: int = 0) -> Batch:
+    def _apply_batch_transfer_handler(
+        self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Batch:
         return self._trainer.datamodule.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
 
     def values_of(self, stage: Stage) -> EpochValues:
         """The sums and metrics of one stage's epoch."""
-        return self.epoch_values[f"{stage}_values"]
+        values = self.epoch_values[f"{stage}_values"]
+        assert isinstance(values, EpochValues)
+        return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The objective of this rank's share of a batch, 0-d."""
@@ -140,18 +148,16 @@ class TrainingModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer and, where there is one, its schedule, in Lightning's form."""
-        optimizer, schedule = self.optimization.make(self.network, **self.lengths())
+        steps, epochs = self.lengths()
+        optimizer, schedule = self.optimization.make(self.network, total_steps=steps, total_epochs=epochs)
         if schedule is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.schedule_config(schedule, self.optimization)}
 
-    def lengths(self) -> dict[str, int | None]:
-        """total_steps and total_epochs of the whole run, for schedules."""
-        trainer = self.trainer
-        return {
-            "total_steps": total_steps(trainer, self.limits, trainer.datamodule.batches("train")),
-            "total_epochs": total_epochs(trainer),
-        }
+    def lengths(self) -> tuple[int | None, int | None]:
+        """Optimizer steps and epochs of the whole run, for schedules; None where they are not limited."""
+        trainer = self._trainer
+        return total_steps(trainer, self.limits, trainer.datamodule.batches("train")), total_epochs(trainer)
 
     def schedule_config(self, schedule: LRScheduler, optimization: Optimization) -> dict[str, Any]:
         """When a schedule steps, in Lightning's form."""
@@ -165,7 +171,7 @@ class TrainingModule(LightningModule):
         return config
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clips true gradients, of all ranks that hold parts of the model."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -184,8 +190,8 @@ class TrainingModule(LightningModule):
             return
         precision = self.trainer.precision_plugin
         # The interval first: to ask whether a step was skipped waits for the device.
-        counts_steps = self.optimization.interval == "step" and isinstance(precision, RunPrecision)
-        if not (counts_steps and precision.skipped(scheduler.optimizer)):
+        counts_steps = self.optimization.interval == "step"
+        if not (counts_steps and isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)):
             scheduler.step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -204,7 +210,8 @@ class TrainingModule(LightningModule):
         A compiled network that it calls runs uncompiled: it is called once in this way, and not as in a step.
         """
         with uncompiled(self.network):
-            return self.objective(self._run(run_network, data))[0]
+            loss: Tensor = self.objective(self._run(run_network, data))[0]
+        return loss
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
         """What the backward of the micro-batch at this place began with, computed again, 0-d, with its graph."""
@@ -262,26 +269,26 @@ class TrainingModule(LightningModule):
         network, run, runner: as Passes takes them.
         """
         precision = self._trainer.precision_plugin
-        is_scaled = isinstance(precision, RunPrecision) and precision.is_scaled
+        scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
         return make_passes(
             needs,
             network=network,
             run=run,
             data=batch.data,
             runner=runner,
-            loss_scale=precision.loss_scale if is_scaled else None,
+            loss_scale=scale,
         )
 
 
 @torch.no_grad()
 def clip(
-    parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: Algorithm | None, strategy: Strategy
+    parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: str | None, strategy: Strategy
 ) -> Tensor | None:
     """Clips the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
 
     value: the largest 2-norm of all gradients together, or the largest absolute value of each number; None or 0 clips
         nothing.
-    algorithm: None is "norm".
+    algorithm: norm or value; None is norm.
     Returns: the 2-norm before clipping, 0-d; None where no norm was needed.
     """
     if not value:
@@ -307,4 +314,4 @@ def clip(
 
 
 # Lightning reads the signature at every step; this is where inspect looks first.
-TrainingModule.training_step.__signature__ = inspect.signature(TrainingModule.training_step)
+vars(TrainingModule.training_step)["__signature__"] = inspect.signature(TrainingModule.training_step)

@@ -53,17 +53,16 @@ def lighten(trainer: RunTrainer, module: LightningModule) -> None:
         _remove_empty(callback, Callback, TRAINING_HOOKS + EVALUATION_HOOKS)
     _remove_empty(module, LightningModule, TRAINING_HOOKS)
     # A broadcast and a wait for the device at every step of a distributed run; engine/stopping.py asks once a second.
-    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = _nothing
 
 
-def overridden(owner: Any, base: type, name: str) -> Callable[..., Any] | None:
+def overridden(owner: object, base: type, name: str) -> Callable[..., Any] | None:
     """The hook, where somebody gave it a body: the owner's class, or the owner itself."""
-    if name in vars(owner):
-        return vars(owner)[name]
-    return None if getattr(type(owner), name) is getattr(base, name) else getattr(owner, name)
+    found: Callable[..., Any] | None = getattr(owner, name)
+    return None if name not in vars(owner) and getattr(type(owner), name) is getattr(base, name) else found
 
 
-def _remove_empty(owner: Any, base: type, names: Sequence[str]) -> None:
+def _remove_empty(owner: object, base: type, names: Sequence[str]) -> None:
     for name in names:
         if overridden(owner, base, name) is None:
             setattr(owner, name, None)

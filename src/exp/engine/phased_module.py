@@ -95,13 +95,17 @@ class PhasedModule(TrainingModule):
         if optimizer_closure is not None:
             optimizer_closure()
         window, self._window = self._window, []
-        self._run_phases(window, self.trainer.optimizers[0])
+        together = self.trainer.optimizers[0]
+        assert isinstance(together, PhaseOptimizers)
+        self._run_phases(window, together)
 
     def configure_optimizers(self) -> Any:
         """The optimizers of all phases as one, and a schedule for each phase that has one."""
         optimizers, schedules = {}, {}
+        steps, epochs = self.lengths()
         for phase in self.phases:
-            optimizers[phase.name], schedules[phase.name] = phase.make(self.network, **self.lengths())
+            made = phase.make(self.network, total_steps=steps, total_epochs=epochs)
+            optimizers[phase.name], schedules[phase.name] = made
             self._trained[phase.name] = trained_parameters(self.network, phase.parameters)
         self._all_trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         together = PhaseOptimizers(optimizers)
@@ -114,16 +118,23 @@ class PhasedModule(TrainingModule):
                 configs.append(config)
         return [together], configs
 
-    def lr_scheduler_step(self, scheduler: PhaseSchedule, metric: Any | None) -> None:
+    def lr_scheduler_step(self, scheduler: object, metric: Any) -> None:
         """Not where the phase's optimizer has just skipped its step."""
+        assert isinstance(scheduler, PhaseSchedule)
         name, schedule = scheduler.phase, scheduler.schedule
         if isinstance(schedule, ReduceLROnPlateau):
             schedule.step(metric)
             return
         interval = next(phase.optimization.interval for phase in self.phases if phase.name == name)
         ran = interval == "step" and name in self._ran
-        if not (ran and self.trainer.precision_plugin.skipped(scheduler.optimizer.optimizers[name])):
+        if not (ran and self._precision.skipped(scheduler.optimizer.optimizers[name])):
             schedule.step()
+
+    @property
+    def _precision(self) -> RunPrecision:
+        precision = self.trainer.precision_plugin
+        assert isinstance(precision, RunPrecision)
+        return precision
 
     # --- a window ---
 
@@ -133,7 +144,7 @@ class PhasedModule(TrainingModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, ExpDDPStrategy) or strategy.broadcasts_buffers:
             broadcast_buffers(self.network)
-        precision: RunPrecision = self.trainer.precision_plugin
+        precision = self._precision
         losses: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         self._ran = set()
@@ -164,14 +175,14 @@ class PhasedModule(TrainingModule):
         self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradients of a phase's loss over a window, in its own parameters; the loss, 0-d, and its terms."""
-        precision = self.trainer.precision_plugin
+        precision = self._precision
         size = sum(batch.global_size for batch, _ in window)
         loss_sum: Tensor | None = None
         part_sums: dict[str, Tensor] = {}
         with self._training_only(self._trained[phase.name]):
             for batch, batch_idx in window:
                 loss, parts = self._share(phase, batch, batch_idx, turn, size=size)
-                precision.scale(loss).backward()
+                precision.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is not annotated
                 self.observer.after_backward()
                 loss = loss.detach()
                 loss_sum = loss if loss_sum is None else loss_sum + loss
@@ -199,7 +210,7 @@ class PhasedModule(TrainingModule):
         phase = next(phase for phase in self.phases if phase.name == window.phase)
         size = sum(batch.global_size for batch, _ in window.batches)
         loss, _ = self._share(phase, *window.batches[place], window.turn, size=size)
-        return self.trainer.precision_plugin.scale(loss)
+        return self._precision.scale(loss)
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
         phase = next(phase for phase in self.phases if phase.name == window.phase)
@@ -255,8 +266,7 @@ class PhasedModule(TrainingModule):
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
         """From scaled gradients to a step: true gradients for hooks and clipping."""
-        trainer = self.trainer
-        precision = trainer.precision_plugin
+        trainer, precision = self._trainer, self._precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
             if callback.on_before_optimizer_step is not None:  # engine/overhead.py takes out what does nothing
@@ -288,4 +298,4 @@ class PhasedModule(TrainingModule):
 
 
 # As TrainingModule's: this is where inspect looks first.
-PhasedModule.training_step.__signature__ = inspect.signature(PhasedModule.training_step)
+vars(PhasedModule.training_step)["__signature__"] = inspect.signature(PhasedModule.training_step)

@@ -24,14 +24,19 @@ from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
 from exp.models.graphs import flatten
 from exp.models.parts import Split
+from exp.precision.plugin import RunPrecision
 from exp.strategies.averaging import average_gradients
 from exp.strategies.microbatches import cut, joined, micro_batches, shares
+from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stages
-from exp.types import Batch, Stage
+from exp.types import STAGES, Batch, Stage
 
 
 class PipelinedModule(TrainingModule):
     """A TrainingModule for strategy=pipeline. Its parameters are TrainingModule's."""
+
+    _stages: Stages
+    _split: Split
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
@@ -44,8 +49,8 @@ class PipelinedModule(TrainingModule):
         """
         self.__dict__["_stages"], self.__dict__["_split"] = stages, split
         self._count = count
-        for values in self.epoch_values.values():
-            values.source = stages
+        for stage in STAGES:
+            self.values_of(stage).source = stages
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Keeps the batch for `backward`. Returns a 0 that nothing reads."""
@@ -60,6 +65,7 @@ class PipelinedModule(TrainingModule):
         batch, self._batch = self._batch, None
         assert batch is not None
         precision, trainer = self._trainer.precision_plugin, self._trainer
+        assert isinstance(precision, RunPrecision)
         # What Lightning does to the loss that it has.
         one = torch.ones((), device=self.device)
         factor = precision.scale(one / trainer.accumulate_grad_batches)
@@ -87,9 +93,12 @@ class PipelinedModule(TrainingModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Lightning's, with the gradients averaged over the pipelines between backward and everything else."""
 
+        strategy = self._trainer.strategy
+        assert isinstance(strategy, ModelParallel)
+
         def closure() -> Any:
             result = optimizer_closure()
-            average_gradients(self.network.parameters(), group=self._trainer.strategy.data_group)
+            average_gradients(self.network.parameters(), group=strategy.data_group)
             return result
 
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
@@ -127,7 +136,10 @@ class PipelinedModule(TrainingModule):
             found.update(self._split.bind(arguments, named))
 
         self._run(bind, data)
-        return self._trainer.precision_plugin.cast_inputs(found)
+        precision = self._trainer.precision_plugin
+        assert isinstance(precision, RunPrecision)
+        inputs: dict[str, Any] = precision.cast_inputs(found)
+        return inputs
 
     def _values(self, data: Any, output: Any, size: int) -> Mapping[str, Any]:
         """The values by name, of the first `size` samples."""
@@ -136,7 +148,7 @@ class PipelinedModule(TrainingModule):
 
 def nothing_of(output: Any) -> Tensor:
     """A 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
-    return sum(tensor.sum() for tensor in flatten(output) if tensor.requires_grad) * 0.0
+    return sum((tensor.sum() for tensor in flatten(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 
 
-PipelinedModule.training_step.__signature__ = inspect.signature(PipelinedModule.training_step)
+vars(PipelinedModule.training_step)["__signature__"] = inspect.signature(PipelinedModule.training_step)

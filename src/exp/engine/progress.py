@@ -58,30 +58,29 @@ def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float
     Raises: ConfigError.
     """
     try:
-        if isinstance(max_time, int | float) and not isinstance(max_time, bool):
-            max_time = timedelta(seconds=max_time)
-        elif isinstance(max_time, str) and max_time and (found := SPAN.fullmatch(max_time.strip())):
-            days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-            max_time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-        elif isinstance(max_time, str):
-            days, hours, minutes, seconds = (int(part) for part in max_time.strip().split(":"))
-            max_time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        if isinstance(max_time, timedelta):
+            time = max_time
         elif isinstance(max_time, Mapping):
-            max_time = timedelta(**max_time)
-        seconds = max_time.total_seconds()
+            time = timedelta(**max_time)
+        elif isinstance(max_time, str):
+            found = SPAN.fullmatch(max_time.strip()) if max_time else None
+            parts = [part or 0 for part in found.groups()] if found else max_time.strip().split(":")
+            days, hours, minutes, seconds = map(int, parts)
+            time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        elif isinstance(max_time, bool):
+            raise TypeError("a truth value is no time")
+        else:
+            time = timedelta(seconds=max_time)
+        if time < timedelta():
+            raise ValueError("a time is not negative")
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError([_unreadable(max_time)]) from error
-    if seconds < 0:
-        raise ConfigError([_unreadable(max_time)])
-    return seconds
-
-
-def _unreadable(max_time: Any) -> Fault:
-    return Fault(
-        key="trainer.max_time",
-        got=repr(max_time),
-        expected="seconds, a time such as 1h30m, DD:HH:MM:SS, or a mapping of days, hours, minutes and seconds",
-    )
+        fault = Fault(
+            key="trainer.max_time",
+            got=repr(max_time),
+            expected="seconds, a time such as 1h30m, DD:HH:MM:SS, or a mapping of days, hours, minutes and seconds",
+        )
+        raise ConfigError([fault]) from error
+    return time.total_seconds()
 
 
 def total_epochs(trainer: Trainer) -> int | None:

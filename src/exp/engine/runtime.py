@@ -25,7 +25,7 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 def put_channels_last(network: nn.Module) -> None:
     """In place: its weights `[C, C', H, W]`, and from now on every input `[B, C, H, W]` that it is called with."""
-    network.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
 
 
@@ -97,7 +97,8 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
 
 def switch_faults(planned: Planned) -> Sequence[Fault]:
     """What the switches cannot do for a run."""
-    runtime, faults = planned.config["runtime"], []
+    runtime = planned.config["runtime"]
+    faults: list[Fault] = []
     if runtime["compile"]:
         backend, accelerator = runtime["compile_backend"], planned.placement.accelerator
         faults += compile_faults(planned.network, backend=backend, accelerator=accelerator)

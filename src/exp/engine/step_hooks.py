@@ -108,7 +108,7 @@ class StepHooks(StepObserver):
         self._forget_step()
         self.turn, self._same = WHOLE_STEP, {}
         fitting = trainer.state.fn == "fit"
-        self._total_steps = module.lengths()["total_steps"] if fitting else None
+        self._total_steps = module.lengths()[0] if fitting else None
         precision = trainer.precision_plugin
         scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
         for name, hook in self.hooks.items():

@@ -36,16 +36,16 @@ def update_of(
     """What a hook is told before this optimizer steps. losses: of the micro-batches."""
     trainer = module.trainer
     precision = trainer.precision_plugin
-    ours = isinstance(precision, RunPrecision)
+    own = precision if isinstance(precision, RunPrecision) else None
     return Update(
         window=Window(batches=tuple(batches), epoch=trainer.current_epoch, phase=turn.phase, turn=turn.places),
         optimizer=optimizer,
         losses=tuple(losses),
-        scale=precision.loss_scale if ours and precision.is_scaled else None,
+        scale=own.loss_scale if own is not None and own.is_scaled else None,
         objective=module.objective,
         is_compiled=is_compiled(module.network) or isinstance(module.run_network, GraphedNetwork),
-        can_hold=ours and can_hold(optimizer),
-        hold=partial(precision.hold, optimizer) if ours else _cannot_hold,
+        can_hold=own is not None and can_hold(optimizer),
+        hold=_cannot_hold if own is None else partial(own.hold, optimizer),
         again=partial(trace_again, module),
         save=_save,
     )

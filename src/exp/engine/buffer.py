@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -109,7 +109,7 @@ def _one_number(tag: str, value: Tensor) -> Tensor:
     return value.reshape(())
 
 
-def _float(tag: str, value: Any) -> float:
+def _float(tag: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -171,7 +171,7 @@ class EpochValues(nn.Module):
         self._sums: Tensor | None = None
         self._samples = 0
 
-    def add(self, loss: Tensor, parts: Mapping[str, Tensor], *, size: int, output: Any, target: Any) -> None:
+    def add(self, loss: Tensor, parts: Mapping[str, Tensor], *, size: int, output: object, target: object) -> None:
         """Adds a batch of `size` samples that count; 0 for a stand-in, which leaves no trace."""
         if not size:
             return
@@ -184,7 +184,7 @@ class EpochValues(nn.Module):
         self._samples += size
         self.update_metrics(output, target)
 
-    def update_metrics(self, output: Any, target: Any) -> None:
+    def update_metrics(self, output: object, target: object) -> None:
         for metric in self._each:
             metric.update(output, target)
 

@@ -16,6 +16,8 @@ from exp.errors import RunError
 from exp.nested import mapped
 
 SUFFIX = ".partial"
+# What a checkpoint holds, by name: tensors and plain values, nested as they are.
+State = dict[str, Any]
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -26,7 +28,7 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+        self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
     ) -> None:
         """Raises: OSError with the system's own reason, the older file untouched; RunError for what cannot be read
         back."""
@@ -39,8 +41,11 @@ class AtomicCheckpointIO(CheckpointIO):
             torch.save(checkpoint, cast(BinaryIO, file))
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+        self,
+        path: str | os.PathLike[str],
+        map_location: str | torch.device | None = None,
+        weights_only: bool | None = None,
+    ) -> State:
         """The checkpoint's values, on CPU. Tensors and plain values only, whatever `weights_only` says.
 
         Raises: RunError where the file is not there, is damaged, or holds anything else.
@@ -51,7 +56,7 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any | None = None) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> State:
     """See AtomicCheckpointIO.load_checkpoint."""
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -59,7 +64,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any | None = 
     return checkpoint
 
 
-def read_plain(path: str | os.PathLike[str], *, map_location: Any | None = None) -> Any:
+def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> Any:
     """What AtomicCheckpointIO, or torch.save, wrote: tensors and plain values.
 
     Raises: RunError where the file is not there, is damaged, or holds anything else.
@@ -98,7 +103,7 @@ def sweep_partial_files(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def require_plain(value: Any, *, key: str = "") -> None:
+def require_plain(value: object, *, key: str = "") -> None:
     """Checks that a checkpoint will be readable, which torch would say only when it is read.
 
     Raises: RunError naming the entry that is neither a tensor nor a plain value.
@@ -121,7 +126,7 @@ def require_plain(value: Any, *, key: str = "") -> None:
     )
 
 
-def lay_out_optimizer_states(checkpoint: dict[str, Any], network: nn.Module) -> None:
+def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
     """Lay the state of a checkpoint's optimizers out as the network is that it will be loaded for.
 
     What lies in memory in two orders at once is no fault to torch, and wrong: a fused optimizer walks through a weight
@@ -147,7 +152,7 @@ class _Replacing:
         self._file = _Remembering(self._partial.open("wb"))
         return self._file
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         assert self._file is not None
         raw = self._file.raw
         try:

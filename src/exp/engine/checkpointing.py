@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.checkpoint import copy_checkpoint, sweep_partial_files
+from exp.engine.checkpoint import State, copy_checkpoint, sweep_partial_files
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.types import Batch, Mode
@@ -169,7 +169,7 @@ class Checkpointing(Callback):
 
     # --- what is in it ---
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if self._position is None:
             return  # a callback of the user's saves: good to evaluate, not to go on from
         checkpoint[POSITION] = dataclasses.asdict(self._position)
@@ -178,7 +178,7 @@ class Checkpointing(Callback):
         if self.config is not None:
             checkpoint[CONFIG] = self.config
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != "fit":
             return
         if POSITION not in checkpoint:

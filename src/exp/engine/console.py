@@ -263,7 +263,7 @@ class Progress(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:
             self._measure(trainer, now)
@@ -287,7 +287,7 @@ class Progress(Callback):
         self._begin(trainer)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
     ) -> None:
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exp.engine.forward import Runner
 from exp.errors import Fault, RunError
 from exp.strategies.strategy import Planned
 
 KEY = "runtime.cuda_graph"
-Capture = Callable[[nn.Module, tuple[Tensor, ...]], Callable[..., Any]]
+Capture = Callable[[nn.Module, tuple[Tensor, ...]], Runner]
 Shape = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
 
@@ -36,7 +37,7 @@ class GraphedNetwork:
         self._capture = capture
         self._shape: Shape | None = None
         self._names: tuple[str, ...] = ()
-        self._graphed: Callable[..., Any] | None = None
+        self._graphed: Runner | None = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not (self.network.training and torch.is_grad_enabled()):
@@ -49,7 +50,7 @@ class GraphedNetwork:
             return self.network(*inputs, **named)
         return self._graphed(*tensors)
 
-    def _begin(self, tensors: tuple[Any, ...], names: tuple[str, ...], *, count: int) -> None:
+    def _begin(self, tensors: tuple[Tensor, ...], names: tuple[str, ...], *, count: int) -> None:
         """Captures. Raises: RunError where an input is no tensor, or the capture fails."""
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise RunError(f"{KEY} takes a network whose inputs are tensors; write {KEY}=false")
@@ -93,7 +94,7 @@ def cuda_graph_faults(planned: Planned) -> list[Fault]:
             )
         ]
     count = config["trainer"].get("accumulate_grad_batches")
-    in_the_way: Mapping[str, Any] = {
+    in_the_way: Mapping[str, object] = {
         f"strategy={config['strategy']['name']} over several devices": placement.world_size > 1
         or placement.devices_per_rank > 1,
         f"trainer.accumulate_grad_batches={count}, whose next batch would overwrite the gradients": isinstance(
@@ -111,5 +112,5 @@ def cuda_graph_faults(planned: Planned) -> list[Fault]:
     ]
 
 
-def _shape(tensors: tuple[Any, ...]) -> Shape:
+def _shape(tensors: tuple[Tensor, ...]) -> Shape:
     return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)

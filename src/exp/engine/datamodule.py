@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -134,11 +133,11 @@ class Batches:
         """Raises: TypeError where a stream does not know."""
         return len(self.loader)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Nothing: the position is the run's. With it and `load_state_dict` Lightning knows that a resume is exact."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Nothing to load."""
 
 

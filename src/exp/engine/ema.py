@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from exp.engine.checkpoint import State
 from exp.errors import ConfigError, Fault
 from exp.strategies.parts import local
 from exp.strategies.whole_state import WholeState
@@ -82,7 +83,7 @@ class ExponentialMovingAverage(Callback):
         self._average = {name: tensor.to(own[name].device) for name, tensor in self._average.items()}
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         step = trainer.global_step
         # Between two optimizer steps of accumulated batches there is nothing new.
@@ -102,7 +103,7 @@ class ExponentialMovingAverage(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._swap_in(pl_module)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if not self._average:
             return
         own, strategy = checkpoint["state_dict"], trainer.strategy
@@ -114,7 +115,7 @@ class ExponentialMovingAverage(Callback):
         checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
         checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return  # to evaluate: the state_dict, which was loaded, holds the averages
         self._current = {}
@@ -131,10 +132,10 @@ class ExponentialMovingAverage(Callback):
                 pl_module.load_state_dict(saved)
         pl_module.load_state_dict(checkpoint[CURRENT])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"updates": self._updates, "latest_step": self._latest_step}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self._updates = state_dict["updates"]
         self._latest_step = state_dict["latest_step"]
 

@@ -13,9 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exp.engine.compilation import as_needed
 from exp.errors import RunError
-from exp.nested import mapped
+from exp.nested import Nested, mapped
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
+
+# The values of a forward by name, as terms, metrics and hooks find them.
+Values = Mapping[str, Any]
+# Called with a network's inputs, it gives its output: the network itself, or what stands in its place.
+Runner = Callable[..., Any]
+# Of what runs the network, and a batch's data.
+Forward = Callable[[Runner, Any], dict[str, Any]]
 
 
 def input_names(network: nn.Module) -> tuple[str, ...]:
@@ -27,14 +34,14 @@ def input_names(network: nn.Module) -> tuple[str, ...]:
     )
 
 
-def network_call(network: nn.Module) -> Callable[[Callable[..., Any], Mapping[str, Tensor]], Any]:
+def network_call(network: nn.Module) -> Callable[[Runner, Mapping[str, Tensor]], Any]:
     """How a network, or what runs it, is called with a batch that is a mapping: with the entries its forward names.
 
     Where it names none of them, with the entry `input` alone.
     """
     names = input_names(network)
 
-    def call(run_network: Callable[..., Any], data: Mapping[str, Tensor]) -> Any:
+    def call(run_network: Runner, data: Mapping[str, Tensor]) -> Any:
         named = {name: data[name] for name in names if name in data}
         if named:
             return run_network(**named)
@@ -48,7 +55,7 @@ def network_call(network: nn.Module) -> Callable[[Callable[..., Any], Mapping[st
     return call
 
 
-def forward_by_name(network: nn.Module) -> Callable[[Callable[..., Any], Any], dict[str, Any]]:
+def forward_by_name(network: nn.Module) -> Forward:
     """One forward pass: what runs the network and a batch's data become the values by name.
 
     They are the batch's own entries (`input` and `target` where they have no names), what the network returns by name,
@@ -56,7 +63,7 @@ def forward_by_name(network: nn.Module) -> Callable[[Callable[..., Any], Any], d
     """
     call = network_call(network)
 
-    def forward(run_network: Callable[..., Any], data: Any) -> dict[str, Any]:
+    def forward(run_network: Runner, data: Any) -> dict[str, Any]:
         if isinstance(data, Mapping):
             output = call(run_network, data)
             values = dict(data)
@@ -74,7 +81,7 @@ def forward_by_name(network: nn.Module) -> Callable[[Callable[..., Any], Any], d
     return forward
 
 
-def target_of(values: Mapping[str, Any]) -> Any:
+def target_of(values: Values) -> Any:
     """What metrics compare the output with."""
     if "target" in values:
         return values["target"]
@@ -102,9 +109,9 @@ def make_passes(
     needs: frozenset[str],
     *,
     network: nn.Module,
-    run: Callable[[Callable[..., Any], Any], Mapping[str, Any]],
-    data: Any,
-    runner: Callable[..., Any] | None = None,
+    run: Forward,
+    data: object,
+    runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
     """The passes of one step, made inside `needing`, under the step's autocast; its forward is `passes.run()`.
@@ -140,11 +147,11 @@ def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
         yield
 
 
-def _outside_inference(data: Any) -> Any:
+def _outside_inference(data: Nested) -> Nested:
     """Evaluation reads its batches in inference mode, whose tensors no gradient can pass."""
     return mapped(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
-def detached(output: Any) -> Any:
+def detached(output: Nested) -> Nested:
     """What a network gave, without the graph that led to it."""
     return mapped(output, Tensor.detach)

@@ -322,7 +322,7 @@ class LeanStep:
         known = (LightningStrategy.pre_backward, LightningStrategy.post_backward)
         of_ddp = (DDPStrategy.pre_backward, DDPStrategy.post_backward)
         self._is_backward_plain = kind.backward is LightningStrategy.backward and around in (known, of_ddp)
-        self._ones: dict[Any, Tensor] = {}
+        self._ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._module_backward = _own(self.module, LightningModule, "backward")
         self._zero_grad = _own(self.module, LightningModule, "optimizer_zero_grad")
         self._parameters = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torchmetrics import Metric
 
 from exp.data.randomness import reseed
 from exp.engine.buffer import EpochValues
-from exp.engine.checkpoint import lay_out_optimizer_states
+from exp.engine.checkpoint import State, lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
-from exp.engine.forward import detached, forward_by_name, make_passes, needing, target_of
+from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing, target_of
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.replaying.update import Window
@@ -54,7 +54,7 @@ class TrainingModule(LightningModule):
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
-    run_network: Callable[..., Any]
+    run_network: Runner
     # Without Lightning's None before a Trainer is there: its property, which looks for that, costs at every step.
     _trainer: RunTrainer
 
@@ -194,17 +194,17 @@ class TrainingModule(LightningModule):
         if not (counts_steps and isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)):
             scheduler.step()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: State) -> None:
         if self._train_values.names:
             checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: State) -> None:
         lay_out_optimizer_states(checkpoint, self.network)
         # The states of all shares of the data together: the ranks of one share take them, the others start empty.
         if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
 
-    def loss_with(self, run_network: Callable[..., Any], data: Any) -> Tensor:
+    def loss_with(self, run_network: Runner, data: object) -> Tensor:
         """The objective of a batch's data, 0-d and not weighted, with something else in the network's place.
 
         A compiled network that it calls runs uncompiled: it is called once in this way, and not as in a step.
@@ -244,7 +244,7 @@ class TrainingModule(LightningModule):
         if batch.size and not self._trainer.sanity_checking:
             self.observer.evaluated(stage, values)
 
-    def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+    def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """The values by name, the objective, and its terms."""
         if self._needs:
             return self._forward_with_passes(batch)
@@ -252,7 +252,7 @@ class TrainingModule(LightningModule):
         loss, parts = self.objective(values, batch)
         return values, loss, parts
 
-    def _forward_with_passes(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+    def _forward_with_passes(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         with needing(self._needs, self.network):
             passes = self.passes(batch, self._needs, network=self.network, run=self._run, runner=self.run_network)
             values = passes.run()
@@ -262,7 +262,7 @@ class TrainingModule(LightningModule):
         return values, loss, parts
 
     def passes(
-        self, batch: Batch, needs: frozenset[str], *, network: nn.Module, run: Any, runner: Callable[..., Any]
+        self, batch: Batch, needs: frozenset[str], *, network: nn.Module, run: Forward, runner: Runner
     ) -> Passes:
         """What an objective with these needs is given for a batch; made inside `needing`.
 

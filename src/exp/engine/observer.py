@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from exp.engine.forward import Values
 from exp.types import Stage
 
 
@@ -48,11 +49,11 @@ class StepObserver:
 
     watches_forward = False
 
-    def around_forward(self, data: Any) -> AbstractContextManager[None]:
+    def around_forward(self, data: object) -> AbstractContextManager[None]:
         """Around the forward and the objective of one micro-batch. Asked for where `watches_forward`."""
         return nullcontext()
 
-    def after_forward(self, values: Mapping[str, Any]) -> None:
+    def after_forward(self, values: Values) -> None:
         """Behind them. values: by name, as `forward_by_name` gives them."""
 
     def after_backward(self) -> None:
@@ -67,7 +68,7 @@ class StepObserver:
     def begin_turn(self, turn: Turn) -> None:
         """Another pass over the window's micro-batches begins, or, by WHOLE_STEP, the last one has ended."""
 
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+    def evaluated(self, stage: Stage, values: Values) -> None:
         """A batch of an evaluation, of which this rank has a share."""
 
 

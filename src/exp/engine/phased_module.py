@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.data.randomness import reseed
-from exp.engine.forward import detached, forward_by_name, needing, target_of
+from exp.engine.forward import Values, detached, forward_by_name, needing, target_of
 from exp.engine.module import TrainingModule, clip
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.replaying.update import Window
@@ -82,14 +82,14 @@ class PhasedModule(TrainingModule):
         self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Nothing: the phases have theirs."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Nothing: each phase begins with it."""
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+        self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Callable[[], object] | None = None
     ) -> None:
         """Runs the phases over the window's micro-batches."""
         if optimizer_closure is not None:
@@ -234,8 +234,8 @@ class PhasedModule(TrainingModule):
         return loss, parts
 
     def _forward_phase(
-        self, phase: Phase, batch: Batch, values: Mapping[str, Any] | None = None
-    ) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+        self, phase: Phase, batch: Batch, values: Values | None = None
+    ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """The values by name, the phase's loss and its terms. values: where the forward was run already."""
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
@@ -249,9 +249,9 @@ class PhasedModule(TrainingModule):
             values = passes.run()
             return values, *objective(values, batch, passes)
 
-    def _forward(self, batch: Batch) -> tuple[Mapping[str, Any], Tensor, Mapping[str, Tensor]]:
+    def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """In evaluation: the forward and the terms of every phase, and the loss that is their sum."""
-        known: dict[str | None, Mapping[str, Any]] = {}
+        known: dict[str | None, Values] = {}
         parts: dict[str, Tensor] = {}
         losses = []
         for phase in self.phases:

@@ -11,7 +11,6 @@ backward, because Lightning has left it when it calls `backward`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exp.data.randomness import reseed
-from exp.engine.forward import detached, target_of
+from exp.engine.forward import Values, detached, target_of
 from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
 from exp.models.graphs import flatten
@@ -60,7 +59,7 @@ class PipelinedModule(TrainingModule):
         self._batch = batch
         return torch.zeros((), device=self.device)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Forward and backward of the batch that training_step kept."""
         batch, self._batch = self._batch, None
         assert batch is not None
@@ -128,11 +127,11 @@ class PipelinedModule(TrainingModule):
         target = target_of(values) if epoch_values.metrics else None
         epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
 
-    def _inputs(self, data: Any) -> dict[str, Any]:
+    def _inputs(self, data: object) -> dict[str, Any]:
         """The network's inputs by name, of a batch's data."""
         found: dict[str, Any] = {}
 
-        def bind(*arguments: Any, **named: Any) -> None:
+        def bind(*arguments: object, **named: object) -> None:
             found.update(self._split.bind(arguments, named))
 
         self._run(bind, data)
@@ -141,12 +140,12 @@ class PipelinedModule(TrainingModule):
         inputs: dict[str, Any] = precision.cast_inputs(found)
         return inputs
 
-    def _values(self, data: Any, output: Any, size: int) -> Mapping[str, Any]:
+    def _values(self, data: object, output: object, size: int) -> Values:
         """The values by name, of the first `size` samples."""
         return self._run(lambda *_, **__: cut(output, size), cut(data, size))
 
 
-def nothing_of(output: Any) -> Tensor:
+def nothing_of(output: object) -> Tensor:
     """A 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
     return sum((tensor.sum() for tensor in flatten(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from exp.engine.buffer import Recorded, StepBuffer, on_host_values
+from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
@@ -261,7 +262,7 @@ class Recording(Callback):
 
     # --- checkpoints ---
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self.flush(trainer)
         for logger in trainer.loggers:
             logger.save()  # a process that goes on from here begins behind what they hold back
@@ -272,7 +273,7 @@ class Recording(Callback):
             "epoch_size": self._epoch_size,
         }
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self._index = checkpoint["global_step"]
         if trainer.state.fn == "fit" and STATE in checkpoint:
             state = checkpoint[STATE]

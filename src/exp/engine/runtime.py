@@ -52,11 +52,13 @@ def channels_last_faults(network: nn.Module, input_shape: Sequence[int]) -> list
     return []
 
 
-def _lay_out_inputs(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+def _lay_out_inputs(
+    module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     return tuple(_laid_out(value) for value in inputs), {name: _laid_out(value) for name, value in named.items()}
 
 
-def _laid_out(value: Any) -> Any:
+def _laid_out(value: object) -> object:
     if isinstance(value, Tensor) and value.dim() == 4:
         return value.contiguous(memory_format=torch.channels_last)
     return value

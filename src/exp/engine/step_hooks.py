@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from exp.engine.compilation import uncompiled
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.datamodule import RunTrainer
+from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, WHOLE_STEP, StepObserver, Turn
 from exp.engine.step_replay import update_of
@@ -83,7 +84,7 @@ class StepHooks(StepObserver):
         self._is_within_step = False
         self._step: Step | None = None
         self._index = self._batch_idx = self._size = self._samples = 0
-        self._data: Any = None
+        self._data: object = None
         self._weight = 1.0
         # Of the step under way: micro-batches with their batch_idx, and the losses of those that are done.
         self._batches: list[tuple[Batch, int]] = []
@@ -211,7 +212,7 @@ class StepHooks(StepObserver):
     # --- the step, as the module tells of it: see StepObserver ---
 
     @contextmanager
-    def around_forward(self, data: Any) -> Iterator[None]:
+    def around_forward(self, data: object) -> Iterator[None]:
         # A step may have several: of phases, and of optimizers that evaluate their closure again.
         self._data = data
         due, step = self._due, self._step_now()
@@ -226,7 +227,7 @@ class StepHooks(StepObserver):
                     stack.enter_context(context)
             yield
 
-    def after_forward(self, values: Mapping[str, Any]) -> None:
+    def after_forward(self, values: ForwardValues) -> None:
         due = self._due
         if due.after_forward:
             with torch.no_grad():
@@ -326,7 +327,7 @@ class StepHooks(StepObserver):
 
     # --- an evaluation ---
 
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+    def evaluated(self, stage: Stage, values: ForwardValues) -> None:
         for hook in self._evaluating:
             hook.evaluated(stage, values)
 

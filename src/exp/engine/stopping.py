@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from exp.engine.checkpoint import State
 from exp.engine.checkpointing import Checkpointing
-from exp.engine.progress import Limits, before_batch, in_validation
+from exp.engine.progress import Limits, Position, before_batch, in_validation
 from exp.errors import Interrupted
 from exp.signals import SignalFlag
 from exp.types import Batch
@@ -75,7 +75,7 @@ class Stopping(Callback):
         return f"nothing is left to train: {trainer.ckpt_path} has done {done}. To train longer: trainer.{longer}"
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         self._look(trainer)
         if not trainer.should_stop and self.limits.max_steps is not None:
@@ -114,7 +114,7 @@ class Stopping(Callback):
         elif self._agreed and not trainer.sanity_checking:
             self._leave(trainer, in_validation(trainer))
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if self._agreed and not trainer.sanity_checking:
             self._leave(trainer, in_validation(trainer) if trainer.state.fn == "fit" else None)
@@ -122,7 +122,7 @@ class Stopping(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
 
-    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_test_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if self._agreed:
             self._leave(trainer, None)
@@ -157,7 +157,7 @@ class Stopping(Callback):
         if over and trainer.state.fn == "fit":
             trainer.should_stop = True
 
-    def _leave(self, trainer: Trainer, position: Any) -> None:
+    def _leave(self, trainer: Trainer, position: Position | None) -> None:
         saved = None
         if position is not None and self.checkpointing is not None and position.step:
             self.checkpointing.save(trainer, position, self.checkpointing.last_path)
@@ -176,10 +176,10 @@ class Stopping(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._signals.restore()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         checkpoint[STATE] = self.seconds
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self._is_restored = trainer.state.fn == "fit"
         if trainer.state.fn == "fit" and STATE in checkpoint:
             self._seconds_before = checkpoint[STATE]

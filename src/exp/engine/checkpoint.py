@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -37,7 +38,7 @@ class AtomicCheckpointIO(CheckpointIO):
         require_plain(checkpoint)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _Replacing(target) as file:
+        with _replacing(target) as file:
             torch.save(checkpoint, cast(BinaryIO, file))
 
     def load_checkpoint(
@@ -88,7 +89,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     try:
         os.link(source, partial)
     except OSError:  # a filesystem without hard links, or another one
-        with _Replacing(target) as file:
+        with _replacing(target) as file:
             file.write(source.read_bytes())
         return
     # A rename between two names of one file does nothing and leaves both.
@@ -141,38 +142,23 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
         )
 
 
-class _Replacing:
+@contextmanager
+def _replacing(target: Path) -> Iterator[_Remembering]:
     """A binary file that takes its target's place when it is closed well, and leaves nothing behind otherwise."""
-
-    def __init__(self, target: Path) -> None:
-        self._target, self._partial = target, _partial(target)
-        self._file: _Remembering | None = None
-
-    def __enter__(self) -> _Remembering:
-        self._file = _Remembering(self._partial.open("wb"))
-        return self._file
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        assert self._file is not None
-        raw = self._file.raw
-        try:
-            if error is None:
-                raw.flush()
-                os.fsync(raw.fileno())
-        except OSError as own:
-            self._file.error = self._file.error or own
-        reason = self._file.error
-        try:
-            raw.close()
-        except OSError as own:  # what is left in the buffer does not fit either
-            reason = reason or own
-        if reason is not None or error is not None:
-            self._partial.unlink(missing_ok=True)
-            if reason is not None:
-                raise reason
-            return
-        self._partial.replace(self._target)
-        _sync_directory(self._target.parent)
+    partial = _partial(target)
+    file = _Remembering(partial.open("wb"))
+    try:
+        with file.raw as raw:
+            yield file
+            raw.flush()
+            os.fsync(raw.fileno())
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if file.error is not None and error is not file.error:
+            raise file.error from error
+        raise
+    partial.replace(target)
+    _sync_directory(target.parent)
 
 
 class _Remembering:

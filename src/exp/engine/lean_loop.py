@@ -323,8 +323,8 @@ class LeanStep:
         of_ddp = (DDPStrategy.pre_backward, DDPStrategy.post_backward)
         self._is_backward_plain = kind.backward is LightningStrategy.backward and around in (known, of_ddp)
         self._ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._module_backward = _own(self.module, LightningModule, "backward")
-        self._zero_grad = _own(self.module, LightningModule, "optimizer_zero_grad")
+        self._module_backward = overridden(self.module, LightningModule, "backward")
+        self._zero_grad = overridden(self.module, LightningModule, "optimizer_zero_grad")
         self._parameters = None
         if self._zero_grad is None and type(self._optimizer).zero_grad is Optimizer.zero_grad:
             self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -332,7 +332,7 @@ class LeanStep:
     def _choose_update(self) -> None:
         optimizer, kind = self._optimizer, type(self._optimizer)
         is_direct = (
-            _own(self.module, LightningModule, "optimizer_step") is None
+            overridden(self.module, LightningModule, "optimizer_step") is None
             and _steps_plainly(self._strategy)
             # Others may call the closure twice, or look at the loss.
             and kind.__module__.startswith("torch.optim.")
@@ -430,12 +430,6 @@ class LeanStep:
     def _update_by_closure(self) -> None:
         wrapped = self._strategy._lightning_optimizers[0]
         self.module.optimizer_step(self.trainer.current_epoch, self._batch_idx, wrapped, self._compute)
-
-
-def _own(owner: object, base: type, name: str) -> Callable[..., Any] | None:
-    """The method, where a subclass has one of its own."""
-    found: Callable[..., Any] = getattr(owner, name)
-    return None if getattr(type(owner), name) is getattr(base, name) else found
 
 
 def _steps_plainly(strategy: LightningStrategy) -> bool:

@@ -28,7 +28,7 @@ def heeded() -> tuple[int, ...]:
     return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
 
 
-def heed(handler: Callable[[int, FrameType | None], None]) -> dict[int, Handler]:
+def heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Handler]:
     """Installs a handler for the signals that end a run. Returns: the handlers that were there before."""
     return {signum: signal.signal(signum, handler) for signum in heeded()}
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.data.data import Data
-from exp.data.parts import DEFAULT_PARTS
-from exp.data.samples import as_batch
+from exp.data.splits import DEFAULT_SIZES
+from exp.data.workers import as_batch
 
 CONF = Path(exp.__file__).parent / "conf" / "data"
 LOADER = OmegaConf.load(CONF / "_loader.yaml")
@@ -66,7 +66,7 @@ def test_every_option_shows_every_parameter():
     for name, value in LOADER.items():
         if name not in ("_target_", "parts", "transforms", "train_transforms"):
             assert parameters[name].default == value, name
-    assert dict(LOADER["parts"]) == dict(DEFAULT_PARTS)
+    assert dict(LOADER["parts"]) == dict(DEFAULT_SIZES)
 
 
 def test_built_data_can_be_sent_to_another_process():

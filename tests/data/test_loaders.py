@@ -233,7 +233,7 @@ def test_a_batch_smaller_than_the_world_still_reaches_every_rank():
 
 def test_chunks_of_a_large_data_set_change_nothing(monkeypatch):
     whole = plain(data("indexed").loader("train"))
-    monkeypatch.setattr("exp.data.indexed.CHUNK_BYTES", 2 * 5 * 16)
+    monkeypatch.setattr("exp.data.in_memory.CHUNK_BYTES", 2 * 5 * 16)
     loader = data("indexed").loader("train")
     assert plain(loader) == whole
     for batch in range(6):

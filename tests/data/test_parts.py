@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from exp.data.data import Data
-from exp.data.parts import lengths, random_parts
+from exp.data.splits import lengths, random_splits
 from exp.errors import ConfigError, RunError
 
 
@@ -70,7 +70,7 @@ def test_fractions_are_rounded_along_their_sum(length, sizes, whole):
     counts = lengths(fractions, length)
     assert all(abs(count - fractions[name] * length) <= 1 for name, count in counts.items())
     assert sum(counts.values()) == (length if whole else round(sum(fractions.values()) * length))
-    indices = random_parts(fractions, length=length, seed=1)
+    indices = random_splits(fractions, length=length, seed=1)
     assert len(torch.cat(list(indices.values())).unique()) == sum(counts.values())
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exp.data.sampler import GlobalBatches, ShareSampler, share
+from exp.data.loader import GlobalBatches, ShareSampler, share
 
 batches = st.builds(
     GlobalBatches,

@@ -19,7 +19,7 @@ from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import packages_allowed_by
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.config.targets import resolve
-from exp.data.shares import share_faults
+from exp.data.faults import share_faults
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, show
 from exp.types import STAGES

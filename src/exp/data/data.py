@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.faults import data_fault
-from exp.data.in_memory import Indexed
-from exp.data.indexed import IndexedLoader
-from exp.data.loader import Loader
-from exp.data.parts import make_parts
+from exp.data.in_memory import Indexed, IndexedLoader, samples_in
+from exp.data.loader import GlobalBatches, Loader
 from exp.data.randomness import generators_kept
-from exp.data.sampler import GlobalBatches
-from exp.data.samples import SampleSource, transformed
 from exp.data.spec import Declared, read_spec, stated_classes
+from exp.data.splits import make_splits
 from exp.data.streams import StreamLoader, StreamPlan, opened
-from exp.data.workers import Fetching, WorkerLoader
+from exp.data.workers import Collate, Fetching, SampleSource, Transform, WorkerLoader, transformed
 from exp.errors import RunError
 from exp.types import DataSpec, Stage
 
@@ -66,7 +63,7 @@ class Data:
         shuffle_buffer: int = 1000,
         transforms: Mapping[str, Any] | None = None,
         train_transforms: Mapping[str, Any] | None = None,
-        collate: Callable[[Sequence[Any]], Any] | None = None,
+        collate: Collate | None = None,
         input_shape: Sequence[int] | None = None,
         input_dtype: str | None = None,
         num_classes: int | None = None,
@@ -91,7 +88,7 @@ class Data:
             multiprocessing_context=multiprocessing_context,
         )
         self.input_mean, self.input_std = input_mean, input_std
-        self._parts = make_parts(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
+        self._parts = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self._check_batches()
         declared = Declared(
             input_shape=None if input_shape is None else tuple(input_shape),
@@ -162,7 +159,7 @@ class Data:
             collate=self._collate,
         )
 
-    def _transforms_of(self, stage: Stage) -> tuple[Callable[[Any], Any], ...]:
+    def _transforms_of(self, stage: Stage) -> tuple[Transform, ...]:
         return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
 
     def _by_index(self, stage: Stage) -> bool:
@@ -171,7 +168,7 @@ class Data:
     def _batches_of(self, stage: Stage) -> GlobalBatches:
         train = stage == "train"
         return GlobalBatches(
-            length=len(self._parts[stage]),
+            length=samples_in(self._parts[stage]),
             batch_size=self.batch_size,
             shuffle=self.shuffle and train,
             drop_last=self.drop_last and train,
@@ -182,13 +179,14 @@ class Data:
         for stage, part in self._parts.items():
             if isinstance(part, IterableDataset):
                 continue
-            if not len(part):
+            held = samples_in(part)
+            if not held:
                 raise data_fault(stage, got="an empty data set", expected="at least one sample")
             if not len(self._batches_of(stage)):
                 raise data_fault(
                     "batch_size",
-                    got=f"{self.batch_size} with drop_last=true, and {len(part)} training samples: no batch at all",
-                    expected=f"{len(part)} or less",
+                    got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
+                    expected=f"{held} or less",
                     cure="Make the batch smaller, or keep the short one with data.drop_last=false",
                 )
 
@@ -201,7 +199,7 @@ class Data:
             batch = self._first(stage, part)
         return read_spec(declared, batch, num_classes=stated_classes(self._parts, declared.num_classes))
 
-    def _first(self, stage: Stage, part: Any) -> Any:
+    def _first(self, stage: Stage, part: Any) -> object:
         """A batch of one sample."""
         if self._by_index(stage):
             return part.gather(torch.zeros(1, dtype=torch.int64))

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from exp.data.faults import data_fault, name_cure
-from exp.data.files import data_file
+from exp.data.sources import data_file
 from exp.data.tables import Table
 
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
@@ -126,8 +126,8 @@ class Sheet:
         """Classes, int64 `[N]`, and their names: in the order of numbers where all are, else of the alphabet."""
         values = self.texts(column)
         names = sorted(set(values))
-        numbers = [_number(name) for name in names]
-        if all(number is not None for number in numbers):
+        numbers = [number for name in names if (number := _number(name)) is not None]
+        if len(numbers) == len(names):
             if len(names) > MANY_LABELS and any(not number.is_integer() for number in numbers):
                 raise data_fault(
                     "dataset.task",

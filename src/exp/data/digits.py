@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from exp.data.in_memory import Tensors
-from exp.data.shipped import shipped_table
+from exp.data.sources import shipped_table
 
 # Of the pixels, which run from 0 to 16: about their mean and standard deviation, as round numbers that no part's
 # statistics leak into.

@@ -1,11 +1,13 @@
-"""What this room refuses: every fault of the data node carries its key, like a fault of the config."""
+"""Refuse what is wrong below `data`: every fault carries its key, like a fault of the config. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 from exp.errors import ConfigError, Fault
-from exp.spelling import among, did_you_mean
+from exp.spelling import among, did_you_mean, show
+from exp.types import STAGES
 
 
 def data_fault(key: str, *, got: str, expected: str, cure: str | None = None) -> ConfigError:
@@ -25,3 +27,32 @@ def unlike_training(part: object, train: object) -> ConfigError:
         got=f"{type(train).__name__}, beside a part that is {type(part).__name__}",
         expected="one kind: what training has seen scales or encodes the other parts",
     )
+
+
+def share_faults(sizes: Mapping[str, object]) -> list[Fault]:
+    """The faults of data.parts, which holds the sizes of the parts train, val and test.
+
+    A size is a fraction of the data set, of 1 at most together, or a number of samples.
+    """
+    faults = []
+    fractions = 0.0
+    for name, size in sizes.items():
+        key = f"data.parts.{name}"
+        if name not in STAGES:
+            cure = did_you_mean(str(name), STAGES)
+            faults.append(Fault(key=key, got="no part", expected="train, val or test", cure=cure))
+        elif not is_share(size):
+            expected = "a fraction from 0 to 1, or a whole number of samples"
+            faults.append(Fault(key=key, got=show(size), expected=expected))
+        elif isinstance(size, float) and size <= 1:
+            fractions += size
+    if fractions > 1 + 1e-9:
+        got = f"fractions that add up to {fractions:g}"
+        faults.append(Fault(key="data.parts", got=got, expected="1 at most", cure="Make one part smaller"))
+    return faults
+
+
+def is_share(size: object) -> bool:
+    if not isinstance(size, int | float) or isinstance(size, bool):
+        return False
+    return math.isfinite(size) and size >= 0 and (size <= 1 or size == int(size))

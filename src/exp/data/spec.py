@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from exp.data.faults import data_fault
-from exp.data.in_memory import Tensors
-from exp.types import DataSpec
+from exp.data.in_memory import Tensors, classes_in
+from exp.types import DataSpec, Stage, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class Declared:
         )
 
 
-def read_spec(declared: Declared, batch: Any, *, num_classes: int | None) -> DataSpec:
+def read_spec(declared: Declared, batch: object, *, num_classes: int | None) -> DataSpec:
     """The spec of the data, checked against what is declared.
 
     batch: a batch of one sample, as a model would get it. num_classes: what the data set says of itself; None where
@@ -51,9 +49,11 @@ def read_spec(declared: Declared, batch: Any, *, num_classes: int | None) -> Dat
             expected="a tensor, an array or a number",
             cure="Turn it into one in data.transforms or in the data set",
         )
-    shape = _agreed("input_shape", declared.input_shape, tuple(values.shape[1:]))
-    dtype = _agreed("input_dtype", declared.input_dtype, str(values.dtype).removeprefix("torch."))
-    classes = _agreed("num_classes", declared.num_classes, num_classes)
+    shape, dtype = tuple(values.shape[1:]), dtype_name(values.dtype)
+    _refuse_unlike("input_shape", declared.input_shape, shape)
+    _refuse_unlike("input_dtype", declared.input_dtype, dtype)
+    _refuse_unlike("num_classes", declared.num_classes, num_classes)
+    classes = declared.num_classes if num_classes is None else num_classes
     # Declared outputs are taken as they are: two classes may need one output, a regression two.
     outputs = declared.num_outputs if declared.num_outputs is not None else classes
     if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
@@ -67,14 +67,14 @@ def read_spec(declared: Declared, batch: Any, *, num_classes: int | None) -> Dat
     return DataSpec(input_shape=shape, input_dtype=dtype, num_classes=classes, num_outputs=outputs)
 
 
-def stated_classes(parts: Mapping[str, Any], declared: int | None) -> int | None:
+def stated_classes(parts: Mapping[Stage, object], declared: int | None) -> int | None:
     """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold.
 
     Raises: ConfigError for a target that is not below the declared number.
     """
-    stated = {part.num_classes for part in parts.values() if getattr(part, "num_classes", None) is not None}
-    if stated:
-        return max(stated)
+    stated: list[int | None] = [getattr(part, "num_classes", None) for part in parts.values()]
+    if known := [classes for classes in stated if classes is not None]:
+        return max(known)
     found = [classes_in(input_and_target(part.entries)[1]) for part in parts.values() if isinstance(part, Tensors)]
     largest = max((classes for classes in found if classes is not None), default=None)
     if declared is None or largest is None:
@@ -86,7 +86,7 @@ def stated_classes(parts: Mapping[str, Any], declared: int | None) -> int | None
     return declared
 
 
-def input_and_target(batch: Any) -> tuple[Any, Any]:
+def input_and_target(batch: object) -> tuple[object, object]:
     """The two that every model and objective use; None for a target that is not there."""
     if isinstance(batch, Mapping):
         if "input" not in batch:
@@ -99,24 +99,13 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
     return batch, None
 
 
-def classes_in(targets: Any) -> int | None:
-    """The number of classes that whole targets hold: one more than the largest. None where they are not whole."""
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
-        return None
-    return int(targets.max()) + 1
-
-
-def _agreed(key: str, declared: Any, found: Any) -> Any:
-    """The value of a key, from whoever says it.
-
-    Raises: ConfigError where both say it and differ.
-    """
-    if declared is None or found is None or declared == found:
-        return found if declared is None else declared
-    shown = list(declared) if isinstance(declared, tuple) else declared
-    raise data_fault(
-        key,
-        got=str(shown),
-        expected=f"{list(found) if isinstance(found, tuple) else found}, which is what the data holds",
-        cure=f"Correct it, or leave it to the data with data.{key}=null",
-    )
+def _refuse_unlike(key: str, declared: object, found: object) -> None:
+    """Raises: ConfigError where config and data both say it and differ."""
+    if declared is not None and found is not None and declared != found:
+        shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
+        raise data_fault(
+            key,
+            got=str(shown),
+            expected=f"{held}, which is what the data holds",
+            cure=f"Correct it, or leave it to the data with data.{key}=null",
+        )

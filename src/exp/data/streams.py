@@ -7,18 +7,17 @@ only for a rank's own samples. With workers, each one reads the stream, too, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
-from exp.data.loader import Loader
+from exp.data.in_memory import samples_in
+from exp.data.loader import Loader, share
 from exp.data.randomness import reseed_sample, sample_generator
-from exp.data.sampler import share
-from exp.data.samples import Transform, as_batch, transformed
-from exp.data.workers import Fetching, kept_apart
+from exp.data.workers import Collate, Fetching, Transform, as_batch, kept_apart, transformed
 from exp.types import Batch, Stage
 
 
@@ -48,11 +47,11 @@ class StreamLoader(Loader):
         self,
         *,
         stage: Stage,
-        dataset: IterableDataset,
+        dataset: IterableDataset[object],
         plan: StreamPlan,
         fetching: Fetching,
         transforms: Sequence[Transform],
-        collate: Callable[[Any], Any],
+        collate: Collate,
     ) -> None:
         super().__init__(stage=stage)
         self.dataset = dataset
@@ -63,7 +62,7 @@ class StreamLoader(Loader):
 
     def _length(self) -> int | None:
         try:
-            samples = len(self.dataset)
+            samples = samples_in(self.dataset)
         except (TypeError, NotImplementedError):
             return None
         return samples // self.plan.batch_size if self.plan.drop_last else -(-samples // self.plan.batch_size)
@@ -84,23 +83,23 @@ class StreamLoader(Loader):
             yield Batch(as_batch(data), size, global_size, self.plan.world_size)
 
 
-class ShareOfStream(IterableDataset):
+class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     """Yields (collated data, size, global size) for each batch that this worker makes."""
 
     def __init__(
         self,
         *,
-        dataset: IterableDataset,
+        dataset: IterableDataset[object],
         plan: StreamPlan,
         transforms: Sequence[Transform],
-        collate: Callable[[Any], Any],
+        collate: Collate,
         epoch: int,
         start: int,
     ) -> None:
         self.dataset, self.plan, self.epoch, self.start = dataset, plan, epoch, start
         self.transforms, self.collate = transforms, collate
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> Iterator[tuple[object, int, int]]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         hide_worker()
@@ -119,7 +118,7 @@ class ShareOfStream(IterableDataset):
                 )
             batch += 1
 
-    def _seeded(self) -> Iterator[Any]:
+    def _seeded(self) -> Iterator[object]:
         """The stream, with the generators set to (seed, epoch, index) before each sample is read."""
         reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=0)
         iterator, index = opened(self.dataset, epoch=self.epoch), 0
@@ -132,7 +131,7 @@ class ShareOfStream(IterableDataset):
             yield sample
             index += 1
 
-    def _shuffled(self, samples: Iterator[Any]) -> Iterator[Any]:
+    def _shuffled(self, samples: Iterator[object]) -> Iterator[object]:
         """The samples in an order that is random within a buffer, a function of (seed, epoch)."""
         size = self.plan.shuffle_buffer
         if size < 2:
@@ -148,12 +147,12 @@ class ShareOfStream(IterableDataset):
         for place in generator.permutation(len(buffer)):
             yield buffer[place]
 
-    def _sample(self, index: int, sample: Any) -> Any:
+    def _sample(self, index: int, sample: object) -> object:
         reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
         return transformed(sample, self.transforms)
 
 
-def opened(dataset: IterableDataset, *, epoch: int) -> Iterator[Any]:
+def opened(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:
     """The samples of one epoch."""
     if isinstance(dataset, Epochs):
         dataset.set_epoch(epoch)

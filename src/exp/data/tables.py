@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Tensors
-from exp.data.shipped import shipped_table
+from exp.data.sources import shipped_table
 
 
 class Table(Tensors):
@@ -32,23 +30,23 @@ class Table(Tensors):
         standardise: bool = True,
     ) -> None:
         self.columns, self.classes, self.standardise = columns, classes, standardise
+        self.features = _doubles(features)
         if classes is None:
-            entries = (_doubles(features), _doubles(targets).reshape(-1, 1))
+            self.targets = _doubles(targets).reshape(-1, 1)
         else:
-            entries = (_doubles(features), torch.as_tensor(targets, dtype=torch.int64))
-        super().__init__(entries=entries, num_classes=None if classes is None else len(classes))
+            self.targets = torch.as_tensor(targets, dtype=torch.int64)
+        super().__init__(entries=(self.features, self.targets), num_classes=None if classes is None else len(classes))
 
     def select(self, indices: Tensor) -> Table:
-        features, targets = self.gather(indices)
         return Table(
-            features=features.numpy(),
-            targets=targets.numpy(),
+            features=self.features[indices].numpy(),
+            targets=self.targets[indices].numpy(),
             columns=self.columns,
             classes=self.classes,
             standardise=self.standardise,
         )
 
-    def prepare(self, train: Any) -> Tensors:
+    def prepare(self, train: object) -> Tensors:
         """The rows as a model sees them.
 
         Raises: ConfigError where the training part is no table, or has other columns or classes.
@@ -58,10 +56,10 @@ class Table(Tensors):
         for name, mine, theirs in (("columns", self.columns, train.columns), ("classes", self.classes, train.classes)):
             if mine != theirs:
                 raise data_fault("", got=f"a part with the {name} {mine}", expected=f"those of training, {theirs}")
-        features, targets = self.entries
+        features, targets = self.features, self.targets
         if self.standardise:
-            features = _standardised(features, train.entries[0])
-            targets = _standardised(targets, train.entries[1]) if self.classes is None else targets
+            features = _standardised(features, train.features)
+            targets = _standardised(targets, train.targets) if self.classes is None else targets
         return Tensors(
             entries=(features.float(), targets.float() if self.classes is None else targets),
             num_classes=self.num_classes,

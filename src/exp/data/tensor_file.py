@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from exp.data.faults import data_fault, name_cure
-from exp.data.files import data_file
-from exp.data.in_memory import Tensors
-from exp.data.spec import classes_in
+from exp.data.in_memory import Tensors, classes_in
+from exp.data.sources import data_file
 
 
 class TensorFile(Tensors):

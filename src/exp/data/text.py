@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import glob
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +13,15 @@ from torch.utils.data import Dataset
 
 from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Entries
-from exp.data.parts import lengths
 from exp.data.randomness import seed_for
+from exp.data.sources import found_files
+from exp.data.splits import lengths
+from exp.types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
-class Characters(Dataset):
+class Characters(Dataset[object]):
     """A text before it is encoded.
 
     codes: its code points, uint32 `[N]`. block_size: characters of a sample, T. vocabulary_size: see Text.
@@ -38,7 +37,7 @@ class Characters(Dataset):
         """Blocks in it."""
         return max(0, (len(self.codes) - 1) // self.block_size)
 
-    def divide(self, sizes: Mapping[str, int | float]) -> dict[str, Characters]:
+    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Characters]:
         """Contiguous parts, in the order of the text, so that no character of one is seen in another.
 
         sizes: fractions of the characters, or whole numbers of blocks.
@@ -47,14 +46,15 @@ class Characters(Dataset):
             {name: size * self.block_size if isinstance(size, int) else size for name, size in sizes.items()},
             len(self.codes),
         )
-        parts, start = {}, 0
+        parts: dict[Stage, Characters] = {}
+        start = 0
         for name, count in counts.items():
             codes = self.codes[start : start + count]
             parts[name] = Characters(codes=codes, block_size=self.block_size, vocabulary_size=self.vocabulary_size)
             start += count
         return parts
 
-    def prepare(self, train: Any) -> TextBlocks:
+    def prepare(self, train: object) -> TextBlocks:
         """This part in the training part's vocabulary.
 
         Raises: ConfigError where it is shorter than a block, and where the training part is no text.
@@ -127,7 +127,7 @@ class Vocabulary:
         return torch.from_numpy(numbers[np.minimum(codes, beyond)])
 
 
-class TextBlocks(Dataset):
+class TextBlocks(Dataset[Entries]):
     """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the same one character on.
 
     In training, every epoch cuts the text at another offset, below T, so that a character is not always seen with the
@@ -161,31 +161,6 @@ class TextBlocks(Dataset):
     def at_epoch(self, *, seed: int, epoch: int) -> TextBlocks:
         offset = seed_for(seed, "offset", epoch) % self.block_size
         return TextBlocks(tokens=self.tokens, block_size=self.block_size, vocabulary=self.vocabulary, offset=offset)
-
-
-def found_files(files: str | Sequence[str] | None, *, directory: str) -> list[Path]:
-    """The files of a pattern, sorted by name.
-
-    Raises: ConfigError where a pattern finds none.
-    """
-    if files is None:
-        files = f"{sysconfig.get_path('stdlib')}/*.py"
-    found: set[Path] = set()
-    for pattern in [files] if isinstance(files, str) else files:
-        given = Path(pattern).expanduser()
-        matches = _matches(given) or _matches(Path(directory).expanduser() / given)
-        if not matches:
-            raise data_fault(
-                "dataset.files",
-                got=f"{pattern}, which finds no file in {Path.cwd()} nor in {Path(directory).absolute()}",
-                expected="a file, or a glob that finds some",
-            )
-        found.update(matches)
-    return sorted(found, key=str)
-
-
-def _matches(pattern: Path) -> list[Path]:
-    return [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if path.is_file()]
 
 
 def read_text(path: Path) -> str:

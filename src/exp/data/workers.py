@@ -1,24 +1,27 @@
-"""Batches of any torch Dataset, through torch's DataLoader with its workers."""
+"""Batches of any torch Dataset, sample by sample, through torch's DataLoader with its workers."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from exp.data.faults import data_fault
-from exp.data.loader import Loader
-from exp.data.randomness import generators_kept
-from exp.data.sampler import GlobalBatches, ShareSampler
-from exp.data.samples import SampleSource, as_batch
+from exp.data.in_memory import samples_in
+from exp.data.loader import GlobalBatches, Loader, ShareSampler
+from exp.data.randomness import generators_kept, reseed_sample
 from exp.signals import heed
 from exp.types import Batch, Stage
+
+Transform = Callable[[Any], Any]
+Collate = Callable[[Any], Any]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +39,13 @@ class Fetching:
         if self.multiprocessing_context not in (None, *methods):
             raise data_fault(
                 "multiprocessing_context",
-                got=self.multiprocessing_context,
+                got=str(self.multiprocessing_context),
                 expected=f"null or one of {', '.join(methods)}",
             )
         if self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise data_fault("prefetch_factor", got=str(self.prefetch_factor), expected="null, or 1 or more")
 
-    def dataloader(self, dataset: Any, **arguments: Any) -> DataLoader:
+    def dataloader(self, dataset: Dataset[object], **arguments: Any) -> DataLoader[object]:
         parallel: dict[str, Any] = {}
         if self.num_workers:
             parallel = {
@@ -62,6 +65,26 @@ class Fetching:
         )
 
 
+class SampleSource(Dataset[object]):
+    """Samples by (epoch, index), each with the random generators set to (seed, epoch, index) first.
+
+    So augmentation that draws from Python, NumPy or torch gives the same sample whoever fetches it, and when.
+    """
+
+    def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int) -> None:
+        self.dataset = dataset
+        self.transforms = tuple(transforms)
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return samples_in(self.dataset)
+
+    def __getitem__(self, position: tuple[int, int]) -> object:
+        epoch, index = position
+        reseed_sample(seed=self.seed, epoch=epoch, index=index)
+        return transformed(self.dataset[index], self.transforms)
+
+
 class WorkerLoader(Loader):
     """Sends (epoch, index) pairs to the workers, so that a batch does not depend on who fetches it."""
 
@@ -74,7 +97,7 @@ class WorkerLoader(Loader):
         rank: int,
         world_size: int,
         fetching: Fetching,
-        collate: Callable[[Any], Any],
+        collate: Collate,
     ) -> None:
         super().__init__(stage=stage)
         self.batches = batches
@@ -85,7 +108,7 @@ class WorkerLoader(Loader):
         self._source = source
 
     @functools.cached_property
-    def _dataloader(self) -> DataLoader:
+    def _dataloader(self) -> DataLoader[object]:
         # One for all epochs, so that workers can persist.
         return self._fetching.dataloader(self._source, **self._arguments)
 
@@ -99,22 +122,42 @@ class WorkerLoader(Loader):
             yield Batch(as_batch(data), self._sampler.share(batch).size, self.batches.size(batch), self.world_size)
 
 
-def kept_apart(iterator: Iterator[Any], *, in_process: bool) -> Iterator[Any]:
+def kept_apart(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
     """The iterator's items; where it runs in this process, what it does to the random generators is undone."""
     if not in_process:
         yield from iterator
         return
     while True:
         with generators_kept():
-            item = next(iterator, _END)
-        if item is _END:
-            return
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
         yield item
-
-
-_END = object()
 
 
 def ignore_signals(worker: int) -> None:
     """A signal to the group is for the run's own process, which ends its workers once its state is saved."""
     heed(signal.SIG_IGN)
+
+
+def transformed(sample: object, transforms: Sequence[Transform]) -> object:
+    """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping."""
+    if not transforms:
+        return sample
+    if isinstance(sample, Mapping):
+        return {**sample, "input": applied(sample["input"], transforms)}
+    if isinstance(sample, tuple | list):
+        return (applied(sample[0], transforms), *sample[1:])
+    return applied(sample, transforms)
+
+
+def applied(value: object, transforms: Sequence[Transform]) -> object:
+    for transform in transforms:
+        value = transform(value)
+    return value
+
+
+def as_batch(data: object) -> object:
+    """A batch with its pair as a tuple: collating and pinning turn one into a list."""
+    return tuple(data) if type(data) is list else data

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset
 
-from exp.data.faults import data_fault
-from exp.data.in_memory import Divided, Indexed, Prepared, Selection, Tensors, as_indexed
+from exp.data.faults import data_fault, share_faults
+from exp.data.in_memory import AnyDataset, Divided, Indexed, Prepared, Selection, Tensors, as_indexed, samples_in
 from exp.data.randomness import seed_for
-from exp.data.shares import share_faults
 from exp.errors import ConfigError
 from exp.types import STAGES, Stage
 
-DEFAULT_PARTS: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
+DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
+Name = TypeVar("Name", bound=str)
 
 
-def make_parts(
-    dataset: Any, given: Mapping[Stage, Any], *, sizes: Mapping[str, float] | None, seed: int
-) -> dict[Stage, Any]:
+def make_splits(
+    dataset: AnyDataset | None,
+    given: Mapping[Stage, AnyDataset | None],
+    *,
+    sizes: Mapping[str, float] | None,
+    seed: int,
+) -> dict[Stage, AnyDataset]:
     """The data set of each stage: a part of `dataset`, or the one that is given for it.
 
     Parts that take something from the training part, such as a mean, have done so.
@@ -33,7 +38,7 @@ def make_parts(
         )
     if dataset is not None:
         # Without sizes, a data set is divided among the stages that have none of their own.
-        sizes = sizes or {stage: size for stage, size in DEFAULT_PARTS.items() if stage not in parts}
+        sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed).items():
             if name in parts:
                 raise data_fault(
@@ -46,7 +51,7 @@ def make_parts(
     return prepared({stage: parts[stage] for stage in STAGES if stage in parts})
 
 
-def prepared(parts: Mapping[Stage, Any]) -> dict[Stage, Any]:
+def prepared(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
     """The parts, each made ready with what the training part knows."""
     ready = dict(parts)
     for stage, part in parts.items():
@@ -61,7 +66,7 @@ def prepared(parts: Mapping[Stage, Any]) -> dict[Stage, Any]:
     return ready
 
 
-def checked_sizes(sizes: Mapping[str, int | float]) -> dict[str, int | float]:
+def checked_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     """The sizes of the parts that are asked for, in the order train, val, test; parts of size 0 left out.
 
     Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
@@ -72,12 +77,12 @@ def checked_sizes(sizes: Mapping[str, int | float]) -> dict[str, int | float]:
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 
 
-def lengths(sizes: Mapping[str, int | float], length: int) -> dict[str, int]:
+def lengths(sizes: Mapping[Name, int | float], length: int) -> dict[Name, int]:
     """Samples of each part of `length` samples. Fractions are rounded along the sum, so that 1 leaves none over.
 
     Raises: ConfigError for a part without a sample, and for more samples than there are.
     """
-    counts: dict[str, int] = {}
+    counts: dict[Name, int] = {}
     along, reached = 0.0, 0
     for name, size in sizes.items():
         if isinstance(size, int):
@@ -101,14 +106,14 @@ def lengths(sizes: Mapping[str, int | float], length: int) -> dict[str, int]:
     return counts
 
 
-def divide(dataset: Dataset | Indexed, sizes: Mapping[str, int | float], *, seed: int) -> dict[str, Dataset | Indexed]:
+def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) -> dict[Stage, AnyDataset]:
     """The parts of a data set, disjoint, chosen by the seed alone.
 
     Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
     """
-    sizes = checked_sizes(sizes)
+    wanted = checked_sizes(sizes)
     if isinstance(dataset, Divided):
-        return dict(dataset.divide(sizes))
+        return dict(dataset.divide(wanted))
     if isinstance(dataset, IterableDataset):
         raise data_fault(
             "dataset",
@@ -116,12 +121,11 @@ def divide(dataset: Dataset | Indexed, sizes: Mapping[str, int | float], *, seed
             expected="a data set with an index, to choose parts from",
             cure="Give data.train, data.val and data.test a stream each",
         )
-    return {
-        name: _select(dataset, indices) for name, indices in random_parts(sizes, length=len(dataset), seed=seed).items()
-    }
+    chosen = random_splits(wanted, length=samples_in(dataset), seed=seed)
+    return {stage: _select(dataset, indices) for stage, indices in chosen.items()}
 
 
-def random_parts(sizes: Mapping[str, int | float], *, length: int, seed: int) -> dict[str, torch.Tensor]:
+def random_splits(sizes: Mapping[Name, int | float], *, length: int, seed: int) -> dict[Name, Tensor]:
     """Disjoint sorted indices of each part, int64."""
     counts = lengths(sizes, length)
     generator = torch.Generator().manual_seed(seed_for(seed, "parts"))
@@ -130,7 +134,7 @@ def random_parts(sizes: Mapping[str, int | float], *, length: int, seed: int) ->
     return {name: piece.sort().values for name, piece in zip(counts, pieces, strict=True)}
 
 
-def _select(dataset: Dataset | Indexed, indices: torch.Tensor) -> Dataset | Indexed:
+def _select(dataset: AnyDataset, indices: Tensor) -> AnyDataset:
     if isinstance(dataset, Tensors):
         return dataset.select(indices)
     if isinstance(dataset, Indexed):

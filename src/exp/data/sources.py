@@ -1,0 +1,76 @@
+"""Where a data set's files are: at a path, behind a pattern, or among those that scikit-learn ships."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import logging
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from exp.data.faults import data_fault, name_cure
+
+log = logging.getLogger(__name__)
+
+
+def data_file(path: str, *, directory: str) -> Path:
+    """The file at path, or else at path below the data directory.
+
+    Raises: ConfigError where neither is there.
+    """
+    given = Path(path).expanduser()
+    places = [given] if given.is_absolute() else [given, Path(directory).expanduser() / given]
+    for place in places:
+        if place.is_file():
+            return place
+    neighbours = [file.name for place in places if place.parent.is_dir() for file in place.parent.iterdir()]
+    raise data_fault(
+        "dataset.path",
+        got=f"no file at {' nor at '.join(str(place.absolute()) for place in places)}",
+        expected="a file to read",
+        cure=name_cure(given.name, neighbours),
+    )
+
+
+def found_files(files: str | Sequence[str] | None, *, directory: str) -> list[Path]:
+    """The files of a pattern, or of several, sorted by name; None is the top level of Python's standard library.
+
+    Raises: ConfigError where a pattern finds none.
+    """
+    if files is None:
+        files = f"{sysconfig.get_path('stdlib')}/*.py"
+    found: set[Path] = set()
+    for pattern in [files] if isinstance(files, str) else files:
+        given = Path(pattern).expanduser()
+        matches = _matches(given) or _matches(Path(directory).expanduser() / given)
+        if not matches:
+            raise data_fault(
+                "dataset.files",
+                got=f"{pattern}, which finds no file in {Path.cwd()} nor in {Path(directory).absolute()}",
+                expected="a file, or a glob that finds some",
+            )
+        found.update(matches)
+    return sorted(found, key=str)
+
+
+def shipped_table(name: str, *, delimiter: str | None = ",", skip_lines: int = 0) -> np.ndarray | None:
+    """The numbers of a file in scikit-learn's data folder, float64 `[rows, columns]`; None where it is not there.
+
+    Read without importing scikit-learn, which takes longer than a whole run on digits may. A None is logged: the caller
+    then asks scikit-learn itself.
+    """
+    package = importlib.util.find_spec("sklearn")
+    places = (package.submodule_search_locations or []) if package else []
+    for place in places:
+        path = Path(place, "datasets", "data", name)
+        if path.is_file():
+            return np.loadtxt(path, delimiter=delimiter, skiprows=skip_lines, ndmin=2)
+    log.warning("scikit-learn does not keep %s where it used to; importing sklearn.datasets to load it", name)
+    return None
+
+
+def _matches(pattern: Path) -> list[Path]:
+    return [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if path.is_file()]

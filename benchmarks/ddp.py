@@ -35,7 +35,7 @@ import exp
 from exp import run
 from exp.build import place, plain_config
 from exp.config.freeze import freeze, read_frozen
-from exp.strategies.group import join
+from exp.strategies.process_group import join
 from exp.strategies.rank import Rank
 
 RANKS = 2

@@ -32,7 +32,7 @@ def main(settings: dict[str, Any]) -> None:
     try:
         result = trained(settings, rank) if "directory" in settings else called(settings, rank)
         Path(settings["result"]).write_bytes(pickle.dumps(result))
-        from exp.strategies.group import meet
+        from exp.strategies.process_group import meet
 
         meet()
     except BaseException:
@@ -47,8 +47,8 @@ def main(settings: dict[str, Any]) -> None:
 
 def called(settings: dict[str, Any], rank: Any) -> Any:
     """A function of a test's own file, with the process group joined; torch.distributed is ready in it."""
-    from exp.strategies.group import join
     from exp.strategies.placement import Machine, placement
+    from exp.strategies.process_group import join
 
     placed = placement("ddp", devices=rank.world_size, accelerator="cpu", machine=Machine(gpus=0))
     join(rank, placed, timeout_seconds=120)

@@ -23,7 +23,7 @@ def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
     from exp import run
     from exp.build import place, plain_config
     from exp.config.freeze import read_frozen
-    from exp.strategies.group import join
+    from exp.strategies.process_group import join
 
     config = plain_config(read_frozen(directory))
     chosen = ("timeout_seconds", "network_interface", "high_priority_stream")

@@ -42,8 +42,8 @@ from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
 from exp.precision.plugin import build_precision
 from exp.strategies.ddp import DDP
-from exp.strategies.group import join, meet
 from exp.strategies.placement import Machine, placement
+from exp.strategies.process_group import join, meet
 from exp.strategies.rank import Rank
 from exp.strategies.single import Single
 from exp.strategies.strategy import trainer_arguments

@@ -57,7 +57,7 @@ def buffers_after_a_broadcast(rank: Any) -> list[float]:
     import torch
     from torch import nn
 
-    from exp.strategies.averaging import broadcast_buffers
+    from exp.strategies.gradient_averaging import broadcast_buffers
 
     module = nn.BatchNorm1d(3)
     torch.nn.init.constant_(module.running_mean, 1.0 + rank.global_rank)

@@ -10,7 +10,7 @@ from torch import nn
 from exp.errors import RunError
 from exp.hooks.activations import Activations, figures, merged, saturation
 from exp.hooks.step import Step
-from exp.strategies.gathering import gather_ranks
+from exp.strategies.model_parallel import gather_ranks
 
 
 def step_of(network, **settings) -> Step:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from exp.engine.forward import detached, make_passes
 from exp.nested import mapped, rebuilt, tensors_in
-from exp.strategies.microbatches import cut, joined, micro_batches, shares
+from exp.strategies.pipeline_stages import cut, joined, micro_batches, shares
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ def averaged(rank, *, bucket_bytes):
     import torch
     from torch import nn
 
-    from exp.strategies import averaging
+    from exp.strategies import gradient_averaging as averaging
 
     averaging.BUCKET_BYTES = bucket_bytes
     shapes = {"both": (3, 4), "first": (5,), "second": (2, 2), "neither": (3,), "frozen": (2,), "double": (4,)}
@@ -52,7 +52,7 @@ def test_the_mean_of_all_ranks_and_zeros_for_a_missing_one(ranks, bucket_bytes, 
 def test_one_process_keeps_its_gradients():
     import torch
 
-    from exp.strategies.averaging import average_gradients
+    from exp.strategies.gradient_averaging import average_gradients
 
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
@@ -63,7 +63,7 @@ def test_one_process_keeps_its_gradients():
 def broadcast(rank):
     import torch
 
-    from exp.strategies.averaging import broadcast_state
+    from exp.strategies.gradient_averaging import broadcast_state
 
     torch.manual_seed(rank.global_rank)
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))

@@ -107,7 +107,7 @@ def test_a_run_of_two_ranks_keeps_the_statistics_of_one(ranks, tmp_path):
 def classes_of_norms(rank, *, directory):
     """The classes of the network's batch normalisations before and behind the end of each stage of a run."""
     from exp import run
-    from exp.strategies.fully_sharded import FullyShardedStrategy
+    from exp.strategies.fsdp import FullyShardedStrategy
 
     found = []
     teardown = FullyShardedStrategy.teardown

@@ -49,7 +49,7 @@ PLACES = textwrap.dedent(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from exp.models.containers import ModuleDictModel
     from exp.models.parts import split
-    from exp.strategies.lightning_layer_split import SplitNetwork
+    from exp.strategies.layer_split import SplitNetwork
 
     torch.utils.rename_privateuse1_backend("toy")
     torch._register_device_module("toy", type("Toy", (), {
@@ -151,7 +151,7 @@ def test_functional_dropout_of_a_network_of_ones_own_is_refused(tmp_path, monkey
 def run_network_after_a_run(rank, *, directory):
     """Whether what a step calls is the network itself once the run's strategy is torn down."""
     from exp import run
-    from exp.strategies.lightning_layer_split import LayerSplitStrategy
+    from exp.strategies.layer_split import LayerSplitStrategy
 
     found = []
     teardown = LayerSplitStrategy.teardown

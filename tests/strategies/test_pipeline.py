@@ -7,8 +7,8 @@ import torch
 
 from exp.check.__main__ import main as check
 from exp.report import read_report
-from exp.strategies.microbatches import cut, joined, micro_batches, number_of, shares
 from exp.strategies.pipeline import SCHEDULES, Pipeline
+from exp.strategies.pipeline_stages import cut, joined, micro_batches, number_of, shares
 
 # 42 of 64 samples are left for the last batch of an epoch: a micro-batch is filled up.
 RUN = (
@@ -219,15 +219,15 @@ def collected_beside_nccl(rank):
     """What a strategy of NCCL ranks gathers of whole tensors on the CPU, and by which group."""
     import torch.distributed as dist
 
-    from exp.strategies.lightning_pipeline import PipelineStrategy
-    from exp.strategies.placement import Placement
+    from exp.strategies.pipeline import PipelineStrategy
+    from exp.strategies.placement import Dimensions, Placement
     from exp.strategies.whole_state import Whole
 
     class Beside(PipelineStrategy):
         global_rank, is_global_zero = rank.global_rank, rank.global_rank == 0
 
     placed = Placement(
-        strategy="pipeline", accelerator="cuda", backend="nccl", nodes=1, ranks_per_node=2, model_ranks=2
+        strategy="pipeline", accelerator="cuda", backend="nccl", nodes=1, dimensions=Dimensions(pipeline=2)
     )
     strategy = Beside(placement=placed, plan=Pipeline(stages=2))
     strategy._make_groups()

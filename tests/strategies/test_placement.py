@@ -7,15 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import exp
+from exp.build import build_strategy
 from exp.errors import ConfigError
-from exp.strategies.placement import Demand, Machine, Placement, adopted, placement
-from exp.strategies.placement_faults import ACCELERATORS
+from exp.strategies.auto import Auto
+from exp.strategies.placement import (
+    ACCELERATORS,
+    DEFAULT_DEMAND,
+    Demand,
+    Dimensions,
+    Machine,
+    Placement,
+    adopted,
+    placement,
+)
 from exp.strategies.rank import ALONE, Rank
+from exp.strategies.single import Single
 
 LAPTOP = Machine(gpus=0)
 ONE_GPU = Machine(gpus=1)
 FOUR_GPUS = Machine(gpus=4)
 MAC = Machine(gpus=0, mps=True)
+DEMANDS = {"auto": Auto(name="auto").demand, "single": Single(name="single").demand}
 
 
 def said(placed: Placement) -> tuple[str, str, str | None, int]:
@@ -45,7 +58,8 @@ def said(placed: Placement) -> tuple[str, str, str | None, int]:
     ],
 )
 def test_a_strategy_takes_the_devices_of_the_machine(machine, strategy, devices, expected):
-    assert said(placement(strategy, devices=devices, machine=machine)) == expected
+    demand = DEMANDS.get(strategy, DEFAULT_DEMAND)
+    assert said(placement(strategy, devices=devices, machine=machine, demand=demand)) == expected
 
 
 def test_the_accelerator_can_be_held_to_the_cpu():
@@ -93,12 +107,51 @@ def test_no_more_cpu_ranks_than_make_sense():
         assert [fault.key for fault in caught.value.faults] == ["launch.devices"]
     assert placement("ddp", devices=64, machine=Machine(gpus=64, cores=2)).world_size == 64
     # Layers over 64 names of the one CPU are one rank.
-    assert placement("layer_split", devices=64, demand=Demand(devices=None), machine=Machine(gpus=0, cores=2))
+    assert placement("layer_split", devices=64, demand=Demand(rest="devices"), machine=Machine(gpus=0, cores=2))
 
 
 def test_single_refuses_several_ranks():
     with pytest.raises(ConfigError, match="strategy=ddp"):
-        placement("single", devices=2, machine=LAPTOP)
+        placement("single", devices=2, machine=LAPTOP, demand=DEMANDS["single"])
+
+
+DIMENSIONS = {
+    "strategy=ddp": Dimensions(data=8),
+    "strategy=ddp strategy.inner=layer_split": Dimensions(data=4, devices=2),
+    "strategy=fsdp": Dimensions(shard=8),
+    "strategy=deepspeed": Dimensions(data=8),
+    "strategy=deepspeed strategy.stage=3": Dimensions(shard=8),
+    "strategy=tensor_parallel": Dimensions(tensor=8),
+    "strategy=pipeline": Dimensions(pipeline=8),
+    "strategy=pipeline strategy.stages=2": Dimensions(data=4, pipeline=2),
+    "strategy=layer_split": Dimensions(devices=8),
+    "strategy=data_parallel": Dimensions(devices=8),
+    "strategy=hybrid": Dimensions(data=4, tensor=2),
+    "strategy=hybrid strategy.data=shard": Dimensions(shard=4, tensor=2),
+    "strategy=hybrid strategy.tensor=1 strategy.pipeline=2": Dimensions(data=4, pipeline=2),
+}
+
+
+@pytest.mark.parametrize("words", DIMENSIONS)
+def test_eight_devices_are_dimensions(words):
+    strategy = build_strategy(exp.compose(words.split()))
+    placed = placement("mine", devices=8, demand=strategy.demand, machine=Machine(gpus=8))
+    assert placed.dimensions == DIMENSIONS[words]
+    assert placed.world_size * placed.devices_per_rank == 8
+
+
+def test_ranks_of_one_model_are_neighbours():
+    mesh = Dimensions(data=2, tensor=2)
+    assert (mesh.world_size, mesh.data_ranks, mesh.model_ranks) == (4, 2, 2)
+    assert (mesh.models(), mesh.peers()) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+
+
+@pytest.mark.parametrize("strategy", [Single(name="mine"), type("Mine", (Single,), {})(name="other")])
+def test_single_by_another_name_is_single(strategy):
+    assert said(placement("mine", machine=FOUR_GPUS, demand=strategy.demand)) == ("mine", "cuda", None, 1)
+    assert placement("mine", machine=MAC, demand=strategy.demand).accelerator == "mps"
+    with pytest.raises(ConfigError, match="mine with 2 ranks; expected one device"):
+        placement("mine", devices=2, machine=LAPTOP, demand=strategy.demand)
 
 
 def test_all_faults_come_at_once():
@@ -120,7 +173,14 @@ def test_every_wish_is_granted_within_the_machine_or_refused_with_its_keys(
     strategy, devices, nodes, accelerator, machine
 ):
     try:
-        placed = placement(strategy, devices=devices, nodes=nodes, accelerator=accelerator, machine=machine)
+        placed = placement(
+            strategy,
+            devices=devices,
+            nodes=nodes,
+            accelerator=accelerator,
+            machine=machine,
+            demand=DEMANDS.get(strategy, DEFAULT_DEMAND),
+        )
     except ConfigError as error:
         keys = {fault.key for fault in error.faults}
         placed = None
@@ -136,9 +196,9 @@ def test_every_wish_is_granted_within_the_machine_or_refused_with_its_keys(
 
 def test_a_rank_adopts_what_its_launcher_started():
     rank = Rank(global_rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
-    assert said(adopted(rank, "auto", machine=LAPTOP)) == ("ddp", "cpu", "gloo", 8)
+    assert said(adopted(rank, "auto", machine=LAPTOP, demand=DEMANDS["auto"])) == ("ddp", "cpu", "gloo", 8)
     assert adopted(rank, "ddp", machine=LAPTOP).nodes == 2
-    assert said(adopted(ALONE, "auto", machine=FOUR_GPUS)) == ("single", "cuda", None, 1)
+    assert said(adopted(ALONE, "auto", machine=FOUR_GPUS, demand=DEMANDS["auto"])) == ("single", "cuda", None, 1)
 
 
 @pytest.mark.parametrize("wish", [{"devices": 2}, {"devices": 4, "nodes": 3}, {"devices": [0, 1]}])
@@ -151,7 +211,7 @@ def test_a_rank_refuses_numbers_that_were_not_started(wish):
 def test_placing_on_a_known_machine_imports_no_torch():
     program = (
         "import sys; from exp.strategies.placement import Machine, placement\n"
-        "placement('ddp', machine=Machine(gpus=0)); from exp.strategies import auto, ddp, single\n"
+        "placement('ddp', machine=Machine(gpus=0))\n"
         "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -174,7 +234,7 @@ def test_another_number_than_the_confined_ranks_is_refused():
 def test_one_process_with_all_devices_is_not_started_twice():
     two = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
     with pytest.raises(ConfigError, match="rank 1 of 2; expected one rank"):
-        adopted(two, "data_parallel", demand=Demand(devices=None), machine=Machine(gpus=2))
+        adopted(two, "data_parallel", demand=Demand(rest="devices"), machine=Machine(gpus=2))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ KEYS = {
     "trainer.num_nodes": "write launch.nodes={value}",
     "trainer.accelerator": "write launch.accelerator={value}",
     "trainer.strategy": "write strategy={value}",
+    "strategy.verify": "it is gone: leave it out, and hold a plan of your own against strategy=single",
     "trainer.precision": "write precision=fp32, bf16 or fp16",
     "trainer.callbacks": "callbacks are a group: +callbacks=early_stopping",
     "trainer.logger": "loggers are a group: logger=[tensorboard], logger=[] for none",

@@ -21,8 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from exp.engine.checkpoint import State
 from exp.errors import ConfigError, Fault
-from exp.strategies.parts import local
-from exp.strategies.whole_state import WholeState
+from exp.strategies.whole_state import WholeState, local
 
 log = logging.getLogger(__name__)
 

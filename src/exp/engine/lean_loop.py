@@ -46,7 +46,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.overhead import TRAINING_HOOKS, NoProfiler, overridden
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
-from exp.strategies.lightning_ddp import ExpDDPStrategy
+from exp.strategies.ddp import ExpDDPStrategy
 from exp.types import Batch
 
 log = logging.getLogger(__name__)

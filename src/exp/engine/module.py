@@ -29,7 +29,7 @@ from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.parts import local
+from exp.strategies.whole_state import local
 from exp.types import STAGES, Batch, Stage
 
 TRAIN_METRICS = "exp_train_metrics"

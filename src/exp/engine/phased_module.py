@@ -35,8 +35,8 @@ from exp.models.named_forward import with_forward
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
 from exp.precision.plugin import RunPrecision
-from exp.strategies.averaging import average_gradients, broadcast_buffers
-from exp.strategies.lightning_ddp import ExpDDPStrategy
+from exp.strategies.ddp import ExpDDPStrategy
+from exp.strategies.gradient_averaging import average_gradients, broadcast_buffers
 from exp.types import Batch
 
 

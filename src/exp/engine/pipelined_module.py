@@ -24,10 +24,9 @@ from exp.engine.observer import StepResult
 from exp.models.graphs import flatten
 from exp.models.parts import Split
 from exp.precision.plugin import RunPrecision
-from exp.strategies.averaging import average_gradients
-from exp.strategies.microbatches import cut, joined, micro_batches, shares
+from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.pipeline_stages import Stages
+from exp.strategies.pipeline_stages import Stages, cut, joined, micro_batches, shares
 from exp.types import STAGES, Batch, Stage
 
 

@@ -27,8 +27,7 @@ from exp.hooks.step import Step
 from exp.hooks.values import Panel
 from exp.optim.phase import stepping
 from exp.precision.plugin import RunPrecision
-from exp.strategies.gathering import gather_data, gather_ranks
-from exp.strategies.model_parallel import ModelParallel
+from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks
 from exp.types import Batch, Stage
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_
 from exp.hooks.gradient_transform import GradientTransform
 from exp.hooks.step import Step
 from exp.models.matching import matching
-from exp.strategies.parts import local
+from exp.strategies.whole_state import local
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned

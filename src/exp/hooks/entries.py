@@ -13,7 +13,7 @@ from torch import Tensor
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.step import Step
 from exp.hooks.values import BINS, Histogram, bin_counts, finite_range
-from exp.strategies.parts import local
+from exp.strategies.whole_state import local
 
 
 def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram]:

@@ -18,7 +18,7 @@ from exp.hooks.step import Step
 from exp.hooks.timing.profile_files import RecordedWindow
 from exp.hooks.timing.profile_window import ProfileWindow, faults_of_window
 from exp.hooks.values import Panel
-from exp.strategies.group import global_rank
+from exp.strategies.process_group import global_rank
 from exp.strategies.strategy import Planned
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from exp.strategies.parts import Parts
+    from exp.strategies.whole_state import Parts
 
 
 def _of_one_rank(tensor: Tensor) -> Tensor:

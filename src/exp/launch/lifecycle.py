@@ -20,7 +20,7 @@ from exp.errors import Interrupted
 from exp.launch.failure import UNWRITABLE, Failure, failure_of, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.signals import SUPERVISED, heed
-from exp.strategies.group import meet
+from exp.strategies.process_group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
 
 PR_SET_PDEATHSIG = 1

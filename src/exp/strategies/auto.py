@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.strategies.ddp import DDP
+from exp.strategies.placement import Demand, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
 
 
 class Auto(Strategy):
     """The strategy that fits the machine, with its default options."""
+
+    @property
+    def demand(self) -> Demand:
+        """All GPUs, as ddp; a machine without tries one device."""
+        return Demand(cpu_devices=1, adapts=True)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """DDP with its defaults."""

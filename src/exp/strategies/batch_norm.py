@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from exp.models.normalisation import ANY_BATCH_NORM
+from exp.errors import Fault
+from exp.models.normalisation import ANY_BATCH_NORM, BATCH_NORMS
+from exp.strategies.strategy import Planned
 
 
 class Share:
@@ -127,3 +129,30 @@ def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
         del part.share
         if kind is not nn.SyncBatchNorm:
             del part.process_group
+
+
+def batch_norm_faults(planned: Planned, *, sync_batchnorm: bool) -> Iterator[Fault]:
+    """What of a network cannot be, or has to be, normalised over the global batch."""
+    layers = list(batch_norms(planned.network))
+    if not sync_batchnorm:
+        for name, layer in layers:
+            if isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu":
+                yield Fault(
+                    key="strategy.sync_batchnorm",
+                    got=f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU",
+                    expected="true: its statistics then go through gloo",
+                )
+        return
+    if not layers:
+        yield Fault(
+            key="strategy.sync_batchnorm",
+            got="true, and the network has no batch normalisation",
+            expected="false",
+        )
+    for name, layer in layers:
+        if type(layer) not in BATCH_NORMS:
+            yield Fault(
+                key="strategy.sync_batchnorm",
+                got=f"true, and {name} is a {type(layer).__name__}, whose forward is its own",
+                expected="torch.nn.BatchNorm1d, 2d or 3d",
+            )

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from torch import nn
 
 from exp.errors import Fault
-from exp.strategies.placement import Demand
+from exp.strategies.placement import Demand, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.strategy import Planned, Strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class DataParallel(Strategy):
     @property
     def demand(self) -> Demand:
         """One process with all devices of the run."""
-        return Demand(devices=None)
+        return Demand(rest="devices")
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
@@ -46,8 +47,6 @@ class DataParallel(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One device for Lightning; the others are nn.DataParallel's own."""
-        from exp.strategies.lightning_data_parallel import ReplicatingStrategy
-
         log.warning(ADVICE)
         return ReplicatingStrategy(devices=placement.devices(rank.local_rank))
 
@@ -82,3 +81,36 @@ class DataParallel(Strategy):
             )
         if keep := planned.config["precision"]["keep"]:
             yield Fault(key="precision.keep", got=f"{dict(keep)} {reason}", expected="{}", cure="Or write strategy=ddp")
+
+
+class ReplicatingStrategy(SingleDeviceStrategy):
+    """One process on its first device. devices: torch's names of all of them; on CPU the network is called as it is."""
+
+    def __init__(self, *, devices: Sequence[str]) -> None:
+        super().__init__(device=torch.device(devices[0]).type if devices[0].startswith("cpu") else devices[0])
+        self._devices = [torch.device(device) for device in devices]
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._devices[0].type == "cuda":
+            module = self.lightning_module
+            # Past nn.Module: the state dict has the network once.
+            vars(module)["run_network"] = Replicated(module.network, device_ids=self._devices)
+
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            vars(module)["run_network"] = module.network
+        super().teardown()
+
+
+class Replicated(nn.DataParallel):
+    """Replicas that draw different numbers, the same in a resumed run."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        # A step seeds the CPU and the first device.
+        seed = torch.initial_seed()
+        for index, device in enumerate(self.device_ids[1:], start=1):
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed + index)
+        return super().forward(*inputs, **named)

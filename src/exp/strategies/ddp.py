@@ -1,22 +1,42 @@
-"""Distributed data parallel: a copy of the network in every rank, gradients averaged while backward runs."""
+"""Distributed data parallel: a copy of the network in every rank, gradients averaged while backward runs.
 
-from __future__ import annotations
+communication_hook sends gradients in fewer bytes:
+bf16, fp16   each bucket is sent in that dtype. As torch's default_hooks, whose bf16 DistributedDataParallel refuses
+             unless the backend is NCCL; gloo adds bfloat16 as well (seen in torch 2.13).
+powersgd     each matrix is sent as two of low rank, and what was lost is added to the next step's gradients (Vogels et
+             al. 2019, torch's powerSGD_hook).
 
-from collections.abc import Iterator, Sequence
+local_sgd takes steps without communication, and averages the weights every so many of them. With all ranks' gradients
+averaged at every step there is one trajectory; here each rank has its own between two averagings (Lin et al. 2018,
+arXiv:1808.07217, post-local SGD; torch's post_localSGD_hook and PeriodicModelAverager).
+"""
+
+# No postponed annotations: DistributedDataParallel compares those of a hook with the classes themselves.
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from exp.errors import Fault
-from exp.strategies.batch_norm_faults import batch_norm_faults
-from exp.strategies.layer_split import inner_split, split_faults
-from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from exp.errors import Fault, RunError
+from exp.models.split import Patterns
+from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.gradient_averaging import average_tensors, broadcast_state
+from exp.strategies.layer_split import LayerSplitStrategy, OverDevices, inner_split, split_faults
+from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.strategy import Planned, Strategy
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,34 +126,23 @@ class DDP(Strategy):
         """One device a rank, or those of its layers; a machine without a GPU tries two ranks."""
         if self.inner is None:
             return DEFAULT_DEMAND
-        return Demand(devices=self.inner.devices, cpu_devices=CPU_RANKS * self.inner.devices)
+        return Demand(dimensions=Dimensions(devices=self.inner.devices), cpu_devices=CPU_RANKS * self.inner.devices)
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Options that contradict each other, the network or the machine."""
-        faults = [*self._contradictions(planned), *batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)]
+        faults = list(self._contradictions(planned))
+        faults += batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)
         if self.inner is not None:
             faults += split_faults(planned, count=self.inner.devices, layers=self.inner.layers)
         return faults
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Lightning's DDPStrategy with these options."""
-        from exp.strategies.lightning_ddp import ExpDDPStrategy
-
         options = dict(self.options)
         if self.local_sgd.every_n_steps is not None:
             # They are averaged with the weights, and sent at no other time.
             options["broadcast_buffers"] = False
-        split: dict[str, Any] = {}
-        kind = ExpDDPStrategy
-        if self.inner is not None:
-            from exp.strategies.lightning_layer_split import LayerSplitStrategy, SplitDDPStrategy
-
-            split = {"devices": placement.devices(rank.local_rank), "layers": self.inner.layers}
-            if placement.world_size == 1:
-                return LayerSplitStrategy(**split)
-            kind = SplitDDPStrategy
-        return kind(
-            **split,
+        settings = dict(
             backend=placement.backend,
             ranks_per_node=placement.ranks_per_node,
             sync_batchnorm=self.sync_batchnorm,
@@ -142,6 +151,12 @@ class DDP(Strategy):
             local_sgd=self.local_sgd,
             **options,
         )
+        if self.inner is None:
+            return ExpDDPStrategy(**settings)
+        devices = placement.devices(rank.local_rank)
+        if placement.world_size == 1:
+            return LayerSplitStrategy(devices=devices, layers=self.inner.layers)
+        return SplitDDPStrategy(devices=devices, layers=self.inner.layers, **settings)
 
     def _contradictions(self, planned: Planned) -> Iterator[Fault]:
         is_local = self.local_sgd.every_n_steps is not None
@@ -182,8 +197,6 @@ class DDP(Strategy):
     def _powersgd_faults(self, planned: Planned) -> Iterator[Fault]:
         if self.communication_hook != "powersgd":
             return
-        import torch
-
         if planned.placement.accelerator == "cpu" and torch.cuda.is_available():
             yield Fault(
                 key="strategy.communication_hook",
@@ -204,3 +217,255 @@ def _averaging_faults(planned: Planned) -> Iterator[Fault]:
                 "and a checkpoint would hold rank 0's",
                 cure="Write strategy.local_sgd.every_n_steps=null, or leave the callback out",
             )
+
+
+class ExpDDPStrategy(DDPStrategy):
+    """Wraps the module in DistributedDataParallel, but for one that averages its own gradients.
+
+    Of that one, parameters and buffers start as rank 0's, and nothing else is done: DistributedDataParallel's reducer
+    counts one backward a forward, which phases with several do not keep.
+
+    broadcasts_buffers: whether rank 0's buffers go to all ranks before each forward; of phases, before each step.
+    The other parameters are those of exp.strategies.ddp.DDP. Lightning registers a communication hook on CUDA alone,
+    so it is done here.
+
+    Relied on, and tested: `configure_ddp` is where Lightning wraps, and a module that it leaves unwrapped is called as
+    it is; a batch is the first argument of `training_step` (seen in lightning 2.6.6).
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str | None,
+        ranks_per_node: int,
+        sync_batchnorm: bool,
+        communication_hook: str | None,
+        powersgd: PowerSGD,
+        local_sgd: LocalSGD,
+        **options: Any,
+    ) -> None:
+        super().__init__(process_group_backend=backend, **options)
+        self._ranks_per_node = ranks_per_node
+        self._communication_hook, self._powersgd = communication_hook, powersgd
+        self._share = Share() if sync_batchnorm else None
+        self._classes_before: dict[nn.Module, type[nn.Module]] = {}
+        self._local_options = local_sgd
+        self._local: LocalSteps | None = None
+        self._waits_for_a_graph = options["static_graph"]
+        self.broadcasts_buffers: bool = options["broadcast_buffers"]
+
+    def configure_ddp(self) -> None:
+        """Raises: RunError where the module averages its own gradients, and an option is about how ddp does it."""
+        module = self.lightning_module
+        if self._share is not None:
+            self._classes_before = join_statistics(module, self._share, device_type=self.root_device.type)
+        is_local = self._local_options.every_n_steps is not None
+        # A LightningModule that is not exp's own says nothing of it.
+        if getattr(module, "averages_gradients", False):
+            if is_local or self._communication_hook is not None:
+                raise RunError(
+                    f"{type(module).__name__} averages its gradients itself; expected neither "
+                    "strategy.communication_hook nor strategy.local_sgd: leave them null"
+                )
+            broadcast_state(module)
+            return
+        super().configure_ddp()
+        if self._communication_hook is not None:
+            compress(
+                self.model,
+                self._communication_hook,
+                powersgd=self._powersgd,
+                steps_done=lambda: module.trainer.global_step,
+            )
+        if is_local:
+            self._local = LocalSteps(self._local_options, node_group=self._node_group())
+            register(self.model, self._local)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step has nothing of it but DistributedDataParallel: neither local steps nor shared statistics.
+
+        Relied on, and tested: Lightning's `_model_averager` is None but for its own post-local SGD (lightning 2.6.6).
+        """
+        return self._local is None and self._share is None and self._model_averager is None
+
+    def training_step(self, batch: Any, *arguments: Any, **named: Any) -> Any:
+        if self._share is not None:
+            self._share.counts = batch.size > 0
+        if self._local is not None:
+            self._local.begin_step(self.lightning_module.trainer.global_step)
+        return super().training_step(batch, *arguments, **named)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of accumulated batches stay here until the last of them.
+
+        A static graph has to see one backward with its collectives before one without (an internal assertion of torch
+        2.13 otherwise): the run's first batch is sent, which gives the same sum.
+        """
+        if self._waits_for_a_graph:
+            self._waits_for_a_graph = False
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
+        output = super().optimizer_step(*arguments, **named)
+        if self._local is not None:
+            # Lightning counts this step once it is done.
+            step = self.lightning_module.trainer.global_step + 1
+            self._local.end_step(step, self.lightning_module, self.optimizers)
+        return output
+
+    def on_validation_start(self) -> None:
+        self._meet()
+
+    def on_train_end(self) -> None:
+        self._meet()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All ranks' weights, the same in each: what a checkpoint holds. Every rank must call it."""
+        self._meet()
+        return super().lightning_module_state_dict()
+
+    def teardown(self) -> None:
+        super().teardown()
+        part_statistics(self._classes_before)
+        self._classes_before = {}
+
+    def _meet(self) -> None:
+        if self._local is not None:
+            self._local.meet(self.lightning_module, self.optimizers)
+
+    def _node_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this node, where they average their gradients at every step."""
+        if not self._local_options.within_node or self._ranks_per_node == 1:
+            return None
+        group, _ = dist.new_subgroups(self._ranks_per_node)
+        return group
+
+
+class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
+    """Ranks that average their gradients, each with a network on several devices.
+
+    DistributedDataParallel takes such a module without device_ids.
+    """
+
+    def __init__(self, *, devices: Sequence[str], layers: Patterns | None, **options: Any) -> None:
+        self.devices = tuple(map(torch.device, devices))
+        self.layers = layers
+        ExpDDPStrategy.__init__(self, **options)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.devices[-1]
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return None
+
+
+class LocalSteps:
+    """Knows at which step ranks are on their own, and brings them together again.
+
+    node_group: ranks whose gradients are averaged at every step all the same; None where each is on its own.
+    """
+
+    def __init__(self, options: LocalSGD, *, node_group: dist.ProcessGroup | None) -> None:
+        self.options, self.node_group = options, node_group
+        self.is_local = False
+        self._is_apart = False
+
+    def begin_step(self, step: int) -> None:
+        """step: how many optimizer steps of the run are done."""
+        self.is_local = step >= self.options.start_step
+
+    def end_step(self, step: int, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """step: how many are done now, this one counted."""
+        self._is_apart = self._is_apart or self.is_local
+        if self.is_local and (step - self.options.start_step) % self.options.every_n_steps == 0:
+            self.meet(module, optimizers)
+
+    def meet(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Makes all ranks one again, where they are apart. Every rank must call it."""
+        if not self._is_apart:
+            return
+        self._is_apart = False
+        tensors = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        tensors += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        if self.options.average_optimizer_state:
+            tensors += [tensor for optimizer in optimizers for tensor in _state(optimizer)]
+        average_tensors([tensor.detach() for tensor in tensors])
+
+
+def register(wrapped: DistributedDataParallel, steps: LocalSteps) -> None:
+    """Has gradients averaged over all ranks, and in local steps over the node's or not at all."""
+    wrapped.register_comm_hook(steps, _unless_local)
+
+
+def _unless_local(steps: LocalSteps, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    group = steps.node_group if steps.is_local else dist.group.WORLD
+    if group is None:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+    buffer.div_(dist.get_world_size(group))
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return future.then(lambda reduced: reduced.value()[0])
+
+
+def _state(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Momenta and the like, in an order that all ranks share; not the counts of steps, which are equal already."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name in sorted(state):
+                value = state[name]
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    yield value
+
+
+class LowRank:
+    """PowerSGD's state, made when the run's position is known: a resumed run does not begin with whole gradients."""
+
+    def __init__(self, options: PowerSGD, steps_done: Callable[[], int]) -> None:
+        self._options, self._steps_done = options, steps_done
+        self._state: PowerSGDState | None = None
+
+    @property
+    def state(self) -> PowerSGDState:
+        if self._state is None:
+            options = self._options
+            # torch counts from 0 in each process, and needs two full steps before error feedback can begin.
+            self._state = PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=options.rank,
+                start_powerSGD_iter=max(2, options.start_step - self._steps_done()),
+                min_compression_rate=options.min_compression_rate,
+                use_error_feedback=options.error_feedback,
+                warm_start=options.warm_start,
+            )
+        return self._state
+
+
+def compress(wrapped: DistributedDataParallel, word: str, *, powersgd: PowerSGD, steps_done: Callable[[], int]) -> None:
+    """Registers the hook of a word: bf16, fp16 or powersgd.
+
+    steps_done: how many steps of the run are done, asked when the first gradients are there.
+    """
+    if word == "powersgd":
+        wrapped.register_comm_hook(LowRank(powersgd, steps_done), _in_low_rank)
+    else:
+        wrapped.register_comm_hook(DTYPES[word], _in_dtype)
+
+
+def _in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    # Divided before they are added: float16 overflows less.
+    sent = buffer.to(dtype).div_(dist.get_world_size())
+    return dist.all_reduce(sent, async_op=True).get_future().then(lambda future: buffer.copy_(future.value()[0]))
+
+
+def _in_low_rank(low_rank: LowRank, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return powerSGD_hook(low_rank.state, bucket)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from exp.errors import ConfigError, Fault
-from exp.strategies.batch_norm_faults import batch_norm_faults
-from exp.strategies.placement import Demand
+from exp.optim.optimizer import FUSED_IN_SHARDS
+from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.model_parallel import ModelParallel
+from exp.strategies.placement import Demand, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import ELEMENTWISE, sharding_faults, tied_faults
 from exp.strategies.strategy import Planned, Strategy
-from exp.strategies.units import AUTO, matched, units
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
+from exp.strategies.units import AUTO, checkpoint_activations, matched, uniform, units
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDP(Strategy):
@@ -69,7 +74,7 @@ class FSDP(Strategy):
     def demand(self) -> Demand:
         """One rank alone has a process group where an option means something to it, too."""
         options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
-        return Demand(group=any(options))
+        return Demand(rest="shard", group=any(options))
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
@@ -85,8 +90,6 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         faults += tied_faults(planned.network, chosen)
-        from exp.optim.optimizer import FUSED_IN_SHARDS
-
         optimizer = planned.config["optimizer"]
         kind = optimizer["_target_"].rpartition(".")[2]
         if optimizer.get("fused") is True and kind in ELEMENTWISE and kind not in FUSED_IN_SHARDS:
@@ -109,6 +112,84 @@ class FSDP(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A FullyShardedStrategy with these options."""
-        from exp.strategies.fully_sharded import FullyShardedStrategy
-
         return FullyShardedStrategy(placement=placement, options=self)
+
+
+class FullyShardedStrategy(ModelParallel):
+    """Weights, gradients and optimizer state in shards over the ranks of the data, as DTensors.
+
+    Relied on, and tested: fully_shard works by hooks around a module's call and sets the gathered parameters on the
+    module that holds them, so that straight-line code that reads `_modules` tables meets both (seen in torch 2.13).
+    """
+
+    def __init__(self, *, placement: Placement, options: FSDP) -> None:
+        super().__init__(placement=placement)
+        self.options = options
+        self._share = Share() if options.sync_batchnorm else None
+        self._classes_before: dict[nn.Module, type[nn.Module]] = {}
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        # In a second stage the network is placed, and the end of the first took them off.
+        self._join_statistics()
+
+    def teardown(self) -> None:
+        super().teardown()
+        part_statistics(self._classes_before)
+        self._classes_before = {}
+
+    def place_model(self) -> None:
+        network, options = self.lightning_module.network, self.options
+        recomputed = matched(network, options.activation_checkpointing, key="strategy.activation_checkpointing")
+        checkpoint_activations(recomputed.values())
+        self._join_statistics()
+        settings = {
+            "mesh": self.data_mesh(),
+            "reshard_after_forward": options.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=options.param_dtype and DTYPES[options.param_dtype],
+                reduce_dtype=options.reduce_dtype and DTYPES[options.reduce_dtype],
+            ),
+            "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        }
+        chosen = units(network, options.shard, min_parameters=options.min_parameters, key="strategy.shard")
+        # Innermost first, as fully_shard asks.
+        for unit in reversed(uniform(network, chosen).values()):
+            fully_shard(unit, **settings)
+        fully_shard(network, **settings)
+
+    def training_step(self, batch: Any, *arguments: Any, **named: Any) -> Any:
+        if self._share is not None:
+            self._share.counts = batch.size > 0
+        return super().training_step(batch, *arguments, **named)
+
+    def model_to_device(self) -> None:
+        if self.is_placed and not self.options.cpu_offload:
+            super().model_to_device()
+            return
+        # fully_shard moves one unit after the other, and never the whole network; offloaded shards stay where they are.
+        for name, part in self.lightning_module.named_children():
+            if name != "network":
+                part.to(self.root_device)
+        for module in self.lightning_module.network.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it around the backward of accumulated batches, but for the last."""
+        network = self.lightning_module.network
+        if not self.options.no_sync:
+            yield
+            return
+        assert isinstance(network, FSDPModule)
+        network.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            network.set_requires_gradient_sync(True)
+
+    def _join_statistics(self) -> None:
+        if self._share is not None and not self._classes_before:
+            network, kind = self.lightning_module.network, self.root_device.type
+            self._classes_before = join_statistics(network, self._share, device_type=kind)

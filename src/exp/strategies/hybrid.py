@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
+
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import ConfigError, Fault
 from exp.strategies.pipeline import SCHEDULES, Pipeline
-from exp.strategies.placement import Demand
+from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy
-from exp.strategies.tensor_parallel import MEETS, TensorOptions
+from exp.strategies.tensor_parallel import MEETS, TensorOptions, TensorParallelStrategy
 from exp.strategies.tensor_plan import AUTO
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
 
 
 class Hybrid(Strategy):
@@ -27,7 +24,7 @@ class Hybrid(Strategy):
     tensor, pipeline: neighbouring ranks that hold one model together; one of the two is more than 1.
     data: what the groups of them do: `average` gradients, as ddp does, or `shard` their parts again, as fsdp does
         (with tensor).
-    plan, divide, sequence, vocabulary, verify: with tensor, see exp.strategies.tensor_parallel.
+    plan, divide, sequence, vocabulary: with tensor, see exp.strategies.tensor_parallel.
     schedule, stages_per_rank, microbatches, layers: with pipeline, see exp.strategies.pipeline.
 
     Raises: ConfigError, also for an option of the one that is not used.
@@ -46,14 +43,13 @@ class Hybrid(Strategy):
         divide: str | Sequence[str] = AUTO,
         sequence: bool = False,
         vocabulary: bool = False,
-        verify: bool = True,
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         microbatches: int | Literal["auto"] = "auto",
         layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
         super().__init__(name=name)
-        of_tensor = {"plan": plan, "divide": divide, "sequence": sequence, "vocabulary": vocabulary, "verify": verify}
+        of_tensor = {"plan": plan, "divide": divide, "sequence": sequence, "vocabulary": vocabulary}
         of_pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
         of_pipeline |= {"microbatches": microbatches, "layers": layers}
         faults = _faults_of_sizes(tensor, pipeline, data)
@@ -62,7 +58,7 @@ class Hybrid(Strategy):
         if faults:
             raise ConfigError(faults)
         self.data = data
-        self.together = tensor * pipeline
+        self.dimensions = Dimensions(tensor=tensor, pipeline=pipeline)
         self.splits_tensors = tensor > 1
         self.shards_parameters = data == "shard"
         self.splits_layers = self.schedules_step = pipeline > 1
@@ -83,26 +79,27 @@ class Hybrid(Strategy):
     @property
     def demand(self) -> Demand:
         """Ranks of one model are neighbours; a machine without a GPU tries two models."""
-        return Demand(model_ranks=self.together, cpu_devices=2 * self.together)
+        return Demand(
+            dimensions=self.dimensions,
+            rest="shard" if self.data == "shard" else "data",
+            cpu_devices=CPU_RANKS * self.dimensions.model_ranks,
+        )
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What cannot be cut so, and what no run in parts can do."""
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
         faults = sharding_faults(planned, name=self.name, meets=frozenset() if self.data == "shard" else MEETS)
-        return faults + self.tensor.faults(planned, ranks=self.together)
+        return faults + self.tensor.faults(planned, ranks=self.dimensions.tensor)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """The strategy of one rank of the mesh."""
         if self.pipeline is not None:
             return self.pipeline.lightning(placement, rank)
-        from exp.strategies.tensor_ranks import ShardedTensorStrategy, TensorParallelStrategy
-
-        kind = ShardedTensorStrategy if self.data == "shard" else TensorParallelStrategy
-        return kind(placement=placement, tensor=self.tensor, name=self.name)
+        return TensorParallelStrategy(placement=placement, tensor=self.tensor)
 
 
-def _idle(axis: str, options: Mapping[str, Any]) -> list[Fault]:
+def _idle(axis: str, options: Mapping[str, object]) -> list[Fault]:
     """The options of the axis that is not used, where they ask for something: they would be ignored in silence."""
     defaults = inspect.signature(Hybrid.__init__).parameters
     cure = f"Leave it out, or write strategy.{axis}=2 and the other factor 1"
@@ -113,7 +110,7 @@ def _idle(axis: str, options: Mapping[str, Any]) -> list[Fault]:
     ]
 
 
-def _word(default: Any) -> str:
+def _word(default: object) -> str:
     words = {None: "null", True: "true", False: "false"}
     return words[default] if default is None or isinstance(default, bool) else str(default)
 

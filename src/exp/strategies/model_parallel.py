@@ -17,15 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from exp.errors import RunError
-from exp.strategies.parts import local
 from exp.strategies.placement import Placement
-from exp.strategies.whole_state import Whole, WholeState
+from exp.strategies.whole_state import Whole, WholeState, local
 
 # The network's place in the module: names in its state dict begin so.
 NETWORK = "network."
@@ -77,14 +78,17 @@ class ModelParallel(WholeState):
 
     def _make_groups(self) -> None:
         """Every rank makes every group, in the same order, as torch asks."""
-        ranks, together = self.placement.world_size, self.placement.model_ranks
-        models = [list(range(first, first + together)) for first in range(0, ranks, together)]
-        alike = [list(range(place, ranks, together)) for place in range(together)]
-        self.model_group, _ = dist.new_subgroups_by_enumeration(models)
-        self.data_group, _ = dist.new_subgroups_by_enumeration(alike)
+        dimensions = self.placement.dimensions
+        self.model_group, _ = dist.new_subgroups_by_enumeration(dimensions.models())
+        self.data_group, _ = dist.new_subgroups_by_enumeration(dimensions.peers())
         if self.placement.backend == "nccl" and not self.holds_every_name:
             # Of all ranks: those outside of a group split NCCL's communicator, and gloo's members do not (torch 2.13).
             self.host_group = dist.new_group(backend="gloo")
+
+    def data_mesh(self) -> DeviceMesh:
+        """The ranks that share the batch, for what FSDP2 keeps in shards over them."""
+        assert self.data_group is not None
+        return DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
 
     def setup(self, trainer: Trainer) -> None:
         """In the place of DDPStrategy's, which wraps the module and sends rank 0's numbers to all."""
@@ -219,3 +223,21 @@ class ModelParallel(WholeState):
 
     def _share_of_square(self, name: str, part: Tensor) -> Any:
         return torch.linalg.vector_norm(local(part), dtype=torch.float64).square() / self.copies(name, part)
+
+
+def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`[...]` of each of R ranks becomes `[R, ...]`, in their order. Every rank of the group must call it alike.
+
+    group: None is all ranks. A process without others gets `[1, ...]`.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return tensor[None]
+    tensor = tensor.detach().contiguous()
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, tensor, group=group)
+    return torch.stack(found)
+
+
+def gather_data(tensor: Tensor, *, strategy: LightningStrategy) -> Tensor:
+    """The same over the ranks that share the data: ranks of one model, which see the same samples, give one."""
+    return gather_ranks(tensor, group=strategy.data_group if isinstance(strategy, ModelParallel) else None)

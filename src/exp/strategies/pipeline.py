@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from torch import nn
 
 from exp.errors import ConfigError, Fault
+from exp.models.inference import example_inputs
+from exp.models.parts import split
 from exp.spelling import did_you_mean
+from exp.strategies.batch_norm import batch_norms
+from exp.strategies.cut_faults import STAGES, cut_faults
 from exp.strategies.layer_split import refuse_shapeless, stand_ins
-from exp.strategies.microbatches import number_of
-from exp.strategies.placement import Demand
+from exp.strategies.model_parallel import ModelParallel
+from exp.strategies.pipeline_stages import Stage, Stages, number_of
+from exp.strategies.placement import Demand, Dimensions, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.strategy import Planned, Strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +93,9 @@ class Pipeline(Strategy):
     def demand(self) -> Demand:
         """The ranks of one pipeline; all of the run where the number of stages is left open."""
         if self.stages is None:
-            return Demand(model_ranks=None)
+            return Demand(rest="pipeline")
         ranks = self.stages // self.stages_per_rank
-        return Demand(model_ranks=ranks, cpu_devices=ranks)
+        return Demand(dimensions=Dimensions(pipeline=ranks), cpu_devices=ranks)
 
     def microbatches_of(self, batch_size: int, ranks: int) -> int:
         """Into how many micro-batches a rank's whole share of `batch_size` samples is cut."""
@@ -111,18 +115,51 @@ class Pipeline(Strategy):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What does not go through a pipeline, and a split that does not fit the network or the ranks."""
-        from exp.strategies.pipeline_faults import pipeline_faults
-
-        return pipeline_faults(self, planned, inputs=stand_ins(planned.config))
+        ranks = planned.placement.model_ranks
+        if planned.placement.world_size == 1:
+            expected = "2 or more: each rank holds a part of the network"
+            return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
+        faults = [*cut_faults(planned, STAGES, name=self.name), *_run_faults(planned)]
+        faults += self._batch_faults(planned, ranks)
+        try:
+            inputs = stand_ins(planned.config)
+            split(planned.network, count=ranks * self.stages_per_rank, layers=self.layers, inputs=inputs)
+        except ConfigError as error:
+            faults += error.faults
+        return faults
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One rank of a pipeline."""
-        from exp.strategies.lightning_pipeline import PipelineStrategy
-
         return PipelineStrategy(placement=placement, plan=self)
 
+    def _batch_faults(self, planned: Planned, ranks: int) -> list[Fault]:
+        share = planned.batch_size // planned.placement.data_ranks
+        stages = ranks * self.stages_per_rank
+        count = self.microbatches_of(share, ranks)
+        each = f" in each of {planned.placement.data_ranks} pipelines" if planned.placement.data_ranks > 1 else ""
+        faults = []
+        if share < count:
+            least = count * planned.placement.data_ranks
+            expected = f"{least} or more: {count} micro-batches{each}"
+            faults.append(Fault(key="data.batch_size", got=str(planned.batch_size), expected=expected))
+        word = self.schedule_word
+        if self.schedule.needs_filling and count < stages:
+            expected = f"{stages} or more, one a stage, for {word}"
+            cure = "Write strategy.schedule=gpipe"
+            faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected, cure=cure))
+        if self.schedule.in_rounds and count % max(1, count // ranks):
+            expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
+            faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected))
+        return faults + _batch_norm_faults(planned, count)
 
-def _faults_of_words(schedule: Any, stages: Any, stages_per_rank: Any, microbatches: Any, layers: Any) -> list[Fault]:
+
+def _faults_of_words(
+    schedule: str,
+    stages: int | None,
+    stages_per_rank: int | None,
+    microbatches: int | Literal["auto"],
+    layers: Sequence[Sequence[str]] | None,
+) -> list[Fault]:
     faults = []
     if schedule not in SCHEDULES:
         cure = did_you_mean(str(schedule), list(SCHEDULES))
@@ -150,5 +187,110 @@ def _faults_of_words(schedule: Any, stages: Any, stages_per_rank: Any, microbatc
     return faults
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _run_faults(planned: Planned) -> Iterator[Fault]:
+    if planned.weighed:
+        got = f"{', '.join(planned.weighed)} divides by weights of its targets (class weights, ignored targets)"
+        cure = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
+        yield _refused("objective", got, "means over samples, which micro-batches add up to", cure=cure)
+    if str(planned.config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
+        expected = "an optimizer that updates each parameter by itself: no rank has all of them"
+        yield _refused("optimizer._target_", "LBFGS", expected)
+
+
+def _batch_norm_faults(planned: Planned, count: int) -> list[Fault]:
+    """Statistics of a part of the batch are others, and would find another network."""
+    normed = [name for name, _ in batch_norms(planned.network)]
+    if not normed:
+        return []
+    layers = f"{normed[0]} and {len(normed) - 1} more layers of batch normalisation"
+    cure = "Or take a model with layer or group normalisation"
+    if count > 1:
+        expected = "1: they would normalise over each micro-batch (strategy.schedule=gpipe takes one)"
+        return [Fault(key="strategy.microbatches", got=f"{count}, with {layers}", expected=expected, cure=cure)]
+    pipelines = planned.placement.data_ranks
+    if pipelines > 1:
+        expected = "one pipeline: they would normalise over each one's share of the batch"
+        return [Fault(key="launch.devices", got=f"{pipelines} pipelines, with {layers}", expected=expected, cure=cure)]
+    return []
+
+
+def _refused(key: str, got: str, expected: str, *, cure: str | None = None) -> Fault:
+    return Fault(key=key, got=got, expected=f"{expected} (the network's layers are in several ranks)", cure=cure)
+
+
+class PipelineStrategy(ModelParallel):
+    """One rank of a pipeline, or of several that share the data.
+
+    Each reads the whole network, cuts it, and keeps the layers of its own stages: the parameters of the others are
+    taken out, so that optimizer and memory are of these alone. Checkpoints are whole (whole_state.py).
+
+    stages: what this rank does, once the model is placed.
+    """
+
+    holds_every_name = False
+
+    def __init__(self, *, placement: Placement, plan: Pipeline) -> None:
+        super().__init__(placement=placement)
+        self.plan = plan
+        self.stages: Stages | None = None
+        self.back_group: dist.ProcessGroup | None = None
+
+    def _make_groups(self) -> None:
+        super()._make_groups()
+        self.back_group, _ = dist.new_subgroups_by_enumeration(self.placement.dimensions.models())
+
+    def model_to_device(self) -> None:
+        if self.stages is not None:
+            super().model_to_device()
+            return
+        # The whole network may not fit on the device: only a rank's own layers go there, by place_model.
+        module = self.lightning_module
+        network = module.network
+        module.network = nn.Identity()
+        module.to(self.root_device)
+        module.network = network
+
+    def place_model(self) -> None:
+        assert self.model_group is not None
+        assert self.back_group is not None
+        module, ranks = self.lightning_module, self.placement.model_ranks
+        network = module.network
+        owners = self.plan.owners(ranks)
+        parts = split(
+            network,
+            count=len(owners),
+            layers=self.plan.layers,
+            inputs=example_inputs(module.trainer.datamodule.data.spec, device="meta"),
+        )
+        place = dist.get_rank(self.model_group)
+        mine = [index for index, owner in enumerate(owners) if owner == place]
+        keep_only(network, {name for index in mine for name in parts.parts[index].tensors})
+        network.to(self.root_device)
+        stages = [Stage(network, parts, index, around=self.precision_plugin.train_step_context) for index in mine]
+        self.stages = Stages(
+            stages,
+            owner=owners,
+            group=self.model_group,
+            back_group=self.back_group,
+            device=self.root_device,
+            schedule=self.plan.schedule.torch_name,
+        )
+        module.pipeline_over(self.stages, split=parts, count=self._count())
+
+    def _count(self) -> int:
+        data = self.lightning_module.trainer.datamodule.data
+        return self.plan.microbatches_of(data.batch_size // self.placement.data_ranks, self.placement.model_ranks)
+
+
+def keep_only(network: nn.Module, names: set[str]) -> None:
+    """Takes all other parameters and buffers out of a network; its layers stay, without their numbers."""
+    for path, module in network.named_modules():
+        prefix = f"{path}." if path else ""
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, _ in tensors:
+            if prefix + name not in names:
+                setattr(module, name, None)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import RunError
+from exp.strategies.placement import Demand, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
 
 
 class Single(Strategy):
     """One device, whatever else the machine has."""
 
     splits_batch = False
+
+    @property
+    def demand(self) -> Demand:
+        """One device."""
+        return Demand(rest=None)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Raises: RunError, because a run of several ranks is not single."""

@@ -9,20 +9,28 @@ a class of Lightning's own strategies may be named as `_target_`, too.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from exp.strategies.placement import DEFAULT_DEMAND, Demand
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import nn
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-    from torch import nn
-
-    from exp.errors import Fault
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
+from exp.errors import Fault, RunError
+from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
+from exp.strategies.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +117,6 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
     plugins holds the cluster environment only: add precision and checkpoint plug-ins to it.
     use_distributed_sampler is False because exp's loaders share out the batches themselves.
     """
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-    from exp.strategies.environment import RankEnvironment
-
     # Lightning takes this from RANK or SLURM_PROCID when it is imported, whosever they are.
     rank_zero_only.rank = rank.global_rank
     return {
@@ -129,24 +133,20 @@ def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
     """The names of TRAITS that a strategy has; of Lightning's own classes by what they derive from."""
     if isinstance(strategy, Strategy):
         return frozenset(trait for trait in TRAITS if getattr(strategy, trait))
-    from lightning.pytorch import strategies
-
     # DeepSpeedStrategy is a DDPStrategy, and all but SingleDeviceStrategy are ParallelStrategies.
     of_lightning: tuple[tuple[type[LightningStrategy], frozenset[str]], ...] = (
-        (strategies.DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step"})),
-        (strategies.FSDPStrategy, frozenset({"shards_parameters", "splits_batch"})),
-        (strategies.ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch"})),
-        (strategies.DDPStrategy, frozenset({"replicates", "splits_batch"})),
-        (strategies.ParallelStrategy, frozenset({"splits_batch"})),
-        (strategies.SingleDeviceStrategy, frozenset({"replicates"})),
+        (DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step"})),
+        (FSDPStrategy, frozenset({"shards_parameters", "splits_batch"})),
+        (ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch"})),
+        (DDPStrategy, frozenset({"replicates", "splits_batch"})),
+        (ParallelStrategy, frozenset({"splits_batch"})),
+        (SingleDeviceStrategy, frozenset({"replicates"})),
     )
     return next((traits for kind, traits in of_lightning if isinstance(strategy, kind)), frozenset())
 
 
 def demand_of_lightning(strategy: LightningStrategy) -> Demand:
     """Of a strategy class of Lightning's own: a rank a device, and a process group where it is made for several."""
-    from lightning.pytorch.strategies import ParallelStrategy
-
     return Demand(group=isinstance(strategy, ParallelStrategy))
 
 
@@ -158,11 +158,57 @@ def _devices(placement: Placement) -> list[int] | int:
 
 
 def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> LightningStrategy:
-    from lightning.pytorch.strategies import SingleDeviceStrategy
-
     if not isinstance(strategy, Strategy):
         return strategy
     if placement.world_size == 1 and placement.devices_per_rank == 1 and placement.backend is None:
         # Nobody to share with: the same numbers, without a process group in this process.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
     return strategy.lightning(placement, rank)
+
+
+class RankEnvironment(ClusterEnvironment):
+    """Lightning's view of a rank that the launcher started: it starts no process and reads no variable.
+
+    Relied on, and tested: Lightning's DDPStrategy starts nothing where `creates_processes_externally` is true, and
+    opens no store where torch.distributed is initialised already (seen in lightning 2.6.6).
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self._rank = rank
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["MASTER_PORT"])
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._rank.world_size
+
+    def set_world_size(self, size: int) -> None:
+        if size != self._rank.world_size:
+            raise RunError(f"Lightning counts {size} ranks, the launcher started {self._rank.world_size}")
+
+    def global_rank(self) -> int:
+        return self._rank.global_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        if rank != self._rank.global_rank:
+            raise RunError(f"Lightning counts itself as rank {rank}, the launcher as {self._rank.global_rank}")
+
+    def local_rank(self) -> int:
+        return self._rank.local_rank
+
+    def node_rank(self) -> int:
+        return self._rank.node_rank

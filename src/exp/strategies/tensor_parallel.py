@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault
-from exp.strategies.placement import Demand
+from exp.strategies.gradient_averaging import average_gradients
+from exp.strategies.model_parallel import NETWORK, ModelParallel
+from exp.strategies.placement import Demand, Placement
+from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.tensor_layers import Cut, carry_out, join, own
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as LightningStrategy
-    from torch import nn
-
-    from exp.strategies.placement import Placement
-    from exp.strategies.rank import Rank
+from exp.strategies.units import uniform, units
 
 # What ranks send each other can be differentiated any number of times.
 MEETS = frozenset({"input_gradients", "forward_passes"})
@@ -29,7 +33,6 @@ class TensorOptions:
     divide: constants of containers that count what is cut, such as heads; `auto` those of a plan `auto`.
     sequence: with `auto`, between the layers that are cut each rank has a part of the sequence.
     vocabulary: with `auto`, embeddings and the head are cut over the vocabulary.
-    verify: hold outputs and gradients of a random batch against the whole network's, before training.
     """
 
     def __init__(
@@ -39,11 +42,9 @@ class TensorOptions:
         divide: str | Sequence[str],
         sequence: bool,
         vocabulary: bool,
-        verify: bool,
     ) -> None:
         self.plan, self.divide = plan, divide
         self.sequence, self.vocabulary = sequence, vocabulary
-        self.verify = verify
 
     def plan_of(self, network: nn.Module) -> Plan:
         """Raises: ConfigError."""
@@ -78,15 +79,14 @@ class TensorParallel(Strategy):
         divide: str | Sequence[str] = AUTO,
         sequence: bool = False,
         vocabulary: bool = False,
-        verify: bool = True,
     ) -> None:
         super().__init__(name=name)
-        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary, verify=verify)
+        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary)
 
     @property
     def demand(self) -> Demand:
         """All ranks work on one batch together."""
-        return Demand(model_ranks=None)
+        return Demand(rest="tensor")
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What cannot be cut so, and what no run in parts can do."""
@@ -95,6 +95,73 @@ class TensorParallel(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A TensorParallelStrategy with these options."""
-        from exp.strategies.tensor_ranks import TensorParallelStrategy
+        return TensorParallelStrategy(placement=placement, tensor=self.tensor)
 
-        return TensorParallelStrategy(placement=placement, tensor=self.tensor, name=self.name)
+
+class TensorParallelStrategy(ModelParallel):
+    """Neighbouring ranks share each layer.
+
+    Where there are several such groups, gradients are averaged over them; with a dimension `shard`, the parts of each
+    layer are in shards over the groups instead, which FSDP2 gathers unit by unit.
+    """
+
+    def __init__(self, *, placement: Placement, tensor: TensorOptions) -> None:
+        super().__init__(placement=placement)
+        self.tensor = tensor
+        self._cuts: dict[str, Cut] = {}
+        self._is_averaging = True
+
+    def place_model(self) -> None:
+        network = self.lightning_module.network
+        assert self.model_group is not None
+        cuts = carry_out(self.tensor.plan_of(network), network, self.model_group)
+        self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
+        network.to(self.root_device)
+        if self.placement.dimensions.shard > 1:
+            mesh = self.data_mesh()
+            chosen = uniform(network, units(network, AUTO, min_parameters=0, key="strategy.shard"))
+            for unit in [*reversed(chosen.values()), network]:
+                fully_shard(unit, mesh=mesh)
+
+    def model_to_device(self) -> None:
+        if self.is_placed:
+            super().model_to_device()
+            return
+        # A device need not have room for the whole network.
+        for name, part in self.lightning_module.named_children():
+            if f"{name}." != NETWORK:
+                part.to(self.root_device)
+
+    # --- parts ---
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        part = super().gather(name, part)
+        if name not in self._cuts:
+            return part
+        cut = self._cuts[name]
+        return join(part, self.model_group, dim=cut.dim, size=cut.size)
+
+    def part(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
+        if name in self._cuts:
+            whole = own(whole, self.model_group, dim=self._cuts[name].dim)
+        return super().part(name, whole, like)
+
+    def copies_in_model(self, name: str) -> int:
+        return 1 if name in self._cuts else self.placement.model_ranks
+
+    # --- several groups ---
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._is_averaging and self.placement.dimensions.data > 1:
+            average_gradients(self.lightning_module.network.parameters(), group=self.data_group)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it around the backward of accumulated batches, but for the last, which averages the sums."""
+        self._is_averaging = False
+        try:
+            yield
+        finally:
+            self._is_averaging = True

@@ -17,20 +17,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from exp.errors import ConfigError, Fault
+from exp.models.containers import ProgramModel
 from exp.spelling import among, did_you_mean
-from exp.strategies.tensor_pairs import pairs
-
-if TYPE_CHECKING:
-    from torch import nn
 
 AUTO = "auto"
 # Of a plan `auto`: the names in conf/model/gpt.yaml and transformer.yaml, and what others call the same.
 COLUMNS = ("query", "key", "value", "expand", "gate")
 ROWS = ("project", "contract")
 HEADS = "*heads"
+# What these do to a number depends on that number alone, so that a part of the values is enough.
+ELEMENTWISE = (
+    "CELU", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "LogSigmoid", "Mish",
+    "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softsign", "Tanh", "Tanhshrink",
+)  # fmt: skip
 
 LINEAR, EMBEDDING, NORM, ANY = "Linear", "Embedding", "LayerNorm or RMSNorm", "layer"
 TAKES = {
@@ -80,8 +83,6 @@ def make_plan(
 
 def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault]:
     """What that many ranks do not divide."""
-    from exp.models.containers import ProgramModel
-
     sizes: dict[str, int] = {}
     for name, words in plan.layers.items():
         layer = network.get_submodule(name)
@@ -125,15 +126,13 @@ def tied_cuts(network: nn.Module, plan: Plan) -> list[Fault]:
 
 
 def _automatic(network: nn.Module, plan: str, *, sequence: bool, vocabulary: bool) -> dict[str, list[str]]:
-    from torch import nn
-
     if plan != AUTO:
         raise ConfigError([_fault("strategy.plan", repr(plan), "auto, or a mapping of name patterns to words")])
     linears = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
     layers = {
         name: ["column" if _last(name) in COLUMNS else "row"] for name in linears if _last(name) in (*COLUMNS, *ROWS)
     }
-    layers = layers or pairs(network)
+    layers = layers or _pairs(network)
     if {word for words in layers.values() for word in words} != {"column", "row"}:
         expected = (
             f"Linear layers called {', '.join(COLUMNS)} and {' or '.join(ROWS)}, or two in turn in a chain of layers; "
@@ -148,10 +147,36 @@ def _automatic(network: nn.Module, plan: str, *, sequence: bool, vocabulary: boo
     return layers
 
 
+def _pairs(network: nn.Module) -> dict[str, list[str]]:
+    """Names of layers to `column` or `row`: in torch.nn.Sequential, and in models that call their layers in turn."""
+    found: dict[str, list[str]] = {}
+    for path, module in network.named_modules():
+        if isinstance(module, ProgramModel):
+            chain = module.chain
+        else:
+            chain = [name for name, _ in module.named_children()] if type(module) is nn.Sequential else []
+        found |= _pairs_of(network, [f"{path}.{name}".lstrip(".") for name in chain])
+    return found
+
+
+def _pairs_of(network: nn.Module, chain: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    first: str | None = None
+    for name in chain:
+        layer = network.get_submodule(name)
+        if type(layer) is nn.Linear:
+            if first is None:
+                first = name
+            else:
+                found |= {first: ["column"], name: ["row"]}
+                first = None
+        elif type(layer).__name__ not in ELEMENTWISE or not type(layer).__module__.startswith("torch.nn."):
+            first = None
+    return found
+
+
 def _along_the_sequence(network: nn.Module, layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Between the blocks of a list, and in their norms, each rank has a part of the sequence."""
-    from torch import nn
-
     words = {"column": "column_of_sequence", "row": "row_to_sequence"}
     found: dict[str, list[str]] = {}
     for path, blocks in network.named_modules():
@@ -176,8 +201,6 @@ def _along_the_sequence(network: nn.Module, layers: Mapping[str, list[str]]) -> 
 
 
 def _over_the_vocabulary(network: nn.Module, layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    from torch import nn
-
     found = {name: ["vocabulary"] for name, layer in network.named_modules() if isinstance(layer, nn.Embedding)}
     heads = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and _last(name) == "head"]
     if not found and not heads:
@@ -225,8 +248,6 @@ def _by_patterns(
 
 
 def _kind_faults(key: str, name: str, layer: nn.Module, words: Sequence[str]) -> Iterator[Fault]:
-    from torch import nn
-
     kinds = {LINEAR: (nn.Linear,), EMBEDDING: (nn.Embedding,), NORM: (nn.LayerNorm, nn.RMSNorm), ANY: (nn.Module,)}
     for word in words:
         # Not a subclass: what its own forward does is not known.
@@ -240,8 +261,6 @@ def _kind_faults(key: str, name: str, layer: nn.Module, words: Sequence[str]) ->
 
 def _heads(network: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Constants that count heads, of the containers that hold layers in columns themselves."""
-    from exp.models.containers import ProgramModel
-
     found = {}
     columns = [name for name, words in layers.items() if {"column", "column_of_sequence"} & set(words)]
     for path, module in network.named_modules():
@@ -252,8 +271,6 @@ def _heads(network: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str,
 
 
 def _constants(network: nn.Module, patterns: Sequence[str]) -> dict[str, list[str]]:
-    from exp.models.containers import ProgramModel
-
     known = {
         f"{path}.{constant}".lstrip("."): (path, constant)
         for path, module in network.named_modules()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.checkpoint import checkpoint
 
 from exp.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from exp.models.matching import matches, unmatched
 
 AUTO = "auto"
 
@@ -62,8 +65,6 @@ def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[st
 
     Raises: ConfigError for each pattern that means none that is called.
     """
-    from exp.models.matching import matches, unmatched
-
     modules = {name: module for name, module in network.named_modules() if name and _is_called(module)}
     faults = [
         unmatched(pattern, network, key=key, got=f"{pattern!r}, which matches no layer")
@@ -80,17 +81,12 @@ def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[st
 def _is_called(module: nn.Module) -> bool:
     """Nothing could be gathered in time for what is never called itself: lists and mappings of layers, and the Linear
     inside torch's MultiheadAttention, which reads its weights (torch 2.13)."""
-    from torch import nn
-    from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-
     holders = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
     return not isinstance(module, holders)
 
 
 def _repeated(network: nn.Module) -> dict[str, nn.Module]:
     """Layers of lists of layers; of lists in lists, the outer ones."""
-    from torch import nn
-
     found: dict[str, nn.Module] = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in found):
@@ -108,3 +104,22 @@ def _large_enough(chosen: dict[str, nn.Module], min_parameters: int) -> dict[str
             kept.add(name)
             taken |= own.keys()
     return {name: module for name, module in chosen.items() if name in kept}
+
+
+def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
+    """Lets each module keep its inputs alone, and compute its activations again in the backward.
+
+    In place: names in the state dict stay what they are.
+    Random numbers are drawn again as they were (torch.utils.checkpoint keeps the generators' states).
+    """
+    for module in modules:
+        # On the instance, which nn.Module calls, hooks around it as before.
+        module.forward = _checkpointed(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checkpointed(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    return checkpointed

@@ -1,6 +1,10 @@
-"""Checkpoints in the form of one process, of a model whose parts lie in several ranks: any strategy reads them.
+"""Whole tensors of parts in several ranks, and checkpoints in the form of one process, which any strategy reads.
 
 Whole tensors under the names of the whole module; an optimizer's state under the indices that one process counts.
+
+Why not torch.distributed.checkpoint.state_dict (torch 2.13): it gathers DTensors alone, which cut layers and stages are
+not, and it names the optimizer's state where one process counts indices:
+`test_each_goes_on_from_another` (tests/strategies/test_whole_checkpoints.py) compares `optimizer_states` with those.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from exp.strategies.placement import Placement
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies here; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Parts(Protocol):
+    """What ranks find in their parts of tensors, for the whole ones. All that any rank has; every rank must call it."""
+
+    def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What was counted: `[K]` in float64, by the name of the parameter. tensors: in which, this rank's parts."""
+
+    def maxima(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The largest: `[K]` in float64, by the name of the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from exp.hooks.allocations.out_of_memory import asked_for, failing_module
 from exp.hooks.allocations.saved_tensors import Kept, storages
 from exp.hooks.step import Step
 from exp.nested import tensors_in
-from exp.strategies.group import global_rank
-from exp.strategies.parts import local
+from exp.strategies.process_group import global_rank
+from exp.strategies.whole_state import local
 
 log = logging.getLogger(__name__)
 

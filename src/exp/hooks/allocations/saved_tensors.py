@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from exp.hooks.observing import OBSERVING
-from exp.strategies.parts import local
+from exp.strategies.whole_state import local
 
 CALL = nn.Module._call_impl.__code__
 HALVES = (torch.float16, torch.bfloat16)

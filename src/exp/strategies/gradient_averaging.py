@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.strategies.parts import local
+from exp.strategies.whole_state import local
 
 T = TypeVar("T", bound=Tensor)
 # As much as DistributedDataParallel sends at once.

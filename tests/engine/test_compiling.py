@@ -23,6 +23,7 @@ from exp.models.containers import SequentialModel
 
 COMPILED = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]  # which needs no C++ compiler
 SHORT = [
+    "optimizer=sgd",
     "trainer.max_steps=3",
     "model.layers.hidden.out_features=16",
     "logger=[]",

@@ -38,16 +38,16 @@ GAN = (
     ids=["body_and_head", "gan"],
 )
 def test_two_ranks_train_what_one_does(ranks: Any, command: tuple[str, ...]) -> None:
-    one = ranks.train(*command, "strategy=single")
-    two = ranks.train(*command, "strategy=ddp", ranks=2)
+    one = ranks.train(*command, "precision=fp64", "strategy=single")
+    two = ranks.train(*command, "precision=fp64", "strategy=ddp", ranks=2)
     assert len(two.losses) == 30
-    assert two.losses == pytest.approx(one.losses, abs=1e-5)
+    assert two.losses == pytest.approx(one.losses, abs=1e-10)
     for tag in one.values:
         if tag.startswith(("loss/", "gradients/norm/total", "optimizer/")):
-            assert two.values[tag] == pytest.approx(one.values[tag], abs=1e-4), tag
+            assert two.values[tag] == pytest.approx(one.values[tag], abs=1e-9), tag
     weights = [run.checkpoint()["state_dict"] for run in (one, two)]
     assert weights[0].keys() == weights[1].keys()
-    assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-4 for name in weights[0])
+    assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-9 for name in weights[0])
     assert list(two.checkpoint()["optimizer_states"][0]["phases"]) == list(
         one.checkpoint()["optimizer_states"][0]["phases"]
     )

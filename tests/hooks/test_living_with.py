@@ -111,6 +111,7 @@ class Broken(Hook):
 """
 RUN = [
     "model=lenet",
+    "optimizer=sgd",
     "data.batch_size=32",
     "trainer.max_epochs=1",
     "trainer.limit_train_batches=4",

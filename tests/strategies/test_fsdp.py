@@ -72,9 +72,11 @@ def test_a_unit_has_one_dtype(build_model):
 
 
 def test_thirty_steps_in_fp32(ranks):
-    one = ranks.train("model=transformer", *STEPS, "strategy=single")
+    # By SGD: AdamW makes a step of a rounding error where a gradient is next to nothing.
+    command = ("model=transformer", "optimizer=sgd", "trainer.gradient_clip_val=1.0", *STEPS)
+    one = ranks.train(*command, "strategy=single")
     for count in (2, 4):
-        parts = ranks.train("model=transformer", *STEPS, "strategy=fsdp", f"launch.devices={count}", ranks=count)
+        parts = ranks.train(*command, "strategy=fsdp", f"launch.devices={count}", ranks=count)
         assert len(parts.losses) == 30
         assert parts.losses == pytest.approx(one.losses, abs=1e-5)
         assert parts.report["strategy"] == "fsdp"

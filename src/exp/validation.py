@@ -165,7 +165,7 @@ def _placement(config: DictConfig, faults: list[Fault]) -> tuple[Placement | Non
 def _shapes(config: DictConfig, faults: list[Fault], placement: Placement | None) -> _Shapes:
     """The network without memory: its shapes, and what is built around it."""
     from exp.build import build_entries, build_network, build_objective, build_phases
-    from exp.engine.runtime import switch_faults
+    from exp.check.runtime_switches import switch_faults
     from exp.plan.shapes import examine_shapes
     from exp.plan.term_faults import term_faults
 

@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.engine.compilation import compile_faults, compile_network, is_compiled
+from exp.check.runtime_switches import compile_faults
+from exp.engine.compilation import compile_network, is_compiled
 from exp.engine.forward import needing
 from exp.errors import ConfigError
 from exp.models.containers import SequentialModel

@@ -9,24 +9,17 @@ others.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from exp.errors import Fault
 from exp.objectives.term import TWICE
-from exp.spelling import among, did_you_mean
 
 log = logging.getLogger(__name__)
 
 # A compiled backward runs once, and has none of its own.
 EAGER = TWICE | {"retained_graph"}
-# What inductor looks for on a machine without a GPU, behind the environment's CXX.
-COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
 # torch's switch for hooks, as the first network of this process found it.
 _found: list[bool] = []
 
@@ -80,42 +73,3 @@ def _eager() -> AbstractContextManager[None]:
 def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
     """Around the forward of a step: uncompiled where its terms need what a compiled network cannot give."""
     return _eager() if needs & EAGER and is_compiled(network) else nullcontext()
-
-
-def compile_faults(network: nn.Module, *, backend: str, accelerator: str) -> Sequence[Fault]:
-    """What would not be compiled, or not run, of runtime.compile=true. accelerator: cpu, cuda or mps."""
-    faults = []
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        faults.append(
-            Fault(
-                key="runtime.compile_backend",
-                got=backend,
-                expected=f"one of {among(known, word=backend)}",
-                cure=did_you_mean(backend, known),
-            )
-        )
-    if backend == "inductor" and accelerator == "cpu" and not _has_compiler():
-        faults.append(
-            Fault(
-                key="runtime.compile_backend",
-                got="inductor on a machine without a C++ compiler",
-                expected=f"one of {', '.join(COMPILERS[:3])} on the path: on CPU inductor writes C++",
-                cure="Install g++, or write runtime.compile=false",
-            )
-        )
-    if type(network).forward.__module__.startswith("torch.nn."):
-        faults.append(
-            Fault(
-                key="runtime.compile",
-                got=f"true for a model that is a {type(network).__name__} of torch itself, which torch never compiles",
-                expected="a model with a class of its own",
-                cure="Put it into model=sequential as a layer, or write runtime.compile=false",
-            )
-        )
-    return faults
-
-
-def _has_compiler() -> bool:
-    named = os.environ["CXX"].split()[:1] if os.environ.get("CXX") else []
-    return any(shutil.which(name) for name in (*named, *COMPILERS))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -229,32 +229,12 @@ def is_shown(tag: str) -> bool:
     return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
 
 
-class Shown:
-    """A display that may be taken away: the run goes on without it, and train.log says so."""
-
-    def __init__(self, display: Bar | Lines) -> None:
-        self._display: Bar | Lines | None = display
-
-    def __call__(self, action: str, *view: View) -> None:
-        if self._display is None:
-            return
-        try:
-            getattr(self._display, action)(*view)
-        except OSError as error:
-            # A terminal that was closed: writes to it fail until the signal comes that ends the run, or for good.
-            if error.errno != errno.EIO:
-                raise
-            self._display = None
-            leave_closed_terminal()
-            log.info("the terminal is gone: the rest of the run is shown here alone")
-
-
 class Progress(Callback):
-    """Shows a run on a display, at a person's rate."""
+    """Shows a run on a display, at a person's rate. A display may be taken away: the run goes on without it."""
 
     def __init__(self, display: Bar | Lines) -> None:
         super().__init__()
-        self.display, self._show = display, Shown(display)
+        self.display: Bar | Lines | None = display
         self._latest: dict[str, float] = {}
         self._shown = 0.0
         self._rate: float | None = None
@@ -312,3 +292,16 @@ class Progress(Callback):
 
     def _view(self, trainer: Trainer) -> View:
         return View(trainer, rate=self._rate, latest=self._latest)
+
+    def _show(self, action: Literal["update", "milestone", "close"], *view: View) -> None:
+        if self.display is None:
+            return
+        try:
+            getattr(self.display, action)(*view)
+        except OSError as error:
+            # A terminal that was closed: writes to it fail until the signal comes that ends the run, or for good.
+            if error.errno != errno.EIO:
+                raise
+            self.display = None
+            leave_closed_terminal()
+            log.info("the terminal is gone: the rest of the run is shown here alone")

@@ -11,15 +11,14 @@ overwrites; and a replay draws from the generator's present seed, which a step s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from exp.engine.forward import Runner
-from exp.errors import Fault, RunError
-from exp.strategies.strategy import Planned
+from exp.errors import RunError
 
 KEY = "runtime.cuda_graph"
 Capture = Callable[[nn.Module, tuple[Tensor, ...]], Runner]
@@ -79,37 +78,6 @@ class _ByPosition(nn.Module):
     def forward(self, *tensors: Tensor) -> Any:
         named = dict(zip(self._names, tensors[self._count :], strict=True))
         return self.network(*tensors[: self._count], **named)
-
-
-def cuda_graph_faults(planned: Planned) -> list[Fault]:
-    """What of a run cannot be in a graph."""
-    config, placement = planned.config, planned.placement
-    if placement.accelerator != "cuda":
-        return [
-            Fault(
-                key=KEY,
-                got=f"true on {placement.accelerator}",
-                expected="a CUDA device: the graphs are CUDA's",
-                cure=f"Write {KEY}=false",
-            )
-        ]
-    count = config["trainer"].get("accumulate_grad_batches")
-    in_the_way: Mapping[str, object] = {
-        f"strategy={config['strategy']['name']} over several devices": placement.world_size > 1
-        or placement.devices_per_rank > 1,
-        f"trainer.accumulate_grad_batches={count}, whose next batch would overwrite the gradients": isinstance(
-            count, int
-        )
-        and count > 1,
-        "phases, which run parts of the network": config["phases"],
-        "an objective that differentiates twice or looks inside the network": planned.needs,
-        "runtime.compile=true, which makes graphs of its own": config["runtime"]["compile"],
-    }
-    return [
-        Fault(key=KEY, got=f"true with {reason}", expected="one network, called once a step", cure=f"Write {KEY}=false")
-        for reason, is_there in in_the_way.items()
-        if is_there
-    ]
 
 
 def _shape(tensors: tuple[Tensor, ...]) -> Shape:

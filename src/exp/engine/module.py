@@ -24,7 +24,6 @@ from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.replaying.update import Window
 from exp.objectives.objective import Objective
-from exp.objectives.passes import Passes
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
@@ -247,37 +246,28 @@ class TrainingModule(LightningModule):
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """The values by name, the objective, and its terms."""
         if self._needs:
-            return self._forward_with_passes(batch)
+            return self._forward_with_passes(
+                batch, self.objective, network=self.network, run=self._run, runner=self.run_network
+            )
         values = self._run(self.run_network, batch.data)
         loss, parts = self.objective(values, batch)
         return values, loss, parts
 
-    def _forward_with_passes(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        with needing(self._needs, self.network):
-            passes = self.passes(batch, self._needs, network=self.network, run=self._run, runner=self.run_network)
+    def _forward_with_passes(
+        self, batch: Batch, objective: Objective, *, network: nn.Module, run: Forward, runner: Runner
+    ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
+        """The same for an objective that needs more than the values of one pass. run, runner: as Passes takes them."""
+        precision = self._trainer.precision_plugin
+        scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
+        with needing(objective.needs, network):
+            passes = make_passes(
+                objective.needs, network=network, run=run, data=batch.data, runner=runner, loss_scale=scale
+            )
             values = passes.run()
-            loss, parts = self.objective(values, batch, passes)
+            loss, parts = objective(values, batch, passes)
         if not self.training:
             values = {**values, "output": detached(values["output"])}
         return values, loss, parts
-
-    def passes(
-        self, batch: Batch, needs: frozenset[str], *, network: nn.Module, run: Forward, runner: Runner
-    ) -> Passes:
-        """What an objective with these needs is given for a batch; made inside `needing`.
-
-        network, run, runner: as Passes takes them.
-        """
-        precision = self._trainer.precision_plugin
-        scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
-        return make_passes(
-            needs,
-            network=network,
-            run=run,
-            data=batch.data,
-            runner=runner,
-            loss_scale=scale,
-        )
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.data.randomness import reseed
-from exp.engine.forward import Values, detached, forward_by_name, needing, target_of
+from exp.engine.forward import Values, detached, forward_by_name, target_of
 from exp.engine.module import TrainingModule, clip
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.replaying.update import Window
@@ -194,8 +194,17 @@ class PhasedModule(TrainingModule):
     def _share(
         self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...], *, size: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """A micro-batch's loss and terms as its share of a window of `size` samples."""
-        loss, parts = self._losses(phase, batch, batch_idx, turn)
+        """A micro-batch's loss and terms, under the step's precision, as its share of a window of `size` samples."""
+        reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
+        with ExitStack() as stack:
+            if self.observer.watches_forward:
+                stack.enter_context(self.observer.around_forward(batch.data))
+            stack.enter_context(self.trainer.precision_plugin.train_step_context())
+            values, loss, parts = self._forward_phase(phase, batch)
+        self.observer.after_forward(values)
+        # The metrics of training look at the first phase of a step that gives the network's own output.
+        if self._metrics_wait and phase.forward is None and batch.size:
+            self._train_values.update_metrics(detached(values["output"]), target_of(values))
         # As many equal ones divide by their number, as Lightning does.
         shares = size / batch.global_size
         if batch.weight != 1.0:
@@ -217,22 +226,6 @@ class PhasedModule(TrainingModule):
         chosen = {id(parameter) for parameter in trained_parameters(self.network, phase.parameters)}
         return {name: one for name, one in self.network.named_parameters() if id(one) in chosen}
 
-    def _losses(
-        self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The phase's forward of one micro-batch and its terms, under the step's precision."""
-        reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
-        with ExitStack() as stack:
-            if self.observer.watches_forward:
-                stack.enter_context(self.observer.around_forward(batch.data))
-            stack.enter_context(self.trainer.precision_plugin.train_step_context())
-            values, loss, parts = self._forward_phase(phase, batch)
-        self.observer.after_forward(values)
-        # The metrics of training look at the first phase of a step that gives the network's own output.
-        if self._metrics_wait and phase.forward is None and batch.size:
-            self._train_values.update_metrics(detached(values["output"]), target_of(values))
-        return loss, parts
-
     def _forward_phase(
         self, phase: Phase, batch: Batch, values: Values | None = None
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
@@ -241,13 +234,11 @@ class PhasedModule(TrainingModule):
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
         network.training = self.network.training  # of a view, a copy
-        if not objective.needs:
-            values = run(runner, batch.data) if values is None else values
-            return values, *objective(values, batch)
-        with needing(objective.needs, network):
-            passes = self.passes(batch, objective.needs, network=network, run=run, runner=runner)
-            values = passes.run()
-            return values, *objective(values, batch, passes)
+        if objective.needs:
+            return self._forward_with_passes(batch, objective, network=network, run=run, runner=runner)
+        values = run(runner, batch.data) if values is None else values
+        loss, parts = objective(values, batch)
+        return values, loss, parts
 
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """In evaluation: the forward and the terms of every phase, and the loss that is their sum."""

@@ -13,43 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.engine.compilation import compile_faults, compile_network
-from exp.engine.cuda_graphs import GraphedNetwork, cuda_graph_faults
+from exp.engine.compilation import compile_network
+from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
-from exp.errors import Fault
-from exp.strategies.strategy import Planned
-
-CHANNELS_LAST = "runtime.channels_last"
-CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 def put_channels_last(network: nn.Module) -> None:
     """In place: its weights `[C, C', H, W]`, and from now on every input `[B, C, H, W]` that it is called with."""
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
-
-
-def channels_last_faults(network: nn.Module, input_shape: Sequence[int]) -> list[Fault]:
-    """What it would not do anything for. input_shape: of one sample."""
-    if len(input_shape) != 3:
-        return [
-            Fault(
-                key=CHANNELS_LAST,
-                got=f"true with samples of shape {list(input_shape)}",
-                expected="samples [C, H, W], so that a batch has four dimensions",
-                cure=f"Write {CHANNELS_LAST}=false",
-            )
-        ]
-    if not any(isinstance(module, CONVOLUTIONS) for module in network.modules()):
-        return [
-            Fault(
-                key=CHANNELS_LAST,
-                got="true for a model without a convolution",
-                expected="a model with a Conv2d, which is what it is faster for",
-                cure=f"Write {CHANNELS_LAST}=false",
-            )
-        ]
-    return []
 
 
 def _lay_out_inputs(
@@ -95,17 +67,3 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
     if runtime["compile"]:
         for network, needs in module.runs():
             compile_network(network, backend=runtime["compile_backend"], needs=needs)
-
-
-def switch_faults(planned: Planned) -> Sequence[Fault]:
-    """What the switches cannot do for a run."""
-    runtime = planned.config["runtime"]
-    faults: list[Fault] = []
-    if runtime["compile"]:
-        backend, accelerator = runtime["compile_backend"], planned.placement.accelerator
-        faults += compile_faults(planned.network, backend=backend, accelerator=accelerator)
-    if runtime["channels_last"]:
-        faults += channels_last_faults(planned.network, planned.config["data"]["input_shape"])
-    if runtime["cuda_graph"]:
-        faults += cuda_graph_faults(planned)
-    return faults

@@ -18,15 +18,18 @@ from exp.errors import ConfigError
 
 BATCHES = 6
 
-pytestmark = pytest.mark.filterwarnings(
-    # Lightning's advice, of no use to data in memory.
-    "ignore:The '(train|val|test)_dataloader' does not have many workers",
-    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
-    "ignore:Checkpoint directory .* exists and is not empty",
-    # Some tests go on, on purpose, without the callback that wrote the checkpoint, or write elsewhere.
-    "ignore:Be aware that when using `ckpt_path`",
-    "ignore:The dirpath has changed",
-)
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings(
+        # Lightning's advice, of no use to data in memory.
+        "ignore:The '(train|val|test)_dataloader' does not have many workers",
+        "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "ignore:Checkpoint directory .* exists and is not empty",
+        # Some tests go on, on purpose, without the callback that wrote the checkpoint, or write elsewhere.
+        "ignore:Be aware that when using `ckpt_path`",
+        "ignore:The dirpath has changed",
+    ),
+]
 
 
 class Regression(LightningModule):

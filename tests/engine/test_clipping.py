@@ -9,6 +9,8 @@ from torch import nn
 
 from exp.engine.module import clip
 
+pytestmark = pytest.mark.numeric
+
 LIMITS = ((0.5, "norm"), (0.5, None), (0.01, "value"))
 
 

@@ -22,6 +22,8 @@ from exp.engine.forward import needing
 from exp.errors import ConfigError
 from exp.models.containers import SequentialModel
 
+pytestmark = pytest.mark.numeric
+
 COMPILED = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]  # which needs no C++ compiler
 SHORT = [
     "optimizer=sgd",

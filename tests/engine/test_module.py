@@ -25,6 +25,7 @@ from exp.objectives.objective import Term
 from exp.objectives.terms import CrossEntropy
 
 pytestmark = [
+    pytest.mark.numeric,
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]

@@ -27,6 +27,7 @@ from exp.optim.phase import Phase
 from exp.optim.schedules import Cosine
 
 pytestmark = [
+    pytest.mark.numeric,
     # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),

@@ -11,6 +11,8 @@ import pytest
 from exp.check.stages import compose
 from exp.validation import examine
 
+pytestmark = pytest.mark.numeric
+
 STEPS = ("trainer.max_epochs=null", "trainer.max_steps=30", "test=false", "optimizer=sgd")
 # What the generator makes its samples from: noise would differ with the number of ranks.
 SOURCE = "x.flatten(1)[:, :16]"

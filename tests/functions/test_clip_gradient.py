@@ -10,6 +10,8 @@ from torch import nn
 
 from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value
 
+pytestmark = pytest.mark.numeric
+
 BOTH = [clip_gradient_by_norm, clip_gradient_by_value]
 
 

@@ -10,6 +10,8 @@ from exp.functions.gradient_reversal import gradient_reversal
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.layers import GradientReversal
 
+pytestmark = pytest.mark.numeric
+
 
 def x(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -9,6 +9,8 @@ from torch import nn
 from exp.functions.gradient_reversal import gradient_reversal, progressive_weight
 from exp.functions.scale_gradient import scale_gradient
 
+pytestmark = pytest.mark.numeric
+
 
 def x(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

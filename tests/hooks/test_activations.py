@@ -12,6 +12,8 @@ from exp.hooks.activations import Activations, figures, merged, saturation
 from exp.hooks.step import Step
 from exp.strategies.model_parallel import gather_ranks
 
+pytestmark = pytest.mark.numeric
+
 
 def step_of(network, **settings) -> Step:
     return Step(index=1, network=network, optimizers=[], batch_size=8, device=torch.device("cpu"), **settings)

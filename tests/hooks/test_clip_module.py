@@ -13,6 +13,8 @@ import exp
 from exp.build import build_data, build_network, plain_config
 from exp.errors import ConfigError
 
+pytestmark = pytest.mark.numeric
+
 # The gradients of the hidden layer's output are about 0.03 in all, and 0.001 each.
 LIMITS = {"norm": 0.004, "value": 0.0001}
 STEPS = 3

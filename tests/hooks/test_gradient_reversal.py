@@ -16,6 +16,8 @@ from exp.hooks.gradient_reversal import GradientReversal
 from exp.hooks.step import Step
 from exp.models.layers import GradientReversal as Layer
 
+pytestmark = pytest.mark.numeric
+
 SHORT = ["experiment=domain_adversarial", "metrics=[]", "logger=[]", "test=false", "monitor=loss/train", "mode=min"]
 SHORT += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "trainer.max_steps=3", "data.batch_size=32"]
 SHORT += ["optimizer=sgd", "optimizer.lr=0.1"]

@@ -13,6 +13,8 @@ from exp.hooks.gradients import Gradients
 from exp.hooks.norms import norms, with_total
 from exp.hooks.step import Step
 
+pytestmark = pytest.mark.numeric
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ from exp.hooks.step import Step
 from exp.strategies.placement import Machine, placement
 from exp.strategies.strategy import Planned
 
+pytestmark = pytest.mark.numeric
+
 SHORT = (
     *("model=sequential", "model.layers.hidden.out_features=8", "model.layers.hidden2.out_features=8"),
     *("hooks=[gradients]", "metrics=[]", "test=false", "trainer.limit_val_batches=0", "monitor=loss/train"),

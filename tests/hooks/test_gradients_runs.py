@@ -14,6 +14,8 @@ import exp
 from exp.build import build_data, build_network, plain_config
 from exp.engine.compilation import forget_compiled
 
+pytestmark = pytest.mark.numeric
+
 STEPS = 3
 SHORT = (
     *("model=sequential", "model.layers.hidden.out_features=16", "model.layers.hidden2.out_features=8"),

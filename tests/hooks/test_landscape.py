@@ -20,6 +20,8 @@ from exp.errors import ConfigError
 from exp.hooks.directions import downhill, length, random_direction
 from exp.hooks.figures.curves import COLOURS, curves
 
+pytestmark = pytest.mark.numeric
+
 COMMAND = ["metrics=[]", "monitor=loss/train", "test=false", "trainer.limit_val_batches=0", "logger=[]"]
 COMMAND += ["checkpoint.save_best=false", "trainer.max_steps=4", "data.batch_size=24"]
 HOOK = ["hooks=[landscape]", "hooks.landscape.every_n_steps=2", "hooks.landscape.points=5"]

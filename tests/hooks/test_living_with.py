@@ -10,6 +10,8 @@ import pytest
 import exp
 from exp.errors import ConfigError, RunError
 
+pytestmark = pytest.mark.numeric
+
 PROBE = """
 import torch
 from exp.hooks.hook import Hook

@@ -19,6 +19,8 @@ from exp.config.reading import read
 from exp.types import DataSpec
 from exp.validation import examine
 
+pytestmark = pytest.mark.numeric
+
 # In double precision, so that no sum over ranks turns a prediction. With batches of 67 the last one of validation is a
 # single sample, for which the second rank holds a stand-in.
 RUN = [

@@ -14,6 +14,8 @@ from exp.build import build_data, build_network, plain_config
 from exp.errors import ConfigError
 from exp.hooks.noise_scale import NoiseScale
 
+pytestmark = pytest.mark.numeric
+
 NAME = "per_sample_gradients"
 COMMAND = [f"hooks=[{NAME}]", f"hooks.{NAME}.chunk_size=5", "test=false", "metrics=[]", "monitor=loss/train"]
 COMMAND += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "trainer.max_steps=1", "logger=[]"]

@@ -17,6 +17,8 @@ from exp.build import build_data, build_network, plain_config
 from exp.hooks.retain_gradients import RetainGradients
 from exp.hooks.step import Step
 
+pytestmark = pytest.mark.numeric
+
 COMMAND = ["hooks=[retain_gradients]", "hooks.retain_gradients.every_n_steps=2", "test=false", "metrics=[]"]
 COMMAND += ["model.layers.hidden.out_features=16", "model.layers.hidden2.out_features=12", "monitor=loss/train"]
 COMMAND += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "trainer.max_steps=3", "data.batch_size=32"]

@@ -20,6 +20,8 @@ from exp.hooks.scale_gradient import ScaleGradient
 from exp.hooks.step import Step
 from exp.models.containers import SequentialModel
 
+pytestmark = pytest.mark.numeric
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.numeric
+
 # 1257 training samples of digits: 19 batches of 64 and a last one of 41, which two ranks cannot halve.
 ONE_EPOCH = ["trainer.max_epochs=1", "data.batch_size=64", "optimizer=sgd", "optimizer.lr=0.05", "test=false"]
 

@@ -23,6 +23,8 @@ from exp.models.containers import (
 )
 from exp.models.layers import Parameter
 
+pytestmark = pytest.mark.numeric
+
 
 class ByHandList(nn.Module):
     def __init__(self, count: int) -> None:

@@ -11,6 +11,8 @@ from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.graphs import on_meta
 from exp.models.parts import split
 
+pytestmark = pytest.mark.numeric
+
 MODELS = (
     *("sequential", "module_list", "module_dict", "parameter_list", "parameter_dict"),
     *("mlp", "lenet", "resnet", "rnn", "transformer"),

@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from exp.types import DataSpec
 
+pytestmark = pytest.mark.numeric
+
 TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=30, num_outputs=30)
 WINE = DataSpec(input_shape=(13,), input_dtype="float32", num_classes=3, num_outputs=3)
 CONTAINERS = ["sequential", "module_list", "module_dict", "parameter_list", "parameter_dict"]

@@ -14,6 +14,8 @@ from exp.data.digits import Digits
 from exp.data.domains import CHANGES, DigitDomains
 from exp.errors import ConfigError
 
+pytestmark = pytest.mark.numeric
+
 SHORT = ["experiment=domain_adversarial", "metrics=[]", "hooks=[]", "logger=[]", "test=false", "monitor=loss/train"]
 SHORT += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "mode=min"]
 SGD = ["optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "optimizer.lr=0.1"]

@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import exp
 from exp.build import build_data, build_network, plain_config
 
+pytestmark = pytest.mark.numeric
+
 QUIET = [
     "metrics=[]",
     "hooks=[]",

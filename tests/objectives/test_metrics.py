@@ -12,6 +12,8 @@ from torchmetrics import Metric
 from exp.errors import RunError
 from exp.objectives.metrics import AUROC, F1, Accuracy, BitsPerCharacter, Perplexity
 
+pytestmark = pytest.mark.numeric
+
 CLASSES = 4
 
 

@@ -18,6 +18,8 @@ from exp.errors import RunError
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
+pytestmark = pytest.mark.numeric
+
 CLASSES = 5
 
 

@@ -17,6 +17,8 @@ from exp.objectives.passes import Passes
 from exp.objectives.penalties import R1
 from exp.objectives.term import AbstractTerm
 
+pytestmark = pytest.mark.numeric
+
 
 def run(runner: Callable[..., Any], data: Any) -> dict[str, Any]:
     return {"input": data[0], "target": data[1], "output": runner(data[0])}

@@ -17,6 +17,8 @@ from exp.objectives.objective import Objective
 from exp.objectives.passes import Passes
 from exp.objectives.penalties import R1, WGANGP, JacobianNorm
 
+pytestmark = pytest.mark.numeric
+
 
 def sample(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

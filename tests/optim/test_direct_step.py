@@ -9,6 +9,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from exp.optim.direct_step import DirectStep, is_known
 
+pytestmark = pytest.mark.numeric
+
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9), "maximize": True}),

@@ -20,6 +20,8 @@ from exp.errors import ConfigError
 from exp.optim.optimizer import Optimization
 from exp.optim.schedules import Constant, Cosine, OneCycle
 
+pytestmark = pytest.mark.numeric
+
 RATES = (0.1, 0.003)
 
 

@@ -21,11 +21,14 @@ STEPS = 20
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 AdamW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
-pytestmark = pytest.mark.filterwarnings(
-    # Lightning's advice, of no use to data in memory.
-    "ignore:The 'train_dataloader' does not have many workers",
-    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
-)
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings(
+        # Lightning's advice, of no use to data in memory.
+        "ignore:The 'train_dataloader' does not have many workers",
+        "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    ),
+]
 
 
 class Classifier(LightningModule):

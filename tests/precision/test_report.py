@@ -23,6 +23,8 @@ from exp.precision.comparison import Comparison, compare
 from exp.precision.plugin import build_precision
 from exp.run import run
 
+pytestmark = pytest.mark.numeric
+
 SHORT = (
     "hooks=[]", "metrics=[]", "launch.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.max_steps=3",
     "trainer.max_epochs=-1", "data.batch_size=16", "test=false", "model=mlp", "model.constants.width=16",

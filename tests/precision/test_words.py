@@ -20,6 +20,8 @@ from exp.precision.conversion import STATISTICS
 from exp.precision.plugin import build_precision
 from exp.precision.words import WORDS
 
+pytestmark = pytest.mark.numeric
+
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MODELS = {
     "mlp": ("model.constants.width=16",),

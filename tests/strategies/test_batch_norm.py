@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.numeric
+
 KINDS = {
     "1d": (nn.BatchNorm1d, (5, 3), {}),
     "1d over time": (nn.BatchNorm1d, (5, 3, 4), {"affine": False}),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.numeric
+
 SHORT = ("model=sequential", "optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
 # Nothing but training steps, on a network whose gradients are far larger than what is said beside them.
 WIDE = (

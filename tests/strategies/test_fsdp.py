@@ -11,6 +11,8 @@ from exp.errors import ConfigError
 from exp.models.matching import matching
 from exp.strategies.units import uniform, units
 
+pytestmark = pytest.mark.numeric
+
 # Batches of 100: the last of an epoch is short.
 STEPS = ("trainer.max_epochs=null", "trainer.max_steps=30", "test=false", "data.batch_size=100", "logger=[]")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.numeric
+
 BASE = (
     "model=transformer",
     "trainer.max_epochs=null",

@@ -10,6 +10,8 @@ import pytest
 
 from exp.check.__main__ import main as check
 
+pytestmark = pytest.mark.numeric
+
 RUN = (
     *("optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "trainer.limit_val_batches=2"),
     *("trainer.log_every_n_steps=1", "hooks=[gradients]", "trainer.gradient_clip_val=0.5"),

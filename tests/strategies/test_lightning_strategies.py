@@ -7,6 +7,8 @@ import pytest
 import exp
 from exp.errors import ConfigError
 
+pytestmark = pytest.mark.numeric
+
 SHORT = ("model=sequential", "optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=10", "test=false")
 MINE = """
 # Lightning's own DDPStrategy: strategy=mine

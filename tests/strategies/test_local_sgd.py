@@ -11,6 +11,8 @@ import torch
 from exp.build import build_data, build_network, plain_config
 from exp.config.freeze import read_frozen
 
+pytestmark = pytest.mark.numeric
+
 LOCAL = (
     *("model=sequential", "optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "test=false", "hooks=[]"),
     *("strategy=ddp", "trainer.max_epochs=null", "strategy.local_sgd.every_n_steps=4"),

@@ -10,6 +10,8 @@ from exp.report import read_report
 from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.pipeline_stages import cut, joined, micro_batches, number_of, shares
 
+pytestmark = pytest.mark.numeric
+
 # 42 of 64 samples are left for the last batch of an epoch: a micro-batch is filled up.
 RUN = (
     *("model=transformer", "optimizer=sgd", "optimizer.momentum=0.9", "trainer.gradient_clip_val=0.3"),

@@ -13,6 +13,8 @@ from exp.errors import ConfigError
 from exp.strategies.tensor_plan import division_faults, make_plan
 from exp.types import DataSpec
 
+pytestmark = pytest.mark.numeric
+
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=65, num_outputs=65)
 STEPS = ("trainer.max_epochs=null", "test=false", "logger=[]")

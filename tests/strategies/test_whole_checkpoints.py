@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytestmark = pytest.mark.numeric
+
 # 100 samples a batch: the last one of an epoch is short, and 4 ranks do not divide it.
 BASE = (
     "model=transformer", "data.batch_size=100", "precision=fp64", "trainer.gradient_clip_val=0.5", "test=false",

@@ -3,7 +3,8 @@
 Lightning 2.6 has EMAWeightAveraging; with it `trainer.test(ckpt_path="best")` after fit loads the weights that are not
 averaged, it deep-copies the whole LightningModule with all that hooks hang on it, and it averages tensor by tensor.
 
-Relied on, and tested: torch's private `_foreach_lerp_` and `_foreach_copy_`, many tensors by one call (torch 2.13).
+Private of torch (2.13), and tested: `_foreach_lerp_` and `_foreach_copy_`, many tensors by one call; where a module has
+its tensors: `_parameters`, `_buffers`, `_non_persistent_buffers_set`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What is trained: network, objective, metrics and optimizer as one LightningModule."""
+"""What is trained: network, objective, metrics and optimizer as one LightningModule.
+
+Private of Lightning (2.6.6), and tested: `_current_fx_name`, `_on_before_batch_transfer`,
+`_apply_batch_transfer_handler` and `_trainer`; docs/lean-loop.md says of each what is relied on.
+"""
 
 from __future__ import annotations
 

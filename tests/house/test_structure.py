@@ -1,6 +1,7 @@
 """The rules of the house: each is one short test over the source text."""
 
 import ast
+import functools
 from pathlib import Path
 
 import exp
@@ -24,6 +25,11 @@ PUBLIC = [
 ]  # fmt: skip
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room(path: Path) -> str:
     """The first part of its dotted name; a room's `__main__`, which is a command, is a room of its own."""
     parts = path.relative_to(ROOT).parts
@@ -36,8 +42,7 @@ def rank(name: str) -> int:
 
 def imports(path: Path, *, anywhere: bool = True) -> list[str]:
     """Dotted names that a module imports, those inside functions included unless told otherwise."""
-    tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if anywhere else tree.body
+    nodes = ast.walk(tree(path)) if anywhere else tree(path).body
     found = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -59,6 +64,21 @@ def exp_edges() -> set[tuple[str, str]]:
     return edges
 
 
+def edges() -> dict[str, set[str]]:
+    """Each module and those that it imports, in functions and for annotations included."""
+    names = {path: f"exp.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}" for path in SOURCES}
+    modules = {name.removesuffix(".__init__") for name in names.values()} - {"exp"}
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for path, name in names.items():
+        for node in ast.walk(tree(path)):
+            there = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                whole = [f"{node.module}.{alias.name}" for alias in node.names]
+                there = [one if one in modules else node.module for one in whole]
+            found.setdefault(name.removesuffix(".__init__"), set()).update(set(there) & modules - {name})
+    return found
+
+
 def test_imports_only_go_down_in_rank():
     wrong = [f"{here} -> {there}" for here, there in exp_edges() if here != there and rank(here) < rank(there)]
     assert not wrong, f"these imports go up: {wrong}"
@@ -73,30 +93,12 @@ def test_rooms_of_equal_rank_have_no_cycles():
     assert [here for here in reach if here in reach[here]] == []
 
 
-def running_imports(nodes: list[ast.stmt]) -> set[str]:
-    """Modules that are imported when these statements run, those inside functions included; not for annotations."""
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.ImportFrom):
-            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        found |= running_imports(list(ast.iter_child_nodes(node)))
-    return found
-
-
-def test_modules_of_a_room_have_no_cycles():
-    modules = {f"exp.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}": path for path in SOURCES}
-    reach = {
-        name: {there for there in running_imports(ast.parse(path.read_text()).body) if there in modules} - {name}
-        for name, path in modules.items()
-        if path.parent != ROOT
-    }
+def test_modules_have_no_circles():
+    """An import for an annotation alone is one, too: what two modules know of each other is one idea, or a third's."""
+    reach = {name: set(there) for name, there in edges().items()}
     todo = True
     while todo:
-        longer = {name: there.union(*(reach.get(one, set()) for one in there)) for name, there in reach.items()}
+        longer = {name: there.union(*(reach[one] for one in there)) for name, there in reach.items()}
         todo, reach = longer != reach, longer
     assert [name for name in reach if name in reach[name]] == []
 
@@ -121,7 +123,7 @@ def test_walls_between_the_columns():
 def test_package_inits_reexport_nothing():
     for path in ROOT.rglob("__init__.py"):
         if path != ROOT / "__init__.py":
-            assert ast.get_docstring(ast.parse(path.read_text())) or not path.read_text().strip(), path
+            assert ast.get_docstring(tree(path)) or not path.read_text().strip(), path
             assert imports(path) == [], path
 
 
@@ -135,7 +137,7 @@ def test_public_names_are_the_committed_ones():
 
 def test_functions_are_read_without_scrolling():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = node.end_lineno - node.lineno + 1
                 assert length <= 62, f"{path}:{node.lineno} {node.name} has {length} lines"
@@ -148,7 +150,7 @@ def test_no_file_is_a_drawer():
 
 def test_no_config_get_with_a_default_and_no_bare_except():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ExceptHandler):
                 assert node.type is not None, f"{path}:{node.lineno} bare except"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":

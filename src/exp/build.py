@@ -33,8 +33,7 @@ from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
-from exp.hooks.replaying.step_file import Origin
-from exp.hooks.timing.utilisation import Workload
+from exp.hooks.offers import Origin, Workload
 from exp.models.flops import FlopCount
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from exp.engine.module import TrainingModule
     from exp.engine.step_hooks import StepHooks
     from exp.hooks.replaying.step_file import StepFile
-    from exp.hooks.replaying.tracing import Trace
+    from exp.hooks.replaying.trace import Trace
 
 SHOWN_AGAIN, NOT_SHOWN, NO_FILE = 0, 1, 2
 
@@ -54,7 +54,7 @@ def _command(argv: Sequence[str]) -> int:
         "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
     )
     arguments = parser.parse_args(argv)
-    from exp.hooks.replaying.trace_table import report  # behind --help, which needs no torch
+    from exp.hooks.replaying.findings import report  # behind --help, which needs no torch
 
     file = read_step(arguments.file)
     with _quiet():

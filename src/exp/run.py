@@ -18,8 +18,7 @@ from exp.engine.runtime import set_threads
 from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
 from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
 from exp.launch.launcher import in_process, last_checkpoint, launch
-from exp.loggers.run_logger import Description, RunLogger
-from exp.loggers.texts import texts
+from exp.loggers.run_logger import Description, RunLogger, texts
 from exp.plan.precision import report_precision
 from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
 from exp.signals import interrupting

@@ -8,9 +8,9 @@ import torch
 from sklearn.metrics import confusion_matrix
 
 from exp.errors import RunError
-from exp.hooks.classified import predicted, rows
+from exp.hooks.class_counts import predicted, rows
 from exp.hooks.confusion import Confusion, Matrix
-from exp.hooks.figures.drawing import matrix, short
+from exp.hooks.figures import matrix, short
 
 
 def alone(tensor):

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import exp
 from exp.build import build_data, build_network, build_objective, build_phases, describe, plain_config
-from exp.hooks.timing.device_peak import arithmetic, listed_peak, measured_peak
+from exp.hooks.timing.utilisation import arithmetic, listed_peak, measured_peak
 from exp.models.flops import counted
 from exp.plan.flops import flops_of_a_sample
 

@@ -17,8 +17,8 @@ import exp
 from exp.build import build_data, build_network, plain_config
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
-from exp.hooks.directions import downhill, length, random_direction
-from exp.hooks.figures.curves import COLOURS, curves
+from exp.hooks.figures import COLOURS, curves
+from exp.hooks.landscape import downhill, length, random_direction
 
 pytestmark = pytest.mark.numeric
 

@@ -18,10 +18,9 @@ import exp
 from exp.build import build_network, plain_config
 from exp.engine import step_replay
 from exp.errors import ConfigError, RunError
-from exp.hooks.replaying.buffers_before import BuffersBefore, put_back
-from exp.hooks.replaying.step_file import StepFile, tensors_of
-from exp.hooks.replaying.tracing import Trace, Tracer
-from exp.hooks.replaying.update import Window
+from exp.hooks.replaying.step_file import BuffersBefore, StepFile, put_back, tensors_of
+from exp.hooks.replaying.trace import Trace, Tracer
+from exp.hooks.step import Window
 from exp.precision.scaler import can_hold, hold, release
 from exp.replay import main as replay
 from exp.replay import read_step

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import exp
 from exp.build import build_data, build_network, plain_config
 from exp.errors import ConfigError
-from exp.hooks.noise_scale import NoiseScale
+from exp.hooks.per_sample_gradients import NoiseScale
 
 pytestmark = pytest.mark.numeric
 

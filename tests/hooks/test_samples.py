@@ -7,7 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import exp
-from exp.hooks.figures.drawing import INK, RIGHT, WRONG
+from exp.hooks.figures import INK, RIGHT, WRONG
 from exp.hooks.samples import Samples, pictures
 from exp.validation import examine
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import exp
 from exp.hooks.step import Step
-from exp.hooks.throughput import Throughput, tokens_in_a_sample
-from exp.hooks.timing.split import PARTS, TOGETHER, StepTimer
+from exp.hooks.throughput import PARTS, TOGETHER, StepTimer, Throughput, tokens_in_a_sample
 from exp.hooks.timing.utilisation import Workload
 from exp.models.flops import FlopCount
 

@@ -13,7 +13,7 @@ from exp.run import run
 
 HOOK = """
 from exp.hooks.hook import Hook
-from exp.hooks.values import Histogram, Image, PrecisionRecallCurve, Text
+from exp.hooks.panels import Histogram, Image, PrecisionRecallCurve, Text
 
 
 class Glance(Hook):

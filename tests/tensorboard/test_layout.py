@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from exp.tensorboard.layout import CHARTS, Layout
+from exp.tensorboard.summaries import CHARTS, Layout
 
 TAGS = Path(__file__).with_name("tags.txt").read_text().split()
 # tests/tensorboard/test_tags.py holds a GPU to them.

@@ -17,7 +17,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import exp
 from exp.errors import RunError
-from exp.hooks.values import Histogram, Image, PrecisionRecallCurve, Text
+from exp.hooks.panels import Histogram, Image, PrecisionRecallCurve, Text
 from exp.run import run
 
 STEPS = 20

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from exp.hooks.values import Histogram, Image, Panel, PrecisionRecallCurve, Text, on_host
+from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text, on_host
 from exp.tensorboard.logger import TensorBoardLogger
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from exp.tensorboard.records import crc32c, masked_crc32c, records
+from exp.tensorboard.event_file import crc32c, masked_crc32c, records
 
 
 def test_the_checksum_of_the_common_example():

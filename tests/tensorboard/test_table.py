@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from exp.errors import RunError
-from exp.hooks.values import Histogram, Text
-from exp.loggers.table import CsvLogger
+from exp.hooks.panels import Histogram, Text
+from exp.loggers.metrics_csv import CsvLogger
 
 
 def rows(directory) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from exp.loggers.texts import MAX_DIFF_CHARACTERS, fenced, texts
+from exp.loggers.run_logger import MAX_DIFF_CHARACTERS, fenced, texts
 
 
 @pytest.fixture

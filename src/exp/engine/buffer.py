@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from exp.errors import RunError
-from exp.hooks.values import Panel, on_host
+from exp.hooks.panels import Panel, on_host
 from exp.types import Stage
 
-EXPECTED = "a hook must give one number, or a panel of exp.hooks.values, for a tag"
+EXPECTED = "a hook must give one number, or a panel of exp.hooks.panels, for a tag"
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def _float(tag: str, value: SupportsFloat) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"{tag} is {value!r}; a hook must give one number, or a panel of exp.hooks.values, for a tag"
+            f"{tag} is {value!r}; a hook must give one number, or a panel of exp.hooks.panels, for a tag"
         ) from error
 
 

@@ -26,7 +26,7 @@ from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing, target_of
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
-from exp.hooks.replaying.update import Window
+from exp.hooks.step import Window
 from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase

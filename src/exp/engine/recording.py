@@ -30,7 +30,7 @@ from exp.engine.overhead import lighten
 from exp.engine.step_hooks import Found, StepHooks
 from exp.errors import RunError
 from exp.hooks.hook import Hook
-from exp.hooks.values import Panel
+from exp.hooks.panels import Panel
 from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision

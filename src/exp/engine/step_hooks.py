@@ -23,8 +23,8 @@ from exp.engine.observer import UNOBSERVED, WHOLE_STEP, StepObserver, Turn
 from exp.engine.step_replay import update_of
 from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.panels import Panel
 from exp.hooks.step import Step
-from exp.hooks.values import Panel
 from exp.optim.phase import stepping
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks

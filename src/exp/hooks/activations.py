@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from exp.errors import RunError
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
-from exp.hooks.values import Histogram
 from exp.nested import tensors_in
 
 # Of the way from one bound to the other.
@@ -71,7 +71,7 @@ class Activations(Hook):
             # A rank without a share of the batch holds a stand-in, and takes part in the sums with nothing.
             self._counts = step.weight != 0.0
 
-    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if self.modules == ("*",) and next(module.children(), None) is not None:
             return
         found = next((tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim()), None)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault
-from exp.hooks.classified import class_faults, rows
+from exp.errors import Fault, RunError
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
-from exp.types import Stage
+from exp.models.inference import example_inputs
+from exp.types import DataSpec, Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
@@ -68,7 +69,7 @@ class ClassCounts(Hook, ABC):
         self._device = next((parameter.device for parameter in network.parameters()), self._device)
         self._counts = None
 
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+    def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
         if stage not in self.stages:
             return
         found = self.counted(
@@ -83,3 +84,112 @@ class ClassCounts(Hook, ABC):
         if mine is None:  # a rank without a share of the data still takes part in the sum
             mine = torch.zeros(self.shape, dtype=torch.int64, device=self._device)
         return self.shown(stage, gather(mine).sum(0))
+
+
+EVALUATIONS: tuple[Stage, ...] = ("val", "test")
+
+
+def rows(
+    values: Mapping[str, object], *, output: str, target: str, num_classes: int, hook: str
+) -> tuple[Tensor, Tensor]:
+    """The scores `[N, V]`, or `[N]` of a network with one output for two classes; and the class numbers `[N]`, int64.
+
+    values: of a batch, by name. Outputs are `[..., V]` and targets `[...]`, so that a text or a map of pixels counts
+    by its places; one output is `[...]` or `[..., 1]`. hook: its name, for errors.
+
+    Raises: RunError for entries that are not there, and for shapes that are neither.
+    """
+    scores, classes = (_entry(values, name, hook=hook) for name in (output, target))
+    classes = classes.to(scores.device, non_blocking=True)  # layers may be split over devices
+    if scores.dim() == classes.dim() + 1 and scores.shape[:-1] == classes.shape and scores.shape[-1] == num_classes:
+        return scores.detach().flatten(end_dim=-2), classes.flatten().long()
+    if num_classes == 2 and scores.numel() == classes.numel() and _without_ones(scores) == _without_ones(classes):
+        return scores.detach().flatten(), classes.flatten().long()
+    one = f", or one output of the target's shape {list(classes.shape)}" if num_classes == 2 else ""
+    raise RunError(
+        f"hooks.{hook} counts by class: {output} is {list(scores.shape)}, {target} {list(classes.shape)}; with "
+        f"{num_classes} classes it must be {[*classes.shape, num_classes]}{one}. Name other entries of the batch and "
+        f"of the network's outputs with hooks.{hook}.output and hooks.{hook}.target, or leave it out with ~hooks.{hook}"
+    )
+
+
+def predicted(scores: Tensor, *, threshold: float) -> Tensor:
+    """The class of the largest score, of `[N, V]`; of `[N]`, 1 where the score is above `threshold`. int64 `[N]`."""
+    return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()
+
+
+def probabilities(scores: Tensor, *, given: bool) -> Tensor:
+    """The same as probabilities, in float32 or better: softmax of several outputs, sigmoid of one.
+
+    given: they are that already.
+    """
+    scores = scores.to(at_least_float32(scores.dtype))
+    if given:
+        return scores
+    return scores.softmax(-1) if scores.dim() == 2 else scores.sigmoid()
+
+
+def class_faults(
+    name: str, planned: Planned, *, num_classes: int | None, most: int, stages: Sequence[str], output: str
+) -> list[Fault]:
+    """What a hook that counts by class cannot do, before the run.
+
+    name: the hook's. most: classes that it can show. output: the name of what has the scores.
+    """
+    faults = stage_faults(name, stages=stages, known=EVALUATIONS)
+    key = f"hooks.{name}.num_classes"
+    leave = f"Leave the hook out with ~hooks.{name}"
+    if num_classes is None:
+        expected = "the number of classes: the data is no classification, so that there is nothing to count by class"
+        return [*faults, Fault(key=key, got="null", expected=expected, cure=leave)]
+    if not 2 <= num_classes <= most:
+        expected = f"2 to {most} classes"
+        return [*faults, Fault(key=key, got=str(num_classes), expected=expected, cure=leave)]
+    shape = _output_shape(planned, output)
+    # Of two classes one score is enough, and [B, T] may be one for each place.
+    if shape is None or num_classes == 2 or (len(shape) > 1 and shape[-1] == num_classes):
+        return faults
+    got = f"{output}, which is [{', '.join(['B', *(str(size) for size in shape[1:])])}]"
+    expected = f"an output of the network that is [B, ..., {num_classes}]: a score for each class"
+    return [
+        *faults,
+        Fault(key=f"hooks.{name}.output", got=got, expected=expected, cure=f"Name another one. {leave} otherwise"),
+    ]
+
+
+def _output_shape(planned: Planned, output: str) -> Sequence[int] | None:
+    """None where the network does not give it by that name, and where its forward cannot be run without numbers."""
+    inputs = example_inputs(DataSpec.of(planned.config["data"]), device="meta")
+    try:
+        with torch.device("meta"), torch.no_grad():
+            found = planned.network(*inputs)
+    except Exception:  # a user's own layer may raise anything; the check of shapes tells it, with its reason
+        return None
+    if isinstance(found, Mapping):
+        found = found.get(output)
+    elif output != "output":
+        return None
+    return list(found.shape) if isinstance(found, Tensor) else None
+
+
+def stage_faults(name: str, *, stages: Sequence[str], known: Sequence[str]) -> list[Fault]:
+    """Stages that the hook of this name does not know, or none at all."""
+    key, expected = f"hooks.{name}.stages", f"some of {', '.join(known)}"
+    if not stages:
+        return [Fault(key=key, got="[]", expected=expected, cure=f"Leave the hook out with ~hooks.{name}")]
+    return [Fault(key=key, got=repr(stage), expected=expected) for stage in stages if stage not in known]
+
+
+def _entry(values: Mapping[str, object], name: str, *, hook: str) -> Tensor:
+    if isinstance(found := values.get(name), Tensor):
+        return found
+    tensors = [key for key, value in values.items() if isinstance(value, Tensor)]
+    what = f"{name} is a {type(values[name]).__name__}" if name in values else f"there is no {name}"
+    raise RunError(
+        f"hooks.{hook}: {what}; expected a tensor of the batch or of the network's outputs, by name: there are "
+        f"{', '.join(tensors)}. Choose one with hooks.{hook}.output or hooks.{hook}.target"
+    )
+
+
+def _without_ones(tensor: Tensor) -> list[int]:
+    return [size for size in tensor.shape if size != 1]

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exp.hooks.class_counts import ClassCounts
-from exp.hooks.classified import EVALUATIONS, predicted
+from exp.hooks.class_counts import EVALUATIONS, ClassCounts, predicted
 from exp.hooks.hook import Values
-from exp.hooks.values import Image, Panel
+from exp.hooks.panels import Image, Panel
 from exp.types import Stage
 
 
@@ -65,7 +64,7 @@ class Matrix(Panel):
     normalised: bool
 
     def drawn(self) -> Image:
-        from exp.hooks.figures.drawing import matrix
+        from exp.hooks.figures import matrix
 
         counts = self.counts.numpy()
         samples, hits = int(counts.sum()), int(np.trace(counts))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from exp.hooks.chosen_steps import OnChosenSteps
 from exp.hooks.hook import Values
+from exp.hooks.panels import Text
 from exp.hooks.step import Step
-from exp.hooks.values import Text
 from exp.nested import tensors_in
 from exp.types import dtype_name
 
@@ -36,7 +35,7 @@ class Dtypes(OnChosenSteps):
         super().__init__(steps=steps, every_n_steps=every_n_steps, modules=modules)
         self._rows: dict[str, _Row] = {}
 
-    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         own = list(module.parameters(recurse=False))
         if not own and any(True for _ in module.children()):
             return
@@ -67,5 +66,5 @@ class _Row:
         return f"| {name or '(network)'} | {self.kind} | {' | '.join(cells)} | {kept or ''} |"
 
 
-def _dtypes(data: Any) -> list[str]:
+def _dtypes(data: object) -> list[str]:
     return [dtype_name(tensor.dtype) for tensor in tensors_in(data)]

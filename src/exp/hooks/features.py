@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
 from exp.hooks.hook import Hook, Values
+from exp.hooks.panels import Image
 from exp.hooks.step import Step
-from exp.hooks.values import Image
 from exp.models.inference import example_inputs
 from exp.models.matching import matches
 from exp.nested import tensors_in
@@ -62,7 +62,7 @@ class Features(Hook):
                 faults.append(self._without_maps(repr(pattern), seen, planned.network, shapes))
         return faults
 
-    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if name in self._images:
             return
         found = _maps_of(output)
@@ -134,13 +134,13 @@ def shapes_on_meta(network: nn.Module, patterns: Sequence[str], spec: DataSpec) 
     return shapes
 
 
-def _maps_of(output: Any) -> Tensor | None:
+def _maps_of(output: object) -> Tensor | None:
     """The first tensor `[B, C, H, W]` of what a module returns."""
     fitting = (tensor for tensor in tensors_in(output) if tensor.dim() == 4 and not tensor.is_complex())
     return next(fitting, None)
 
 
-def _shape_of(output: Any) -> str:
+def _shape_of(output: object) -> str:
     first = next(tensors_in(output), None)
     return "gives no tensor" if first is None else f"gives {list(first.shape)}"
 

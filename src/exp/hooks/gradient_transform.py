@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class GradientTransform(Hook, ABC):
 
     transforms = True
     # Whether a module and one inside it may both be meant.
-    nests: ClassVar[bool] = False
+    nests: bool = False
 
     def __init__(self, *, modules: Sequence[str], at: str) -> None:
         super().__init__(modules=modules)
@@ -50,13 +50,13 @@ class GradientTransform(Hook, ABC):
             return method == _METHOD_AT.get(self.at)
         return super().overrides(method)
 
-    def forward_pre(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> Any | None:
+    def forward_pre(self, name: str, module: nn.Module, inputs: tuple[object, ...]) -> object:
         return self._changed(name, inputs)
 
-    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any | None:
+    def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
         return self._changed(name, output)
 
-    def _changed(self, name: str, values: Any) -> Any | None:
+    def _changed(self, name: str, values: object) -> Any | None:
         if not torch.is_grad_enabled():
             return None
         if not any(tensor.is_floating_point() for tensor in tensors_in(values)):
@@ -97,7 +97,7 @@ class GradientTransform(Hook, ABC):
         """One forward without numbers shows at which modules there is nothing to change."""
         seen: dict[str, str | None] = {}
 
-        def look(name: str, values: Any) -> None:
+        def look(name: str, values: object) -> None:
             tensors = [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
             said = None if any(tensor.requires_grad for tensor in tensors) else self._without_gradient(name)
             seen[name] = said if tensors else self._without(name)

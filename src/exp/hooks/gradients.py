@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.hooks.entries import histograms, shares
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
 from exp.hooks.norms import norms, with_total
+from exp.hooks.panels import BINS, Histogram, bin_counts, finite_range
 from exp.hooks.step import Step
-from exp.hooks.update_ratio import UpdateRatio
 from exp.models.matching import matching
+from exp.strategies.whole_state import local
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
+
 
 NORM, CLIPPED = "gradients/norm/", "gradients/norm_clipped/"
 OWN_PERIODS = ("histogram_every_n_steps", "update_ratio_every_n_steps", "shares_every_n_steps")
@@ -166,3 +169,76 @@ class Gradients(Hook):
 
 def _has_come(period: int | None, index: int) -> bool:
     return period is not None and (index % period == 0 or index == 1)
+
+
+def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram]:
+    """The histogram of each whole tensor's finite entries. Where ranks have parts every one of them must call it."""
+    if step.parts is None:
+        return {name: Histogram.of(_dense(tensor)) for name, tensor in tensors.items()}
+    parts = {name: _flat(tensor) for name, tensor in tensors.items()}
+    ranges = {name: finite_range(part) for name, part in parts.items()}
+    # Largest and smallest at once: the smallest is the largest of what is on the other side of zero.
+    found = step.parts.maxima({name: torch.stack([high, -low]) for name, (low, high) in ranges.items()})
+    limits = {name: (-pair[1], pair[0]) for name, pair in found.items()}
+    counts = {name: bin_counts(part, *limits[name], bins=BINS) for name, part in parts.items()}
+    totals = step.parts.sums(counts, tensors)
+    return {name: Histogram.counted(totals[name], *limits[name]) for name in totals}
+
+
+def shares(tensors: Mapping[str, Tensor], step: Step) -> dict[str, tuple[Tensor, Tensor]]:
+    """The share of each whole tensor's entries that are zero, and that are infinite or not a number: 0-d, on its
+    device. Where ranks have parts every one of them must call it."""
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        stored = part.coalesce().values() if part.is_sparse else part
+        # What a sparse tensor does not store is zero.
+        zeros = part.numel() - torch.count_nonzero(stored)
+        finite = torch.count_nonzero(stored.isfinite())
+        own[name] = torch.stack([zeros, stored.numel() - finite, torch.full_like(zeros, part.numel())])
+    counts = own if step.parts is None else step.parts.sums(own, tensors)
+    return {name: (count[0] / count[2], count[1] / count[2]) for name, count in counts.items()}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """This rank's part, `[K]`, in a dtype that has bins."""
+    return _dense(local(tensor)).detach().reshape(-1).to(at_least_float32(tensor.dtype))
+
+
+class UpdateRatio:
+    """Copies parameters before an optimizer step, and compares them behind it.
+
+    The ratio of a parameter is the norm of its change over its norm before the step (0.001 is the usual advice for
+    weights: https://cs231n.github.io/neural-networks-3/#ratio). It is 0 where nothing changed, as in a step that a loss
+    scale skips, and 1 where the parameter was all zeros and moved.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    @torch.no_grad()
+    def remember(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Copies them; those of this step that are known already stay as they were."""
+        for name, parameter in parameters.items():
+            if name not in self._before:
+                self._before[name] = (parameter, parameter.detach().clone())
+
+    @torch.no_grad()
+    def taken(self, step: Step) -> dict[str, Tensor]:
+        """The ratios, 0-d, by name, and forgets the copies. Where ranks have parts every one of them must call it."""
+        held, self._before = self._before, {}
+        before = step.norms({name: copy for name, (_, copy) in held.items()})
+        changed = step.norms({name: parameter.detach() - copy for name, (parameter, copy) in held.items()})
+        if not before:
+            return {}
+        size, change = torch.stack(list(before.values())), torch.stack(list(changed.values()))
+        ratios = change / torch.where(size == 0, change, size)
+        return dict(zip(before, torch.where(change == 0, 0.0, ratios).unbind(), strict=True))
+
+    def forget(self) -> None:
+        """Frees the copies of a step that came to no end."""
+        self._before = {}

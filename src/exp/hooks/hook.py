@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.declarations import class_faults, need_faults
-from exp.hooks.observing import OBSERVING
 from exp.models.matching import matching
 from exp.nested import tensors_in
 from exp.types import Stage
@@ -32,9 +33,8 @@ from exp.types import Stage
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from exp.hooks.replaying.update import Update
-    from exp.hooks.step import Step
-    from exp.hooks.values import Panel
+    from exp.hooks.panels import Panel
+    from exp.hooks.step import Step, Update
     from exp.strategies.strategy import Planned
 
 Values = Mapping[str, "Tensor | float | Panel"]
@@ -48,7 +48,7 @@ AT_MODULES = (*IN_FORWARD, *IN_BACKWARD)
 class Hook:
     """Observes or transforms at chosen steps and modules. The base does nothing, and no method that does is called.
 
-    A returned value is a 0-d tensor, left on its device, a float, or a panel of `exp.hooks.values`: a histogram,
+    A returned value is a 0-d tensor, left on its device, a float, or a panel of `exp.hooks.panels`: a histogram,
     images, a text, a precision-recall curve. Its key is the TensorBoard tag.
 
     At the modules that match, an observer is attached in due steps of training alone, so that others cost nothing, it
@@ -132,10 +132,10 @@ class Hook:
         For each micro-batch; the optimizer's once a step. With phases each has its own, but for the batch's.
         """
 
-    def around_forward(self, step: Step) -> AbstractContextManager[Any] | None:
+    def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
         """A context entered before the forward of each micro-batch, and left before its backward."""
 
-    def after_forward(self, step: Step, values: Mapping[str, Any]) -> Values | None:
+    def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
         """After the forward and the objective of each micro-batch, without a graph of its own.
 
         values: by name, with their graph: the batch's entries (input and target where they have no names), what the
@@ -165,13 +165,13 @@ class Hook:
 
     # --- at the modules that match ---
 
-    def forward_pre(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> Any | None:
+    def forward_pre(self, name: str, module: nn.Module, inputs: tuple[object, ...]) -> object:
         """Before the forward of a module, with its positional inputs."""
 
-    def forward(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any | None:
+    def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
         """After the forward of a module."""
 
-    def full_backward(self, name: str, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> Any | None:
+    def full_backward(self, name: str, module: nn.Module, grad_inputs: object, grad_outputs: object) -> object:
         """When the gradients with respect to a module's inputs are known; multiplied by `loss_scale`."""
 
     def tensor_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
@@ -180,15 +180,15 @@ class Hook:
     def post_accumulate_grad(self, name: str, parameter: nn.Parameter) -> None:
         """`parameter.grad` has taken a micro-batch's gradient, times `loss_scale`. name: of the parameter, in full."""
 
-    def state_dict_save(self, name: str, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def state_dict_save(self, name: str, module: nn.Module, state: Mapping[str, object]) -> Mapping[str, object] | None:
         """A module's entries are about to be saved, by their names in the module. A transform may return others."""
 
-    def state_dict_load(self, name: str, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def state_dict_load(self, name: str, module: nn.Module, state: Mapping[str, object]) -> Mapping[str, object] | None:
         """A module's entries are about to be loaded, by their names in the module. A transform may return others."""
 
     # --- an evaluation: validation in fit, and test ---
 
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+    def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
         """Each batch of which this rank has a share. values: as in after_forward, without a graph."""
 
     def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
@@ -237,7 +237,7 @@ class Hook:
         self._attached = Attached(self, modules, network=network)
         self.setup(network)
 
-    def engaged(self) -> AbstractContextManager[Any]:
+    def engaged(self) -> AbstractContextManager[object]:
         """Around the forward of a due step: an observer is at its modules. What it has in the backward stays behind
         it, until `disengage`."""
         return nullcontext() if self._attached is None else self._attached.engaged()
@@ -266,9 +266,9 @@ class Attached:
         self._hook, self._modules = hook, modules
         taken = {id(one) for module in modules.values() for one in module.parameters()}
         self._parameters = {name: one for name, one in network.named_parameters() if id(one) in taken}
-        self._always: list[Any] = []
-        self._forward: list[Any] = []
-        self._backward: list[Any] = []
+        self._always: list[RemovableHandle] = []
+        self._forward: list[RemovableHandle] = []
+        self._backward: list[RemovableHandle] = []
         if hook.overrides("state_dict_save") or hook.overrides("state_dict_load"):
             self._always += self._state_dict_handles()
         if hook.transforms:
@@ -295,63 +295,47 @@ class Attached:
         self.disengage()
         _remove(self._always)
 
-    def _forward_handles(self) -> list[Any]:
+    def _forward_handles(self) -> list[RemovableHandle]:
         hook, handles = self._hook, []
         for name, module in self._modules.items():
             if hook.overrides("forward_pre"):
-                handles.append(module.register_forward_pre_hook(self._forward_pre(name)))
+                handles.append(module.register_forward_pre_hook(partial(self._called("forward_pre"), name)))
             if hook.overrides("forward"):
-                handles.append(module.register_forward_hook(self._after_forward(name)))
+                handles.append(module.register_forward_hook(partial(self._called("forward"), name)))
             if hook.overrides("tensor_gradient"):
                 handles.append(module.register_forward_hook(self._on_outputs(name)))
         return handles
 
-    def _backward_handles(self) -> list[Any]:
+    def _backward_handles(self) -> list[RemovableHandle]:
         hook, handles = self._hook, []
         if hook.overrides("full_backward"):
             for name, module in self._modules.items():
-                handles.append(module.register_full_backward_hook(self._full_backward(name)))
+                handles.append(module.register_full_backward_hook(partial(self._called("full_backward"), name)))
         if hook.overrides("post_accumulate_grad"):
             for name, parameter in self._parameters.items():
                 if parameter.requires_grad:
-                    handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+                    accumulated = partial(hook.post_accumulate_grad, name)
+                    handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
         return handles
-
-    def _forward_pre(self, name: str) -> Callable[..., Any]:
-        call = self._called("forward_pre")
-        return lambda module, inputs: call(name, module, inputs)
-
-    def _after_forward(self, name: str) -> Callable[..., Any]:
-        call = self._called("forward")
-        return lambda module, inputs, output: call(name, module, inputs, output)
-
-    def _full_backward(self, name: str) -> Callable[..., Any]:
-        call = self._called("full_backward")
-        return lambda module, grad_inputs, grad_outputs: call(name, module, grad_inputs, grad_outputs)
-
-    def _accumulated(self, name: str) -> Callable[[nn.Parameter], None]:
-        def accumulated(parameter: nn.Parameter) -> None:
-            self._hook.post_accumulate_grad(name, parameter)
-
-        return accumulated
 
     def _on_outputs(self, name: str) -> Callable[..., None]:
         call = self._called("tensor_gradient")
 
-        def on_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
+        def on_outputs(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: call(name, gradient))
 
         return on_outputs
 
-    def _called(self, method: str) -> Callable[..., Any]:
+    def _called(self, method: str) -> Callable[..., object]:
         """The hook's own method; an observer's without a graph, and held to returning None."""
-        hook, own = self._hook, getattr(self._hook, method)
+        hook = self._hook
+        own: Callable[..., object] = getattr(hook, method)
         if hook.transforms:
             return own
 
-        def observing(*arguments: Any) -> None:
+        def observing(*arguments: object) -> None:
             seen = list(tensors_in(arguments))
             before = [tensor._version for tensor in seen]
             with torch.no_grad(), OBSERVING:
@@ -370,41 +354,51 @@ class Attached:
 
         return observing
 
-    def _state_dict_handles(self) -> list[Any]:
+    def _state_dict_handles(self) -> list[RemovableHandle]:
         hook, handles = self._hook, []
         for name, module in self._modules.items():
             if hook.overrides("state_dict_save"):
-                handles.append(module.register_state_dict_post_hook(self._on_save(name)))
+                handles.append(module.register_state_dict_post_hook(self._on_state_dict("state_dict_save", name)))
             if hook.overrides("state_dict_load"):
-                handles.append(module.register_load_state_dict_pre_hook(self._on_load(name)))
+                on_load = self._on_state_dict("state_dict_load", name)
+                handles.append(module.register_load_state_dict_pre_hook(on_load))
         return handles
 
-    def _on_save(self, name: str) -> Callable[..., None]:
-        call = self._called("state_dict_save")
+    def _on_state_dict(self, method: str, name: str) -> Callable[..., None]:
+        call = self._called(method)
 
-        def on_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            _put_back(state, prefix, call(name, module, _own(state, prefix)))
+        def on_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            changed: Any = call(name, module, own)
+            if changed is not None:
+                state.update({prefix + key: value for key, value in changed.items()})
 
-        return on_save
-
-    def _on_load(self, name: str) -> Callable[..., None]:
-        call = self._called("state_dict_load")
-
-        def on_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-            _put_back(state, prefix, call(name, module, _own(state, prefix)))
-
-        return on_load
+        return on_state_dict
 
 
-def _own(state: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-
-
-def _put_back(state: dict[str, Any], prefix: str, changed: Mapping[str, Any] | None) -> None:
-    if changed is not None:
-        state.update({prefix + key: value for key, value in changed.items()})
-
-
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
+
+
+class Observing:
+    """Entered around what an observing hook computes in the middle of a forward or a backward, so that no other hook
+    takes that for the network's own.
+
+    depth: how many are under way.
+    """
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+# One for the process, as the network that is being observed is.
+OBSERVING = Observing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from exp.data.randomness import reseed, seed_for
 from exp.errors import Fault
 from exp.files import write_whole
-from exp.hooks.apart import apart, objective_faults, running
-from exp.hooks.directions import downhill, moved, random_direction
-from exp.hooks.figures.curves import curves
+from exp.functions.at_least_float32 import at_least_float32
+from exp.hooks.figures import curves
 from exp.hooks.hook import Hook, Values
+from exp.hooks.isolated_forward import apart, objective_faults, running
+from exp.hooks.norms import joined, norm
+from exp.hooks.panels import Image
 from exp.hooks.step import Step
-from exp.hooks.values import Image
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
@@ -27,7 +28,7 @@ class Landscape(Hook):
     """Draws `landscape`: the loss of the step's batch where all weights are moved a distance, along two directions.
 
     One is against the gradient, the other random, filter by filter as long as the weights (Li et al. 2018,
-    arXiv:1712.09913; see hooks/directions.py). Both are as long as the random one, which is as long as the weights but
+    arXiv:1712.09913; see `random_direction`). Both are as long as the random one, which is as long as the weights but
     for biases and norms, so that 0.1 moves weights by a tenth of their size. The loss is that of the training step,
     over all ranks and micro-batches, with its dropout and its batch statistics: at distance 0 it is the step's own.
     Weights, buffers and generators of random numbers are as they were. The numbers are in a file of the run directory,
@@ -99,3 +100,46 @@ class Landscape(Hook):
         place.mkdir(parents=True, exist_ok=True)
         rows = [f"{at!r},{one!r},{other!r}" for at, one, other in zip(distances, down, across, strict=True)]
         write_whole(place / f"step_{step.index:06d}.csv", "\n".join(["distance,against_gradient,random", *rows, ""]))
+
+
+def random_direction(parameters: Mapping[str, Tensor], *, generator: torch.Generator) -> dict[str, Tensor]:
+    """Normal numbers, filter by filter of the same norm as the weights; zero for biases and the scales of norms.
+
+    Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", arXiv:1712.09913, section 4: so that two networks
+    with the same function have the same landscape, one with large weights and one with small. A filter is what one
+    index of a weight's first axis gives: of a linear layer the weights into one output. What has one axis is left as it
+    is, as in the authors' own code.
+
+    parameters: by name, of any shape. generator: on the CPU, so that a seed gives one direction on every device.
+    """
+    direction = {}
+    for name, parameter in parameters.items():
+        if parameter.dim() < 2:
+            direction[name] = torch.zeros_like(parameter)
+            continue
+        wide = at_least_float32(parameter.dtype)
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=wide).to(parameter.device)
+        axes = tuple(range(1, parameter.dim()))
+        size = torch.linalg.vector_norm(parameter.to(wide), dim=axes, keepdim=True)
+        direction[name] = drawn / torch.linalg.vector_norm(drawn, dim=axes, keepdim=True) * size
+    return direction
+
+
+def downhill(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Against the gradient, as long as `like`; zero where there is no gradient."""
+    found = {name: torch.zeros_like(like[name]) if one is None else -one for name, one in gradients.items()}
+    factor = torch.nan_to_num(length(like) / length(found), nan=0.0, posinf=0.0)
+    return {name: one.to(at_least_float32(one.dtype)) * factor.to(one.device) for name, one in found.items()}
+
+
+def length(direction: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of all of it, 0-d, in float32 at least."""
+    return joined([norm(one) for one in direction.values()])
+
+
+def moved(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], distance: float) -> dict[str, Tensor]:
+    """Copies of the parameters so far along; at 0.0 with the same bits."""
+    return {
+        name: (one + distance * direction[name]).to(one.dtype) if distance else one.detach().clone()
+        for name, one in parameters.items()
+    }

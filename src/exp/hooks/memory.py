@@ -6,18 +6,17 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.hooks.allocations import cuda_snapshot
-from exp.hooks.allocations.memory_snapshot import take
 from exp.hooks.allocations.out_of_memory import is_out_of_memory
 from exp.hooks.allocations.peaks import HOST, Peak, peak_of
 from exp.hooks.allocations.saved_tensors import Kept, SavedTensors, storages
+from exp.hooks.allocations.snapshot import record_history, stop_history, take
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.step import Step
 from exp.nested import tensors_in
@@ -89,11 +88,11 @@ class Memory(Hook):
     def setup(self, network: nn.Module) -> None:
         self._network = network
         if self.record_history:
-            cuda_snapshot.record_history(NOTES)
+            record_history(NOTES)
 
     def teardown(self) -> None:
         if self._network is not None and self.record_history:
-            cuda_snapshot.stop_history()
+            stop_history()
         self._network = None
         self._kept, self._measured_at = Kept(), None
 
@@ -111,7 +110,7 @@ class Memory(Hook):
             tag = _peak_tag(kind, phase)
             self._peaks[tag] = max(self._peaks.get(tag, 0), found)
 
-    def around_forward(self, step: Step) -> AbstractContextManager[Any] | None:
+    def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
         if step.is_graphed:
             if not self._has_told:
                 left_out = "memory/activations_mib, memory/peak_forward_mib and memory/peak_backward_mib"
@@ -189,7 +188,7 @@ def mebibytes(tensors: Iterable[Tensor]) -> float:
 
 def _counters(device: torch.device) -> dict[str, Peak]:
     """Those that can be set back, by the beginning of their tags."""
-    counters = {"host_peak": HOST} if HOST.can_restart else {}
+    counters: dict[str, Peak] = {"host_peak": HOST} if HOST.can_restart else {}
     return {**counters, "peak": peak_of(device)} if device.type == "cuda" else counters
 
 

@@ -23,12 +23,11 @@ from torch.optim import Optimizer
 from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
-from exp.hooks.replaying.buffers_before import BuffersBefore, Copies, put_back
+from exp.hooks.offers import Origin
 from exp.hooks.replaying.findings import Finding, finding_of, message
-from exp.hooks.replaying.step_file import Origin, StepFile, tensors_of
-from exp.hooks.replaying.tracing import Trace
-from exp.hooks.replaying.update import Update
-from exp.hooks.step import Step
+from exp.hooks.replaying.step_file import BuffersBefore, Copies, StepFile, put_back, tensors_of
+from exp.hooks.replaying.trace import Trace
+from exp.hooks.step import Step, Update
 from exp.precision.scaler import release
 
 if TYPE_CHECKING:

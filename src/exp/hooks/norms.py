@@ -14,6 +14,17 @@ from exp.functions.at_least_float32 import at_least_float32
 SINGLE = {torch.float32}
 
 
+def norm(tensor: Tensor) -> Tensor:
+    """The 2-norm, 0-d, in fp32 (float64 for float64)."""
+    found: Tensor = torch.linalg.vector_norm(tensor, dtype=at_least_float32(tensor.dtype))
+    return found
+
+
+def joined(norms: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all together, from those of each, 0-d, which may lie on several devices."""
+    return norm(torch.stack([one.to(norms[0].device) for one in norms]))
+
+
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each of `tensors`, 0-d, in fp32 (float64 for float64), left on its device.
 

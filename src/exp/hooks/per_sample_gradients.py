@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +13,18 @@ from torch.func import grad, vmap
 
 from exp.errors import Fault
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.apart import apart, running
 from exp.hooks.hook import Hook, Values
-from exp.hooks.noise_scale import NoiseScale
-from exp.hooks.sample_faults import sample_faults
+from exp.hooks.isolated_forward import apart, objective_faults, running
+from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
-from exp.hooks.values import Histogram
+from exp.models.inference import example_inputs
+from exp.models.normalisation import ANY_BATCH_NORM, INSTANCE_NORMS
 from exp.nested import mapped, tensors_in
-from exp.types import Batch
+from exp.types import Batch, DataSpec
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
+
 
 # On a sample's loss, so that float16 keeps its gradients: the largest that float16 holds.
 LARGEST_FACTOR = 2.0**15
@@ -35,12 +36,12 @@ class PerSampleGradients(Hook):
     `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and `per_sample_gradients/norm`, a histogram: the
     gradient of the objective of a batch that holds this sample alone, with respect to all parameters that learn, by
     torch.func.vmap of grad. `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace`: see
-    hooks/noise_scale.py; the gradient of the whole batch is the step's own. Over all ranks and micro-batches.
+    NoiseScale; the gradient of the whole batch is the step's own. Over all ranks and micro-batches.
 
     Dropout and the like draw numbers of their own for each sample. It costs as much as 3 to 20 steps, and memory for
     `chunk_size` gradients of the whole network.
 
-    chunk_size: samples at once. smoothing: see hooks/noise_scale.py.
+    chunk_size: samples at once. smoothing: see NoiseScale.
     """
 
     keeps_batches = True
@@ -77,7 +78,7 @@ class PerSampleGradients(Hook):
     def _norms(self, step: Step, batch: Batch) -> Tensor:
         """The norm of each sample's gradient, `[b]`, in float32 at least."""
         network, scale = step.network, self.loss_scale
-        learning = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+        learning: dict[str, Tensor] = {name: one for name, one in network.named_parameters() if one.requires_grad}
         factor = torch.as_tensor(scale, dtype=torch.float32, device=step.device).clamp(1.0, LARGEST_FACTOR)
 
         def loss(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
@@ -112,3 +113,124 @@ def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:
     counts = step.gather(torch.tensor([len(norms)], device=norms.device)).flatten().tolist()
     padded = nn.functional.pad(norms, (0, max(counts) - len(norms)), value=math.nan)
     return torch.cat([row[:count] for row, count in zip(step.gather(padded), counts, strict=True)])
+
+
+CLIP_MODULE = "exp.hooks.clip_module.ClipModule"
+APART = "a network that treats the samples of a batch apart"
+
+
+def sample_faults(name: str, planned: Planned) -> Iterator[Fault]:
+    """Of a hook of this name that takes the gradient of each sample. Each at the key of what stands in its way."""
+    config, network = planned.config, planned.network
+    hook = f"hooks.{name}"
+    leave = f"leave the hook out with ~{hook}"
+    yield from objective_faults(name, planned, takes_samples=True)
+    if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
+        got, expected = f"a step of one sample, with {hook}", "2 or more, to compare one with all"
+        yield Fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {leave}")
+    yield from _clipping_faults(hook, config["hooks"])
+    mixing = [path for path, module in network.named_modules() if _mixes(module)]
+    if mixing:
+        kind = type(network.get_submodule(mixing[0])).__name__
+        paths = f"{', '.join(mixing[:3])}{' and others' if len(mixing) > 3 else ''}"
+        yield Fault(
+            key="model",
+            got=f"{paths}: {kind}, which mixes samples, with {hook}",
+            expected=APART,
+            cure=f"Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place, or {leave}",
+        )
+    else:
+        yield from _forward_faults(hook, network, DataSpec.of(config["data"]), f"Choose another model, or {leave}")
+
+
+def _clipping_faults(hook: str, hooks: Mapping[str, Any]) -> Iterator[Fault]:
+    for other, node in hooks.items():
+        # Written out: a hook that its YAML leaves at the default of `at` is at the output.
+        at, algorithm = node.get("at", "output"), node.get("algorithm", "norm")
+        if node["_target_"] == CLIP_MODULE and at != "parameters" and algorithm == "norm":
+            yield Fault(
+                key=f"hooks.{other}",
+                got=f"the gradient of a batch clipped, with {hook}, for which each sample's would be by itself",
+                expected="gradients of samples whose mean is the batch's",
+                cure=f"Write hooks.{other}.at=parameters, or leave one of the two out",
+            )
+
+
+def _mixes(module: nn.Module) -> bool:
+    return isinstance(module, ANY_BATCH_NORM) or (isinstance(module, INSTANCE_NORMS) and module.track_running_stats)
+
+
+def _forward_faults(hook: str, network: nn.Module, spec: DataSpec, cure: str) -> Iterator[Fault]:
+    """Forwards without numbers, of 2 samples, of 3, and of 2 by vmap."""
+    try:
+        with torch.no_grad():
+            outputs = {count: network(*example_inputs(spec, batch_size=count, device="meta")) for count in (2, 3)}
+    except Exception:  # the shape check has told what is wrong, or why nothing can be said
+        return
+    for count, output in outputs.items():
+        shapes = [list(tensor.shape) for tensor in tensors_in(output)]
+        if any(not shape or shape[0] != count for shape in shapes):
+            yield Fault(
+                key="model",
+                got=f"a network that makes of {count} samples a tensor of shape {shapes[0]}, with {hook}",
+                expected="an output with the batch as its first axis",
+                cure=cure,
+            )
+            return
+    reason = _why_not_by_vmap(network, example_inputs(spec, device="meta"))
+    if reason is not None:
+        got = f"a network that torch.func.vmap refuses, with {hook}: {reason}"
+        yield Fault(key="model", got=got, expected=APART, cure=cure)
+
+
+def _why_not_by_vmap(network: nn.Module, inputs: tuple[object, ...]) -> str | None:
+    try:
+        with torch.no_grad():
+            vmap(lambda *sample: network(*(one[None] for one in sample)), randomness="different")(*inputs)
+    except Exception as error:  # a user's own layer may raise anything, and so do operators without numbers
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return message if "vmap" in str(error) else None
+    return None
+
+
+class NoiseScale:
+    """The estimators of appendix A.1, with batches of one sample for the small one and the step's for the big one.
+
+        |G|^2  estimated by (B |g_B|^2 - mean |g_1|^2) / (B - 1)
+        tr(S)  estimated by (mean |g_1|^2 - |g_B|^2) / (1 - 1 / B)
+
+    Both are unbiased; of one step, the first may be below 0. Their quotient is biased, so that it is taken of running
+    means of the two, as the paper does; these begin anew with the run and with each resume.
+
+    smoothing: the share of the running mean that stays at each step, 0 to below 1; 0 takes each step by itself.
+    """
+
+    def __init__(self, *, smoothing: float) -> None:
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing is {smoothing}; expected a number from 0 to below 1")
+        self.smoothing = smoothing
+        self._means: Tensor | None = None
+
+    def of(self, *, squares: Tensor, whole: Tensor, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """The two estimates of a step, and the noise scale so far, 0-d; nan where |G|^2 is estimated below 0.
+
+        squares: of the norms of single samples' gradients, `[B]`. whole: of the norm of the step's, 0-d.
+        sizes: of its micro-batches, each of which has the same weight in the step's gradient.
+        Returns: nothing where the step has one sample.
+        """
+        # A mean of means: as good as one over so many samples.
+        samples = len(sizes) ** 2 / sum(1 / size for size in sizes)
+        if samples <= 1:
+            return {}
+        small, big = squares.mean(), whole
+        squared_norm = (samples * big - small) / (samples - 1)
+        trace = (small - big) / (1 - 1 / samples)
+        now = torch.stack([squared_norm, trace])
+        if self._means is None:
+            self._means = now
+        else:
+            mean = self.smoothing * self._means + (1 - self.smoothing) * now
+            # Where the loss scale skips a step there is no gradient.
+            self._means = torch.where(now.isfinite().all(), mean, self._means)
+        scale = torch.where(self._means[0] > 0, self._means[1] / self._means[0], torch.nan)
+        return {"squared_norm": squared_norm, "covariance_trace": trace, "noise_scale": scale}

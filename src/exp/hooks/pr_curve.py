@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from exp.errors import Fault
-from exp.hooks.class_counts import ClassCounts
-from exp.hooks.classified import EVALUATIONS, probabilities
+from exp.hooks.class_counts import EVALUATIONS, ClassCounts, probabilities
 from exp.hooks.hook import Values
-from exp.hooks.values import THRESHOLDS, PrecisionRecallCurve
+from exp.hooks.panels import THRESHOLDS, PrecisionRecallCurve
 from exp.types import Stage
 
 if TYPE_CHECKING:

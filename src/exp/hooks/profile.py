@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, record_function
 
 from exp.errors import Fault
 from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.panels import Panel
 from exp.hooks.step import Step
 from exp.hooks.timing.profile_files import RecordedWindow
 from exp.hooks.timing.profile_window import ProfileWindow, faults_of_window
-from exp.hooks.values import Panel
 from exp.strategies.process_group import global_rank
 from exp.strategies.strategy import Planned
 
@@ -96,7 +96,7 @@ class Profile(Hook):
         elif boundary == "backward" and len(self._ranges) > 1:
             self._close()
 
-    def around_forward(self, step: Step) -> AbstractContextManager[Any] | None:
+    def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
         return record_function("forward") if self._is_recording else None
 
     def after_step(self, step: Step) -> Values | None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook
+from exp.hooks.norms import joined, norm
+from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
-from exp.hooks.values import Histogram
 from exp.models.matching import matching
 
 # The network itself has the empty name, which no tag can end with.
@@ -56,7 +57,7 @@ class RetainGradients(Hook):
     def tensor_gradient(self, name: str, gradient: Tensor) -> None:
         if self._is_in_backward:
             # One append, for the devices of nn.DataParallel call from threads of their own.
-            self._forwards[-1].setdefault(name, []).append(gradient if self.histogram else _norm(gradient))
+            self._forwards[-1].setdefault(name, []).append(gradient if self.histogram else norm(gradient))
 
     def after_backward(self, step: Step) -> dict[str, Tensor | Histogram] | None:
         forwards, self._forwards = self._forwards[-self._batches :], []
@@ -68,10 +69,10 @@ class RetainGradients(Hook):
         norms = torch.stack([self._total(found.get(name, ()), step.device) for name in self._names]) * factor
         norms = torch.linalg.vector_norm(step.gather(norms), dim=0)
         values: dict[str, Tensor | Histogram] = {}
-        for name, norm in zip(self._names, norms.unbind(), strict=True):
+        for name, size in zip(self._names, norms.unbind(), strict=True):
             if name not in found:
                 continue
-            values[f"gradients/output_norm/{name or WHOLE}"] = norm
+            values[f"gradients/output_norm/{name or WHOLE}"] = size
             if self.histogram:
                 wide = [one.flatten().to(step.device, at_least_float32(one.dtype)) for one in found[name]]
                 numbers = torch.cat(wide) * factor
@@ -82,10 +83,4 @@ class RetainGradients(Hook):
         """The norm of all of them together, 0-d."""
         if not gradients:
             return torch.zeros((), device=device)
-        norms = [_norm(one) for one in gradients] if self.histogram else gradients
-        return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """0-d, in float32 at least."""
-    return torch.linalg.vector_norm(gradient, dtype=at_least_float32(gradient.dtype))
+        return joined([norm(one) for one in gradients] if self.histogram else gradients).to(device)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from exp.errors import Fault
-from exp.hooks.classified import stage_faults
+from exp.hooks.class_counts import stage_faults
 from exp.hooks.hook import Hook, Values
+from exp.hooks.panels import Image, Panel
 from exp.hooks.step import Step
-from exp.hooks.values import Image, Panel
 from exp.nested import tensors_in
 from exp.types import STAGES, Stage
 
@@ -84,13 +84,13 @@ class Samples(Hook):
             return [*faults, Fault(key=f"hooks.{self.name}", got=f"input of {data['input_dtype']}", expected=expected)]
         return [*faults, *self._scale_faults(shape[0] if len(shape) == 3 else 1)]
 
-    def after_forward(self, step: Step, values: Mapping[str, Any]) -> Values | None:
+    def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
         if "train" not in self.stages or self._drawn_step == step.index:
             return None
         self._drawn_step = step.index
         return {"samples/train": self._shown(values, self.count)}
 
-    def evaluated(self, stage: Stage, values: Mapping[str, Any]) -> None:
+    def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
         missing = self.count - sum(len(part.pixels) for part in self._parts)
         if stage in self.stages and missing > 0:
             self._parts.append(self._shown(values, missing))
@@ -114,9 +114,10 @@ class Samples(Hook):
             faults.append(Fault(key=f"{key}.std", got=str(list(self.std)), expected="numbers above 0"))
         return faults
 
-    def _shown(self, values: Mapping[str, Any], count: int) -> Shown:
+    def _shown(self, values: Mapping[str, object], count: int) -> Shown:
         """The first samples of a batch."""
-        pixels = pictures(values[self.input].detach()[:count], mean=self.mean, std=self.std)
+        shown = next(tensors_in(values[self.input]))
+        pixels = pictures(shown.detach()[:count], mean=self.mean, std=self.std)
         output = next(tensors_in(values.get(self.output)), None)
         target = next(tensors_in(values.get(self.target)), None)
         if output is not None:
@@ -157,7 +158,7 @@ class Shown(Panel):
     columns: int
 
     def drawn(self) -> Image:
-        from exp.hooks.figures.drawing import Caption, captioned
+        from exp.hooks.figures import Caption, captioned
 
         captions, hits = [], []
         for place in range(len(self.pixels)):

@@ -12,14 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lightning.pytorch.loggers import MLFlowLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import MissingExtraError, RunError
-from exp.hooks.values import Image, Panel, Text
-from exp.loggers.continuing import Notes
-from exp.loggers.left_out import LeftOut
-from exp.loggers.png import grid
-from exp.loggers.run_logger import Description, RunLogger
+from exp.hooks.panels import Image, Panel, Text
+from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
 
 if find_spec("mlflow") is None:
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
@@ -116,8 +113,8 @@ class MlflowLogger(RunLogger, MLFlowLogger):
             for tag, panel in self._left_out.shown(panels).items():
                 if isinstance(panel, Text):
                     self.experiment.log_text(self.run_id, panel.markdown, f"{tag}/{step}.md")
-                else:
-                    sheet = grid(panel.pixels, columns=panel.columns)
+                elif isinstance(panel, Image):
+                    sheet = panel.sheet()
                     self.experiment.log_image(self.run_id, sheet, key=self._name_of(tag), step=step)
 
     @rank_zero_only

@@ -1,16 +1,24 @@
-"""What a logger of exp's own does beside Lightning's interface: it knows the run, shows panels, outlives a resume."""
+"""What every logger of exp's own has: what it is told of a run, what it cannot show, and notes for a resume."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
-from exp.hooks.values import Panel
+from exp.config.freeze import read_overrides
+from exp.errors import RunError
+from exp.files import write_whole
+from exp.hooks.panels import Panel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +59,84 @@ class RunLogger(Logger):
     @abstractmethod
     def end(self, status: str) -> None:
         """The run is over: completed, failed or interrupted."""
+
+
+class Notes:
+    """A small JSON file of plain values: whose run this is in the store, and how far it was written.
+
+    Raises RunError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+        if path.is_file():
+            try:
+                self.values = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise RunError(
+                    f"{path} cannot be read: {error}; without it the logger begins a new run there"
+                ) from error
+
+    def keep(self, **values: Any) -> None:
+        self.values.update(values)
+        try:
+            write_whole(self.path, json.dumps(self.values) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+
+log = logging.getLogger(__name__)
+
+
+class LeftOut:
+    """Picks the panels that a logger can show, and says which kinds it cannot, each once.
+
+    name: the logger's, as in the config. kinds: those that it can show.
+    """
+
+    def __init__(self, *, name: str, kinds: tuple[type[Panel], ...]) -> None:
+        self._name = name
+        self._kinds = kinds
+        self._said: set[type[Panel]] = set()
+
+    def shown(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
+        shown = {}
+        for tag, panel in panels.items():
+            if isinstance(panel, self._kinds):
+                shown[tag] = panel
+            elif type(panel) not in self._said:
+                self._said.add(type(panel))
+                kind = type(panel).__name__
+                log.warning("logger %s cannot show a %s: %s and its like are left out", self._name, kind, tag)
+        return shown
+
+
+# A page that shows a longer one stands still; provenance.json has the whole.
+MAX_DIFF_CHARACTERS = 100_000
+
+
+def texts(directory: Path) -> dict[str, str]:
+    """By name, from what `freeze` wrote: `config`, `command` and, of a run inside a repository, `git`."""
+    provenance = json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
+    command = shlex.join(["python", "-m", "exp.train", *read_overrides(directory)])
+    versions = "\n".join(f"| {name} | {version} |" for name, version in provenance["versions"].items())
+    table = f"| package | version |\n|---|---|\n{versions}"
+    found = {
+        "config": fenced((directory / "config.yaml").read_text(encoding="utf-8"), language="yaml"),
+        "command": f"{fenced(command)}\n\nin `{provenance['working_directory']}`\n\n{table}",
+    }
+    if git := provenance["git"]:
+        diff = git["diff"]
+        if len(diff) > MAX_DIFF_CHARACTERS:
+            diff = diff[:MAX_DIFF_CHARACTERS] + "\n... cut here; provenance.json has the whole diff\n"
+        shown = fenced(diff, language="diff") if diff else "Nothing was changed since."
+        found["git"] = f"Revision `{git['revision']}`\n\n{shown}"
+    return found
+
+
+def fenced(text: str, *, language: str = "") -> str:
+    """A Markdown block of code, its fence longer than any in the text."""
+    longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import MissingExtraError
-from exp.hooks.values import Histogram, Image, Panel, Text
-from exp.loggers.continuing import Notes
-from exp.loggers.left_out import LeftOut
-from exp.loggers.png import grid
-from exp.loggers.run_logger import Description, RunLogger
+from exp.hooks.panels import Histogram, Image, Panel, Text
+from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
 
 if find_spec("wandb") is None:
     raise MissingExtraError(feature="logger=wandb", package="wandb", extra="wandb")
@@ -114,5 +111,6 @@ def _media(panel: Panel) -> Any:
         limits = np.linspace(float(panel.low), float(panel.high), len(panel.counts) + 1)
         return wandb.Histogram(np_histogram=(panel.counts.numpy(), np.nan_to_num(limits)))
     if isinstance(panel, Image):
-        return wandb.Image(grid(panel.pixels, columns=panel.columns))
+        return wandb.Image(panel.sheet())
+    assert isinstance(panel, Text)
     return wandb.Html(f"<pre>{html.escape(panel.markdown)}</pre>")

@@ -1,19 +1,26 @@
-"""An event file that grows by whole batches of events, by one write each: no thread, so a failure is raised at once."""
+"""An event file that grows by whole batches of events, by one write each: no thread, so a failure is raised at once.
+
+A record is a length, a checksum, bytes and their checksum, little-endian. tensorboard's own writer computes the
+checksum byte by byte in Python: 40 us for one step's event of 8 values (280 bytes), ten times its encoding. Here one
+NumPy gather does it for many records at once: 4 us each.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 
 from exp.errors import RunError
-from exp.tensorboard.records import records
 
 
 class EventFile:
@@ -64,6 +71,7 @@ class EventFile:
         self._append([first])
 
     def _append(self, events: Sequence[Event]) -> None:
+        assert self._file is not None
         content = memoryview(records([event.SerializeToString() for event in events]))
         while content:
             content = content[self._file.write(content) :]
@@ -78,3 +86,80 @@ def _next_path(directory: Path, suffix: str) -> Path:
         if not path.exists():
             return path
     raise AssertionError("unreachable: count() does not end")
+
+
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed (RFC 3720, appendix B.4)
+_BLOCK = 1024
+
+
+def records(contents: Sequence[bytes]) -> bytes:
+    """`contents` as records: uint64 length, uint32 masked CRC of it, the bytes, uint32 masked CRC of them."""
+    headers = [struct.pack("<Q", len(content)) for content in contents]
+    checks = masked_crc32c([*headers, *contents]).astype("<u4").tobytes()
+    parts: list[bytes] = []
+    behind = 4 * len(headers)
+    for index, (header, content) in enumerate(zip(headers, contents, strict=True)):
+        at = 4 * index
+        parts += header, checks[at : at + 4], content, checks[behind + at : behind + at + 4]
+    return b"".join(parts)
+
+
+def masked_crc32c(contents: Sequence[bytes]) -> np.ndarray:
+    """The CRC-32C of each of `contents`, rotated and shifted as TFRecord wants it, uint32 `[N]`."""
+    checks = crc32c(contents)
+    return (checks >> 15 | checks << 17) + np.uint32(0xA282EAD8)
+
+
+def crc32c(contents: Sequence[bytes]) -> np.ndarray:
+    """The CRC-32C of each of `contents` (RFC 3720), uint32 `[N]`.
+
+    A CRC is linear: that of a few bytes is the exclusive or of what each of them adds, which depends on its value and
+    on its distance from the end only. What came before enters through the first four.
+    """
+    checks = np.empty(len(contents), np.uint32)
+    short = [index for index, content in enumerate(contents) if 4 <= len(content) <= _BLOCK]
+    if short:
+        checks[short] = _crc32c_of_short([contents[index] for index in short])
+    for index, content in enumerate(contents):
+        if not 4 <= len(content) <= _BLOCK:
+            checks[index] = _crc32c_of_any(content)
+    return checks
+
+
+def _crc32c_of_short(contents: Sequence[bytes]) -> np.ndarray:
+    contributions, offsets = _contributions()
+    joined = np.frombuffer(b"".join(contents), np.uint8)
+    lengths = np.fromiter(map(len, contents), np.int64, len(contents))
+    starts = np.cumsum(lengths) - lengths
+    index = np.concatenate([offsets[-length:] for length in lengths.tolist()]) + joined
+    index[starts[:, None] + np.arange(4)] ^= 0xFF
+    return ~np.bitwise_xor.reduceat(contributions.take(index), starts)
+
+
+def _crc32c_of_any(content: bytes) -> int:
+    contributions, offsets = _contributions()
+    register = 0xFFFFFFFF
+    whole = np.frombuffer(content, np.uint8)
+    for start in range(0, len(content), _BLOCK):
+        block = whole[start : start + _BLOCK]
+        if len(block) < 4:
+            for byte in block.tolist():
+                register = register >> 8 ^ int(contributions[(register ^ byte) & 0xFF])
+            continue
+        index = offsets[-len(block) :] + block
+        index[:4] ^= np.frombuffer(register.to_bytes(4, "little"), np.uint8)
+        register = int(np.bitwise_xor.reduce(contributions.take(index)))
+    return register ^ 0xFFFFFFFF
+
+
+@cache
+def _contributions() -> tuple[np.ndarray, np.ndarray]:
+    """What byte b adds, d bytes before the end, at d * 256 + b; and d * 256 for falling d."""
+    first: np.ndarray = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        first = first >> 1 ^ np.where(first & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
+    table = np.empty((_BLOCK, 256), np.uint32)
+    table[0] = first
+    for distance in range(1, _BLOCK):
+        table[distance] = table[distance - 1] >> 8 ^ first[table[distance - 1] & 0xFF]
+    return table.reshape(-1), np.arange(_BLOCK - 1, -1, -1, dtype=np.int64) * 256

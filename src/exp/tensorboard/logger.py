@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from exp.hooks.values import Panel
+from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
 from exp.tensorboard.graph import draw
-from exp.tensorboard.hyperparameters import end_summary, start_summaries
-from exp.tensorboard.layout import Layout
-from exp.tensorboard.panels import summary_value, text_value
+from exp.tensorboard.summaries import Layout, end_summary, start_summaries, summary_value, text_value
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class TensorBoardLogger(RunLogger):
     @rank_zero_only
     def describe(self, description: Description) -> None:
         """The row of the HParams tab; once a run the texts, and the graph where it is wanted."""
-        self.log_hyperparams(description.hyperparameters, description.metrics)
+        self.log_hyperparams(dict(description.hyperparameters), metrics=description.metrics)
         if self._is_continued:
             return
         texts = [text_value(name, text) for name, text in description.texts.items()]
@@ -103,12 +102,15 @@ class TensorBoardLogger(RunLogger):
         self._write(events)
 
     @rank_zero_only
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: Any, metrics: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         """The run's row in the HParams tab. params: by dotted key; metrics: the tags that are its other columns."""
+        plain = vars(params) if isinstance(params, Namespace) else params
         # The run was started again: TensorBoard would believe the first end that it reads.
         for path in self.directory.glob(f"*{_UNFINISHED}"):
             path.unlink(missing_ok=True)
-        self._write(Event(wall_time=time.time(), summary=one) for one in start_summaries(params, metrics))
+        self._write(Event(wall_time=time.time(), summary=one) for one in start_summaries(plain, metrics))
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int = 0) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from exp.hooks.observing import OBSERVING
+from exp.hooks.hook import OBSERVING
 from exp.strategies.whole_state import local
 
 CALL = nn.Module._call_impl.__code__
@@ -64,7 +63,7 @@ class SavedTensors(saved_tensors_hooks):
         with OBSERVING:
             return tensor.detach()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         excluded = self._excluded | storages(self._own())
         saved, self._saved = self._saved, []
@@ -89,7 +88,8 @@ def innermost_call() -> nn.Module | None:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is CALL:
-            return frame.f_locals["self"]
+            module: nn.Module = frame.f_locals["self"]
+            return module
         frame = frame.f_back
     return None
 

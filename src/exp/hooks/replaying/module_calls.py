@@ -1,13 +1,19 @@
-"""Which module is being called, and which one made a node of the graph."""
+"""Which module is being called, and which one made a node of autograd's graph.
+
+The adapter of what torch keeps to itself about nodes, relied on and tested (torch 2.13): a node's `_sequence_nr()`
+counts the nodes that one thread makes, and `torch.autograd._get_sequence_nr()` is the number of the next one;
+`torch._C._current_autograd_node()` is the node whose backward runs in this thread, None outside a backward.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import Node
-
-from exp.hooks.replaying.autograd_nodes import next_number, number_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,3 +70,32 @@ class ModuleCalls:
         while call is not None and (call.end is not None and call.end <= number):
             call = call.around
         return self.outside if call is None else call.name
+
+
+def next_number() -> int:
+    """The number that the next node of this thread will have."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # private, see above
+
+
+def number_of(node: Node) -> int:
+    """When a node was made, as `next_number` said before. That of a parameter's gradient is larger than any."""
+    return node._sequence_nr()
+
+
+def running_node() -> Node | None:
+    """The node whose backward runs."""
+    return torch._C._current_autograd_node()
+
+
+def nodes_behind(tensor: Tensor) -> Iterator[Node]:
+    """Every node that a backward from `tensor` may run, each once; those that only take a parameter's gradient, too."""
+    waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    # The nodes themselves: the Python object of one that nobody holds is made anew.
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -6,22 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.hooks.replaying.update import Window
+from exp.hooks.step import Window
 from exp.nested import mapped
 from exp.types import Batch
 
 FORMAT, VERSION = "exp step", 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What a run was made from. config: whole, as YAML. allow: the packages that it trusts, security.allow."""
-
-    config: str
-    allow: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +103,7 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
 
 
-def _plain(data: Any) -> Any:
+def _plain(data: object) -> Any:
     """The same entries with copied tensors, in dicts, lists and tuples of Python's own."""
     if isinstance(data, Tensor):
         return copied(data)
@@ -125,3 +118,46 @@ def _plain(data: Any) -> Any:
 def _batch(entry: Mapping[str, Any]) -> Batch:
     counts = {name: int(entry[name]) for name in ("size", "global_size", "world_size")}
     return Batch(data=entry["data"], **counts)
+
+
+# A large buffer is a mask or a queue, and a copy of it at every step would cost.
+SMALL_BYTES = 2**16
+
+
+Copies = list[tuple[nn.Module, str, Tensor]]
+
+
+class BuffersBefore:
+    """Copies of buffers on their device: of small ones always, of large ones where they changed since the last copy.
+
+    Compiled code does not count its changes on every path, so a compiled network has all of them copied. Modules that
+    have no buffer when this is made are not looked at.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._owners = [one for one in network.modules() if any(True for _ in one.buffers(recurse=False))]
+        self._large: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+
+    def take(self, *, all_of_them: bool) -> Copies:
+        """Owner, name and copy of what each buffer holds now; no copy is changed any more. Waits for nothing."""
+        return [
+            (owner, name, self._copy(owner, name, buffer, anew=all_of_them))
+            for owner in self._owners
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
+
+    def _copy(self, owner: nn.Module, name: str, buffer: Tensor, *, anew: bool) -> Tensor:
+        if anew or buffer.nbytes <= SMALL_BYTES:
+            return buffer.detach().clone()
+        key, version = (id(owner), name), buffer._version
+        known = self._large.get(key)
+        if known is None or known[0] is not buffer or known[1] != version:
+            known = self._large[key] = (buffer, version, buffer.detach().clone())
+        return known[2]
+
+
+@torch.no_grad()
+def put_back(copies: Copies) -> None:
+    """The buffers hold again what they held."""
+    for owner, name, before in copies:
+        owner.get_buffer(name).copy_(before)

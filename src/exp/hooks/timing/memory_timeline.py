@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 
-from exp.hooks.figures.drawing import AMBER, GREEN, GREY, INK, MARGIN, SKY, TEXT_SIZE, blank, heights, legend
+from exp.hooks.figures import AMBER, GREEN, GREY, INK, MARGIN, SKY, TEXT_SIZE, Font, blank, heights, legend
 
 MIB = 2**20
 # Of a chrome trace: device types as torch numbers them.
@@ -79,7 +78,7 @@ def _part_of(name: str) -> str:
     return "optimizer" if name.startswith("Optimizer.step#") else ""
 
 
-def table(changes: Sequence[Change]) -> str:
+def csv_of(changes: Sequence[Change]) -> str:
     """As CSV."""
     lines = ["microseconds,device,bytes,allocated,part"]
     lines += [f"{one.microseconds:.3f},{one.device},{one.bytes},{one.allocated},{one.part}" for one in changes]
@@ -97,7 +96,7 @@ def picture(changes: Sequence[Change]) -> np.ndarray:
     return np.array(sheet)
 
 
-def _strip(pen: ImageDraw.ImageDraw, font: Any, changes: Sequence[Change], *, end: float, top: int) -> None:
+def _strip(pen: ImageDraw.ImageDraw, font: Font, changes: Sequence[Change], *, end: float, top: int) -> None:
     low = min(0, min(one.allocated for one in changes))
     high = max(low + 1, max(one.allocated for one in changes))
     floor, height, width = top + _HEIGHT - _BOTTOM, _HEIGHT - _TOP - _BOTTOM, _WIDTH - _LEFT - 12
@@ -123,10 +122,3 @@ def _strip(pen: ImageDraw.ImageDraw, font: Any, changes: Sequence[Change], *, en
     legend(pen, font, named, left=_WIDTH // 2, floor=top + MARGIN + TEXT_SIZE)
     pen.text((_LEFT, floor + MARGIN), "0", fill=INK, font=font)
     pen.text((_LEFT + width, floor + MARGIN), f"{end / 1000:.4g} ms", fill=INK, font=font, anchor="ra")
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """The picture as a file. pixels: uint8 `[H, W, 3]`."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format="png")
-    return file.getvalue()

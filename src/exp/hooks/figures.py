@@ -1,13 +1,10 @@
-"""Figures that hooks draw by hand, on the host: captions below pictures, and a table of coloured cells.
-
-The palette, the font and the parts of an axis are those of its neighbours, too.
-"""
+"""Figures that hooks draw on the host: captions below pictures, coloured cells, curves over an axis."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -18,6 +15,7 @@ SKY, AMBER, GREY = (86, 180, 233), (230, 159, 0), (190, 190, 190)
 RIGHT, WRONG = BLUE, ORANGE
 INK, PAPER, PALE = (30, 30, 30), (255, 255, 255), (225, 225, 225)
 TEXT_SIZE = 11
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 # TensorBoard's Images page stretches what is narrower, and leaves out lines of what is wider.
 CARD = 350
 # A cell of the first width holds a figure of three signs; with the widest, ten classes fit a card.
@@ -35,14 +33,14 @@ class Caption:
     right: bool | None = None
 
 
-def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Any]:
+def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Font]:
     """An empty sheet, a pen for it, and the font."""
     sheet = Image.new("RGB", (width, height), PAPER)
     return sheet, ImageDraw.Draw(sheet), ImageFont.load_default(TEXT_SIZE)
 
 
 def heights(
-    pen: ImageDraw.ImageDraw, font: Any, marks: Iterable[tuple[float, str]], *, left: float, right: float
+    pen: ImageDraw.ImageDraw, font: Font, marks: Iterable[tuple[float, str]], *, left: float, right: float
 ) -> None:
     """The figures of an upright axis, each with a pale line over the whole width. marks: where each is, and what."""
     for at, label in marks:
@@ -51,7 +49,7 @@ def heights(
 
 
 def legend(
-    pen: ImageDraw.ImageDraw, font: Any, named: Mapping[str, tuple[int, int, int]], *, left: float, floor: float
+    pen: ImageDraw.ImageDraw, font: Font, named: Mapping[str, tuple[int, int, int]], *, left: float, floor: float
 ) -> None:
     """What each colour is, in one line that stands on `floor`."""
     for name, colour in named.items():
@@ -170,3 +168,61 @@ def short(count: int) -> str:
     size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if count >= size)
     scaled = count / size
     return f"{scaled:.1f}{unit}" if scaled < 9.95 else f"{scaled:.0f}{unit}"
+
+
+WIDTH, HEIGHT = 480, 320
+# A scale of powers of ten where the largest value is so many times the smallest.
+WIDE = 100.0
+COLOURS = (BLUE, ORANGE, GREEN, PINK)
+
+
+def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: str, along: str) -> np.ndarray:
+    """uint8 `[H, W, 3]`. A value that is not finite is left out of its curve.
+
+    x: where the values are, rising. named: the values of each curve, as many. along: what x is.
+    """
+    finite = [value for values in named.values() for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    is_wide = low > 0 and high / low > WIDE
+    if low == high:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    bottom, top = (math.log10(low), math.log10(high)) if is_wide else (low, high)
+    sheet, pen, font = blank(WIDTH, HEIGHT)
+    marks = [bottom + (top - bottom) * part / 4 for part in range(5)]
+    labels = [f"{10**mark if is_wide else mark:.3g}" for mark in marks]
+    left = int(max(font.getlength(label) for label in labels)) + 2 * MARGIN
+    right, upper, lower = WIDTH - 3 * MARGIN, 3 * MARGIN + 2 * TEXT_SIZE, HEIGHT - 3 * MARGIN - 2 * TEXT_SIZE
+
+    def across(value: float) -> float:
+        return left + (right - left) * (value - x[0]) / ((x[-1] - x[0]) or 1.0)
+
+    def up(value: float) -> float:
+        return lower - (lower - upper) * (value - bottom) / (top - bottom)
+
+    pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
+    heights(pen, font, zip(map(up, marks), labels, strict=True), left=left, right=right)
+    for part in range(5):
+        mark = x[0] + (x[-1] - x[0]) * part / 4
+        pen.line((across(mark), upper, across(mark), lower), fill=PALE)
+        pen.text((across(mark), lower + MARGIN), f"{mark:.3g}", fill=INK, font=font, anchor="ma")
+    pen.text(((left + right) // 2, HEIGHT - MARGIN), along, fill=INK, font=font, anchor="ms")
+    legend(pen, font, dict(zip(named, COLOURS, strict=False)), left=left, floor=upper - 3)
+    for values, colour in zip(named.values(), COLOURS, strict=False):
+        for points in _runs(x, values):
+            shown = [(across(at), up(math.log10(value) if is_wide else value)) for at, value in points]
+            if len(shown) > 1:
+                pen.line(shown, fill=colour, width=2, joint="curve")
+            else:
+                pen.circle(shown[0], 2, fill=colour)
+    return np.array(sheet)
+
+
+def _runs(x: Sequence[float], values: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """The stretches of a curve between values that are not finite."""
+    found: list[list[tuple[float, float]]] = [[]]
+    for at, value in zip(x, values, strict=True):
+        if math.isfinite(value):
+            found[-1].append((at, value))
+        elif found[-1]:
+            found.append([])
+    return [run for run in found if run]

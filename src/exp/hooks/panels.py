@@ -17,10 +17,13 @@ until then, as uint8. TensorBoard shows all of them; a logger that cannot says s
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +33,7 @@ BINS = 64
 THRESHOLDS = 127
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Panel:
     """One of the four: something to show that is not a number."""
 
@@ -129,6 +133,18 @@ class Image(Panel):
             pixels = pixels.to(torch.float32).nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
         return cls(pixels, columns)
 
+    def sheet(self) -> np.ndarray:
+        """The pictures beside and below each other, a black line between: uint8 `[H', W', C]`, on the host."""
+        pictures = self.pixels.permute(0, 2, 3, 1).numpy()
+        count, height, width, channels = pictures.shape
+        columns = min(self.columns or math.ceil(math.sqrt(count)), count)
+        rows = math.ceil(count / columns)
+        sheet = np.zeros((rows * (height + 1) - 1, columns * (width + 1) - 1, channels), np.uint8)
+        for place, picture in enumerate(pictures):
+            top, left = place // columns * (height + 1), place % columns * (width + 1)
+            sheet[top : top + height, left : left + width] = picture
+        return sheet
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text(Panel):
@@ -174,3 +190,12 @@ def on_host(panels: Sequence[Panel]) -> list[Panel]:
         for (place, name, tensor), part in zip(kind, parts, strict=True):
             changes[place][name] = part.reshape(tensor.shape)
     return [replace(panel, **change) for panel, change in zip(panels, changes, strict=True)]
+
+
+def png(sheet: np.ndarray) -> bytes:
+    """One picture as the bytes of a PNG file. sheet: uint8 `[H, W, C]`, C is 1, 3 or 4."""
+    from PIL import Image as PillowImage
+
+    file = io.BytesIO()
+    PillowImage.fromarray(sheet[..., 0] if sheet.shape[2] == 1 else sheet).save(file, format="png")
+    return file.getvalue()

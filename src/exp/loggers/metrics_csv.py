@@ -6,16 +6,16 @@ import csv
 import io
 import os
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import RunError
-from exp.hooks.values import Panel
-from exp.loggers.left_out import LeftOut
-from exp.loggers.run_logger import Description, RunLogger
+from exp.hooks.panels import Panel
+from exp.loggers.run_logger import Description, LeftOut, RunLogger
 
 STEP = "step"
 
@@ -58,7 +58,7 @@ class CsvLogger(RunLogger):
         """Nothing: config.yaml and provenance.json stand beside the table."""
 
     @rank_zero_only
-    def log_hyperparams(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing, as in `describe`."""
 
     @rank_zero_only

@@ -1,0 +1,31 @@
+"""What exp offers to the constructor of a hook that has a parameter of that name: `origin` and `workload`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exp.models.flops import FlopCount
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run was made from. config: whole, as YAML. allow: the packages that it trusts, security.allow."""
+
+    config: str
+    allow: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a run's step computes, and on what.
+
+    precision: its word. devices: on which all ranks together compute.
+    flops: of one sample in a step, from a batch as the data set gives it.
+    """
+
+    precision: str
+    devices: int
+    flops: Callable[[object], FlopCount]

@@ -1,0 +1,234 @@
+"""What is no plain number, as TensorBoard's own tabs read it: panels, hyperparameters, the layout of custom scalars."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.pr_curve.metadata import create_summary_metadata as curve_metadata
+from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
+from tensorboard.util.tensor_util import make_tensor_proto
+
+from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text, png
+
+
+def summary_value(tag: str, panel: Panel) -> Summary.Value:
+    """panel: one whose tensors are on the host."""
+    return _KINDS[type(panel)](tag, panel)
+
+
+def text_value(tag: str, text: str) -> Summary.Value:
+    """A Markdown text."""
+    metadata = text_metadata(display_name="", description="")
+    return Summary.Value(tag=tag, metadata=metadata, tensor=_bytes(text.encode()))
+
+
+def _bytes(content: bytes) -> TensorProto:
+    """0-d."""
+    tensor = TensorProto(dtype=DT_STRING, string_val=[content])
+    tensor.tensor_shape.SetInParent()
+    return tensor
+
+
+def _histogram(tag: str, panel: Histogram) -> Summary.Value:
+    counts = panel.counts.double().numpy()
+    low, high = float(panel.low), float(panel.high)
+    if not counts.sum():
+        low = high = 0.0  # no value was finite: an empty histogram, for nan has no place on the axis
+    elif low == high:
+        # As tensorboard's own summary does: one bin around the value.
+        counts, low, high = counts.sum(keepdims=True), low - 0.5, high + 0.5
+    limits = np.linspace(low, high, len(counts) + 1)
+    middles = (limits[:-1] + limits[1:]) / 2
+    return Summary.Value(
+        tag=tag,
+        histo=HistogramProto(
+            min=low,
+            max=high,
+            num=counts.sum(),
+            sum=counts @ middles,
+            sum_squares=counts @ middles**2,
+            bucket_limit=limits[1:],
+            bucket=counts,
+        ),
+    )
+
+
+def _image(tag: str, panel: Image) -> Summary.Value:
+    sheet = panel.sheet()
+    height, width, channels = sheet.shape
+    image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png(sheet))
+    return Summary.Value(tag=tag, image=image)
+
+
+def _text(tag: str, panel: Text) -> Summary.Value:
+    return text_value(tag, panel.markdown)
+
+
+def _curve(tag: str, panel: PrecisionRecallCurve) -> Summary.Value:
+    counts = panel.counts.double().numpy()
+    true_positives, false_positives, _, false_negatives = counts
+    # Where nothing is predicted, or nothing is positive: 1 and 0, as tensorboard's own summary has them.
+    predicted, positive = true_positives + false_positives, true_positives + false_negatives
+    precision = np.where(predicted > 0, true_positives / np.maximum(predicted, 1), 1.0)
+    recall = true_positives / np.maximum(positive, 1)
+    rows = np.stack([*counts, precision, recall])
+    metadata = curve_metadata(display_name="", description="", num_thresholds=rows.shape[1])
+    return Summary.Value(tag=tag, metadata=metadata, tensor=make_tensor_proto(rows.astype(np.float32)))
+
+
+_KINDS: dict[type[Panel], Callable[..., Summary.Value]] = {
+    Histogram: _histogram,
+    Image: _image,
+    Text: _text,
+    PrecisionRecallCurve: _curve,
+}
+
+
+Hyperparameter = bool | int | float | str
+
+_STATUS = {
+    "completed": api_pb2.STATUS_SUCCESS,
+    "failed": api_pb2.STATUS_FAILURE,
+    "interrupted": api_pb2.STATUS_FAILURE,
+}
+
+
+def start_summaries(params: Mapping[str, object], metrics: Sequence[str]) -> list[Summary]:
+    """The experiment (which columns there are) and the session's start (what this run's are).
+
+    params: by dotted key; a value that is no bool, number or text becomes text.
+    metrics: tags of scalars, `loss/val`.
+    """
+    plain = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in params.items()}
+    experiment = api_pb2.Experiment(
+        time_created_secs=time.time(),
+        hparam_infos=[api_pb2.HParamInfo(name=key, type=_data_type(value)) for key, value in plain.items()],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
+    )
+    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    for key, value in plain.items():
+        if isinstance(value, bool):
+            start.hparams[key].bool_value = value
+        elif isinstance(value, int | float):
+            start.hparams[key].number_value = value
+        else:
+            start.hparams[key].string_value = value
+    return [
+        _summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
+        _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=start)),
+    ]
+
+
+def end_summary(status: str) -> Summary:
+    """The session's end. status: completed, failed or interrupted, the words of report.json."""
+    end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
+    return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
+
+
+def _data_type(value: Hyperparameter) -> int:
+    if isinstance(value, bool):
+        return int(api_pb2.DATA_TYPE_BOOL)
+    return int(api_pb2.DATA_TYPE_FLOAT64 if isinstance(value, int | float) else api_pb2.DATA_TYPE_STRING)
+
+
+def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
+    value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR)
+    return Summary(value=[value])
+
+
+# Nothing of a run's own config: TensorBoard joins the charts of all runs, and draws one that differs twice.
+CHARTS: dict[str, dict[str, str]] = {
+    "Overview": {
+        "loss": r"^loss/(train|val|test)$",
+        "terms": r"^loss/(train|val|test)/.+",
+        "metrics, validation": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/val$",
+        "metrics, test": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/test$",
+        "learning rate": r"^optimizer/lr/",
+    },
+    "Gradients": {
+        "norm, total": r"^gradients/norm(_clipped)?/total",
+        "norm of each parameter": r"^gradients/norm/(?!total)",
+        "norm of each parameter, clipped": r"^gradients/norm_clipped/(?!total)",
+        "norm at what modules return": r"^gradients/output_norm/",
+        "update to weight": r"^gradients/update_ratio/",
+        "share of zeros": r"^gradients/zeros/",
+        "share not finite": r"^gradients/non_finite/",
+        "norm of single samples": r"^per_sample_gradients/norm",
+        "noise scale": r"^per_sample_gradients/noise_scale",
+        "noise scale, its parts": r"^per_sample_gradients/(covariance_trace|squared_norm)",
+    },
+    "Activations": {
+        "mean": r"^activations/mean/",
+        "standard deviation": r"^activations/std/",
+        "share of zeros": r"^activations/zeros/",
+        "share of dead units": r"^activations/dead_units/",
+        "share saturated": r"^activations/saturated/",
+    },
+    "Memory": {
+        "parts, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib$",
+        "parts over ranks, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib/",
+        "device, MiB": r"^memory/(allocated|reserved|peak)_mib$",
+        "device, peak by phase, MiB": r"^memory/peak_[a-z]+_mib$",
+        "device over ranks, MiB": r"^memory/(allocated|reserved|peak[a-z_]*)_mib/",
+        "device, fragmentation": r"^memory/fragmentation",
+        "host, MiB": r"^memory/host_[a-z_]+_mib$",
+        "host over ranks, MiB": r"^memory/host_[a-z_]+_mib/",
+    },
+    "Precision": {
+        "loss scale": r"^precision/loss_scale",
+        "skipped steps": r"^precision/skipped_steps",
+    },
+    "Throughput": {
+        "samples and tokens a second": r"^throughput/(samples|tokens)_per_second$",
+        "step, ms": r"^throughput/[a-z_]+_ms$",
+        "model FLOPs utilisation": r"^throughput/mfu$",
+    },
+}
+
+
+class Layout:
+    """The charts that a run has values for: none is empty, and TensorBoard shows those of all runs together."""
+
+    def __init__(self) -> None:
+        self._tags: set[str] = set()
+        self._shown: set[tuple[str, str]] = set()
+
+    def grown(self, tags: Collection[str]) -> Summary | None:
+        """The whole layout where `tags` bring a chart that it did not have; TensorBoard takes the last one of a run."""
+        new = set(tags) - self._tags
+        if not new:
+            return None
+        self._tags |= new
+        filled = {
+            (title, name)
+            for title, charts in CHARTS.items()
+            for name, pattern in charts.items()
+            if any(re.match(pattern, tag) for tag in new)
+        }
+        if filled <= self._shown:
+            return None
+        self._shown |= filled
+        return self._summary()
+
+    def _summary(self) -> Summary:
+        categories = []
+        for title, charts in CHARTS.items():
+            shown = [
+                layout_pb2.Chart(title=name, multiline=layout_pb2.MultilineChartContent(tag=[pattern]))
+                for name, pattern in charts.items()
+                if (title, name) in self._shown
+            ]
+            if shown:
+                categories.append(layout_pb2.Category(title=title, chart=shown))
+        content = _bytes(layout_pb2.Layout(category=categories).SerializeToString())
+        about = layout_metadata.create_summary_metadata()
+        return Summary(value=[Summary.Value(tag=layout_metadata.CONFIG_SUMMARY_TAG, metadata=about, tensor=content)])

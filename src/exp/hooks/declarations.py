@@ -38,7 +38,7 @@ FORMER = {
     "accumulation": "one_batch_a_step", "steps_per_execution": "one_step_a_call", "fp8": "vmap",
     "bf16": "float32", "fp16": "float32",
 }  # fmt: skip
-_PARTS = "ranks hold parts of the network's weights, and of their gradients"
+_PARTS = "it takes whole weights and gradients, and ranks hold parts of them"
 _LAYERS = "ranks hold parts of one network, its layers, run parts of a batch, and the first one alone writes values"
 _STATE = "its checkpoints are put together from parts, past a module's state dict"
 _ENGINE = "its engine runs the backward, scales, clips and steps where no hook is told of it"

@@ -51,12 +51,19 @@ def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cp
         "num_classes": spec.num_classes,
         "num_outputs": spec.num_outputs,
     }
-    config = OmegaConf.create({"model": OmegaConf.load(CONF / f"{name}.yaml"), "data": data})
+    config = OmegaConf.create({"model": _option(name), "data": data})
     config.merge_with_dotlist(list(overrides))
     with torch.device(device):
         network = construct(OmegaConf.to_container(config, resolve=True)["model"], key="model", allow=())
         materialise(network, example_inputs(spec, device=device))
     return network
+
+
+def _option(name: str) -> Any:
+    """conf/model/<name>.yaml with the options that its defaults list names, as Hydra composes them."""
+    node = OmegaConf.load(CONF / f"{name}.yaml")
+    defaults = node.pop("defaults", ["_self_"])
+    return OmegaConf.merge(*(node if one == "_self_" else _option(one) for one in defaults))
 
 
 @pytest.fixture

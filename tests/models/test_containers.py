@@ -267,13 +267,14 @@ def test_several_inputs_by_position_by_name_and_as_a_mapping() -> None:
     assert ours.input_names == ("x", "mask")
 
 
-def test_sequential_and_module_list_fold() -> None:
+def test_layers_without_a_program_are_called_in_order() -> None:
     torch.manual_seed(0)
     layers = {"first": nn.Linear(4, 4), "act": nn.Tanh(), "repeated": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))}
     x = torch.randn(3, 4)
     expected = layers["repeated"][1](layers["repeated"][0](layers["act"](layers["first"](x))))
     assert torch.equal(SequentialModel(layers=layers)(x), expected)
     assert torch.equal(ModuleListModel(layers=layers)(x), expected)
+    assert torch.equal(ModuleDictModel(layers=layers)(x), expected)
 
 
 def test_a_program_keeps_no_activation_longer_than_by_hand() -> None:
@@ -296,7 +297,7 @@ def test_a_program_keeps_no_activation_longer_than_by_hand() -> None:
 
 
 REFUSED = [
-    (ModuleDictModel, {"layers": {"a": nn.Linear(1, 1)}}, "forward: no forward program"),
+    (ParameterDictModel, {"layers": {"a": nn.Linear(1, 1)}}, "forward: no forward program"),
     (ParameterListModel, {"layers": {"a": nn.Linear(1, 1)}}, "forward: no forward program"),
     (SequentialModel, {"layers": {"a": Parameter(shape=[2])}}, "layers.a: a Parameter, which cannot be called in turn"),
     (SequentialModel, {"layers": {"train": nn.Linear(1, 1)}}, "which nn.Module uses itself"),

@@ -14,7 +14,7 @@ from exp.models.parts import split
 pytestmark = pytest.mark.numeric
 
 MODELS = (
-    *("sequential", "module_list", "module_dict", "parameter_list", "parameter_dict"),
+    *("sequential", "module_list", "module_dict", "shared", "branches", "parameter_list", "parameter_dict"),
     *("mlp", "lenet", "resnet", "rnn", "transformer"),
 )
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.numeric
 
 TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=30, num_outputs=30)
 WINE = DataSpec(input_shape=(13,), input_dtype="float32", num_classes=3, num_outputs=3)
-CONTAINERS = ["sequential", "module_list", "module_dict", "parameter_list", "parameter_dict"]
+CONTAINERS = ["sequential", "module_list", "module_dict", "shared", "branches", "parameter_list", "parameter_dict"]
 IMAGE_MODELS = [*CONTAINERS, "mlp", "lenet", "resnet", "rnn", "transformer"]
 
 Build = Callable[..., nn.Module]
@@ -57,9 +57,7 @@ def test_each_ready_model_learns_half_the_digits_at_once(name: str, build_model:
     assert accuracy_after(build_model(name), digits, epochs=2, lr=3e-3) >= 0.5
 
 
-@pytest.mark.parametrize(
-    "name", ["sequential", "module_list", "module_dict", "parameter_list", "parameter_dict", "mlp"]
-)
+@pytest.mark.parametrize("name", [*CONTAINERS, "mlp"])
 def test_models_of_vectors_take_tables(name: str, build_model: Build) -> None:
     assert build_model(name, spec=WINE)(torch.randn(5, 13)).shape == (5, 3)
 
@@ -73,7 +71,7 @@ def test_the_head_follows_the_data(name: str, build_model: Build) -> None:
 def test_one_field_of_one_layer_may_be_overridden(build_model: Build) -> None:
     assert build_model("sequential", "model.layers.hidden.out_features=64").hidden2.in_features == 64
     assert build_model("rnn", "model.layers.recurrent._target_=torch.nn.LSTM")(torch.randn(2, 1, 8, 8)).shape == (2, 10)
-    assert len(build_model("module_list", "model.layers.linears.repeat=20").linears) == 20
+    assert len(build_model("shared", "model.layers.linears.repeat=20").linears) == 20
 
 
 def test_gpt_sees_only_the_past(build_model: Build) -> None:

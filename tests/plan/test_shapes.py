@@ -34,7 +34,7 @@ def examine(
 
 
 IMAGE_MODELS = [
-    *("sequential", "module_list", "module_dict", "parameter_list", "parameter_dict"),
+    *("sequential", "module_list", "module_dict", "shared", "branches", "parameter_list", "parameter_dict"),
     *("mlp", "lenet", "resnet", "rnn", "transformer"),
 ]
 
@@ -76,7 +76,7 @@ WRONG = [
     (("resnet", "model.layers.down.in_channels=4"), "model.layers.down: Conv2d is given [B, 16, 8, 8] float32; "),
     (("resnet", "model.layers.norm.num_features=4"), "model.layers.norm: BatchNorm2d is given [B, 32, 4, 4] float32"),
     (("mlp", "model.layers.blocks.layer.layers.norm.normalized_shape=4"), "expected floats [B, ..., 4]"),
-    (("module_list", "model.layers.linears.repeat=1", "model.forward='return head(linears[1](stem(flatten(x))))'"),
+    (("shared", "model.layers.linears.repeat=1", "model.forward='return head(linears[1](stem(flatten(x))))'"),
      "model.forward: line 1, column 13: `linears` has 1 elements, and no number 1"),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from exp.strategies.strategy import Planned
 SHORT = ("optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
 
 
-@pytest.mark.parametrize("model", ["sequential", "module_dict"])
+@pytest.mark.parametrize("model", ["sequential", "branches"])
 def test_on_cpu_it_is_one_process(ranks, model):
     one = ranks.train(f"model={model}", *SHORT, "strategy=single")
     two = ranks.train(f"model={model}", *SHORT, "strategy=data_parallel", "launch.accelerator=cpu", "launch.devices=2")

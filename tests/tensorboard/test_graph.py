@@ -50,7 +50,7 @@ def test_a_residual_block_is_drawn_as_it_is_written():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
-MODELS = ["sequential", "module_list", "module_dict", "parameter_list", "parameter_dict", "lenet", "resnet", "rnn"]
+MODELS = ["sequential", "shared", "branches", "parameter_list", "parameter_dict", "lenet", "resnet", "rnn"]
 
 
 @pytest.mark.parametrize("overrides", [*([f"model={name}"] for name in MODELS), ["model=transformer"], ["data=text"]])

@@ -79,7 +79,12 @@ def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
     for line in lines:
         joins = line.group and (not line.is_sweep or vocabulary.kind(line.group) == "axis")
         triples.append((line.sign, line.group, line.value) if joins else ("", "", None))
-    return normalised(triples, [line.text for line in lines], vocabulary)
+    return normalised(triples, [_text_for_hydra(line) for line in lines], vocabulary)
+
+
+def _text_for_hydra(line: Line) -> str:
+    # A model need not name the container that it has by its class; one without containers refuses it by its signature.
+    return f"++{line.text}" if line.key == "model.container" and line.sign == "" else line.text
 
 
 def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault | None:

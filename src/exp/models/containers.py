@@ -25,6 +25,7 @@ from exp.models.program_graph import graph_of_function
 _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Layer = nn.Module | Tensor | Mapping[str, Any] | Sequence[Any]
+Container = Literal["sequential", "module_list", "module_dict"]
 
 
 class ProgramModel(nn.Module):
@@ -33,6 +34,7 @@ class ProgramModel(nn.Module):
     layers: name to layer. A layer is a Module, a Parameter, or a list or mapping of these, which becomes a ModuleList,
         ParameterList, ModuleDict or ParameterDict. A container may be a layer of another.
     forward: the forward program (docs/models.md), or None to fold the layers where the class does so.
+    container: holds the same layers in another container, which folds them as this one does; None is the class itself.
     programs: further forward programs by name, of the same layers and inputs: methods of the network by these names,
         which a phase may run instead of `forward` (docs/phases.md).
     inputs: the names of the network's inputs. With several, the network takes a mapping with these keys as well.
@@ -43,7 +45,6 @@ class ProgramModel(nn.Module):
     Raises ProgramError for a fault in the program, ConfigError for one in the layers.
     """
 
-    folds: ClassVar[bool] = False
     layers_as: ClassVar[Literal["list", "dict"]] = "list"
 
     def __init__(
@@ -51,6 +52,7 @@ class ProgramModel(nn.Module):
         *,
         layers: Mapping[str, Layer],
         forward: str | None = None,
+        container: Container | None = None,
         programs: Mapping[str, str] | None = None,
         inputs: Sequence[str] = ("x",),
         constants: Mapping[str, Any] | None = None,
@@ -58,6 +60,9 @@ class ProgramModel(nn.Module):
         freeze: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        if container is not None:
+            # As a lazy layer of torch becomes the class that it stands for.
+            self.__class__ = self._chosen(container, folds=forward is None)
         self.input_names = tuple(inputs)
         self._layer_names = tuple(layers)
         self._constants = {name: _constant(name, value) for name, value in (constants or {}).items()}
@@ -135,8 +140,20 @@ class ProgramModel(nn.Module):
         else:
             self.register_parameter(name, built)
 
+    def _chosen(self, container: Container, *, folds: bool) -> type[ProgramModel]:
+        name = type(self).__name__
+        if type(self) in _FOLDING.values() and folds and container in _FOLDING:
+            return _FOLDING[container]
+        got, cure = f"{container} for a model with a forward program, which wires its layers itself", None
+        if type(self) not in _FOLDING.values():
+            got = f"{container} for a {name}, whose parameters cannot be called in turn"
+        elif container not in _FOLDING:
+            got, cure = repr(container), f"Take one of {', '.join(_FOLDING)}"
+        expected = "a model whose layers are called one after the other, such as model=sequential or model=mlp"
+        raise ConfigError([Fault(key="container", got=got, expected=expected, cure=cure or "Leave it out")])
+
     def _fold(self) -> str:
-        if not self.folds:
+        if type(self) not in _FOLDING.values():
             expected = "a program that says how the layers are wired"
             cure = "For example:  forward: |  and below it, indented,  return head(encoder(x))"
             raise ConfigError([Fault(key="forward", got="no forward program", expected=expected, cure=cure)])
@@ -196,17 +213,13 @@ class ProgramModel(nn.Module):
 class SequentialModel(ProgramModel):
     """Layers called one after the other, or as the program says. `layers` in a program is the list of them."""
 
-    folds = True
-
 
 class ModuleListModel(ProgramModel):
-    """Lists of layers, made by `repeat`: folded in order, or as the program says. `layers` is the list of them."""
-
-    folds = True
+    """Lists of layers, made by `repeat`: called in order, or as the program says. `layers` is the list of them."""
 
 
 class ModuleDictModel(ProgramModel):
-    """Layers by name, wired by the program. `layers` in a program is the dict of them."""
+    """Layers by name: called in order, or as the program says. `layers` in a program is the dict of them."""
 
     layers_as = "dict"
 
@@ -219,6 +232,14 @@ class ParameterDictModel(ProgramModel):
     """Parameters (and layers) by name, wired by the program. `layers` in a program is the dict of them."""
 
     layers_as = "dict"
+
+
+# The containers that call their layers one after the other where no program says otherwise.
+_FOLDING: dict[str, type[ProgramModel]] = {
+    "sequential": SequentialModel,
+    "module_list": ModuleListModel,
+    "module_dict": ModuleDictModel,
+}
 
 
 def _built(layer: Layer, key: str) -> nn.Module | nn.Parameter:

@@ -10,11 +10,11 @@ from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.faults import data_fault
 from exp.data.in_memory import Indexed, IndexedLoader, samples_in
-from exp.data.loader import GlobalBatches, Loader
+from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import generators_kept
 from exp.data.spec import Declared, read_spec, stated_classes
 from exp.data.splits import make_splits
-from exp.data.streams import StreamLoader, StreamPlan, opened
+from exp.data.streams import ShareOfStream, StreamLoader, opened
 from exp.data.workers import Collate, Fetching, SampleSource, Transform, WorkerLoader, transformed
 from exp.errors import RunError
 from exp.types import DataSpec, Stage
@@ -121,43 +121,25 @@ class Data:
         Raises: RunError where there is no such part.
         """
         dataset = self.part(stage)
-        train = stage == "train"
-        transforms = self._transforms_of(stage)
+        train, transforms = stage == "train", self._transforms_of(stage)
         if isinstance(dataset, IterableDataset):
-            return StreamLoader(
-                stage=stage,
+            stream = ShareOfStream(
                 dataset=dataset,
-                plan=StreamPlan(
-                    batch_size=self.batch_size,
-                    drop_last=self.drop_last and train,
-                    shuffle_buffer=self.shuffle_buffer if self.shuffle and train else 0,
-                    seed=self.seed,
-                    rank=rank,
-                    world_size=world_size,
-                ),
-                fetching=self._fetching,
                 transforms=transforms,
                 collate=self._collate,
-            )
-        batches = self._batches_of(stage)
-        if self._by_index(stage):
-            return IndexedLoader(
-                stage=stage,
-                dataset=dataset,
-                batches=batches,
+                batch_size=self.batch_size,
+                drop_last=self.drop_last and train,
+                shuffle_buffer=self.shuffle_buffer if self.shuffle and train else 0,
+                seed=self.seed,
                 rank=rank,
                 world_size=world_size,
-                pin_memory=self._fetching.pin_memory,
             )
-        return WorkerLoader(
-            stage=stage,
-            source=SampleSource(dataset=dataset, transforms=transforms, seed=self.seed),
-            batches=batches,
-            rank=rank,
-            world_size=world_size,
-            fetching=self._fetching,
-            collate=self._collate,
-        )
+            return StreamLoader(stage=stage, stream=stream, fetching=self._fetching)
+        sampler = ShareSampler(batches=self._batches_of(stage), rank=rank, world_size=world_size)
+        if self._by_index(stage):
+            return IndexedLoader(stage=stage, dataset=dataset, sampler=sampler, pin_memory=self._fetching.pin_memory)
+        source = SampleSource(dataset=dataset, transforms=transforms, seed=self.seed)
+        return WorkerLoader(stage=stage, source=source, sampler=sampler, fetching=self._fetching, collate=self._collate)
 
     def _transforms_of(self, stage: Stage) -> tuple[Transform, ...]:
         return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from exp.data.in_memory import Tensors
-from exp.data.sources import shipped_table
+from exp.data.sources import shipped_columns
 
 # Of the pixels, which run from 0 to 16: about their mean and standard deviation, as round numbers that no part's
 # statistics leak into.
@@ -17,12 +17,6 @@ class Digits(Tensors):
     """Images float32 `[1, 8, 8]` with about mean 0 and variance 1, and classes 0 to 9, int64."""
 
     def __init__(self) -> None:
-        table = shipped_table("digits.csv.gz")
-        if table is None:
-            from sklearn.datasets import load_digits
-
-            pixels, labels = load_digits(return_X_y=True)
-        else:
-            pixels, labels = table[:, :-1], table[:, -1]
+        pixels, labels = shipped_columns("load_digits", "digits.csv.gz")
         images = torch.from_numpy(((pixels - CENTRE) / SPREAD).astype(np.float32)).reshape(-1, 1, 8, 8)
         super().__init__(entries=(images, torch.from_numpy(labels.astype(np.int64))), num_classes=10)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from exp.data.loader import GlobalBatches, Loader, share
+from exp.data.loader import Loader, ShareSampler
 from exp.nested import mapped
 from exp.types import Batch, Stage
 
@@ -109,24 +109,12 @@ class IndexedLoader(Loader):
     vectorised kernels may differ in the last bit with the alignment of their operands.
     """
 
-    def __init__(
-        self,
-        *,
-        stage: Stage,
-        dataset: Indexed,
-        batches: GlobalBatches,
-        rank: int,
-        world_size: int,
-        pin_memory: bool,
-    ) -> None:
+    def __init__(self, *, stage: Stage, dataset: Indexed, sampler: ShareSampler, pin_memory: bool) -> None:
         super().__init__(stage=stage)
-        self.dataset = dataset
-        self.batches = batches
-        self.rank, self.world_size = rank, world_size
-        self.pin_memory = pin_memory
+        self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
         first = tensors_of(dataset.gather(torch.zeros(1, dtype=torch.int64)))
         sample_bytes = sum(tensor.nbytes for tensor in first)
-        mine = share(size=batches.batch_size, rank=rank, world_size=world_size)
+        mine = sampler.share_of(self.batches.batch_size)
         self._chunk = max(1, CHUNK_BYTES // max(1, sample_bytes * (mine.stop - mine.start)))
 
     def _length(self) -> int:
@@ -138,8 +126,8 @@ class IndexedLoader(Loader):
             dataset = dataset.at_epoch(seed=self.batches.seed, epoch=epoch)
         order = self.batches.order(epoch)
         full = self.batches.length // self.batches.batch_size
-        world_size, size = self.world_size, self.batches.batch_size
-        mine = share(size=size, rank=self.rank, world_size=world_size)
+        world_size, size = self.sampler.world_size, self.batches.batch_size
+        mine = self.sampler.share_of(size)
         grid = order[: full * size].view(full, size)[:, mine.start : mine.stop]
         for first in range(start - start % self._chunk, full, self._chunk):
             rows = grid[first : first + self._chunk]
@@ -148,7 +136,7 @@ class IndexedLoader(Loader):
                 yield Batch(data, mine.size, size, world_size)
         if start <= full < len(self.batches):
             size = self.batches.size(full)
-            mine = share(size=size, rank=self.rank, world_size=world_size)
+            mine = self.sampler.share_of(size)
             indices = order[full * self.batches.batch_size :][mine.start : mine.stop]
             for data in self._views(dataset, indices, each=len(indices)):
                 yield Batch(data, mine.size, size, world_size)

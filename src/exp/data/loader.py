@@ -74,7 +74,7 @@ class GlobalBatches:
     seed: int
 
     def __len__(self) -> int:
-        return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
+        return batch_count(self.length, self.batch_size, drop_last=self.drop_last)
 
     def order(self, epoch: int) -> Tensor:
         """Indices of the samples in the order in which they are seen, int64 `[length]`."""
@@ -97,6 +97,11 @@ class Share:
     start: int
     stop: int
     size: int
+
+
+def batch_count(samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """The batches of an epoch, with or without a short last one."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
 def share(*, size: int, rank: int, world_size: int) -> Share:
@@ -122,7 +127,11 @@ class ShareSampler:
         return len(self.batches) - self.start
 
     def share(self, batch: int) -> Share:
-        return share(size=self.batches.size(batch), rank=self.rank, world_size=self.world_size)
+        return self.share_of(self.batches.size(batch))
+
+    def share_of(self, size: int) -> Share:
+        """This rank's part of a global batch of `size` samples."""
+        return share(size=size, rank=self.rank, world_size=self.world_size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, order = self.epoch, self.batches.order(self.epoch)

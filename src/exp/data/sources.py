@@ -56,20 +56,28 @@ def found_files(files: str | Sequence[str] | None, *, directory: str) -> list[Pa
     return sorted(found, key=str)
 
 
-def shipped_table(name: str, *, delimiter: str | None = ",", skip_lines: int = 0) -> np.ndarray | None:
-    """The numbers of a file in scikit-learn's data folder, float64 `[rows, columns]`; None where it is not there.
+def shipped_columns(
+    loader: str, *files: str, delimiter: str | None = ",", skip_lines: int = 0, **options: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """A data set that scikit-learn ships: features `[rows, columns]` and targets `[rows]`, float64.
 
-    Read without importing scikit-learn, which takes longer than a whole run on digits may. A None is logged: the caller
-    then asks scikit-learn itself.
+    Its files are read without importing scikit-learn, which takes longer than a whole run on digits may. Where they
+    have moved, scikit-learn itself is asked, and that is logged.
+
+    loader: its function in sklearn.datasets. files: its files in the data folder, side by side, the target last.
     """
     package = importlib.util.find_spec("sklearn")
-    places = (package.submodule_search_locations or []) if package else []
-    for place in places:
-        path = Path(place, "datasets", "data", name)
-        if path.is_file():
-            return np.loadtxt(path, delimiter=delimiter, skiprows=skip_lines, ndmin=2)
-    log.warning("scikit-learn does not keep %s where it used to; importing sklearn.datasets to load it", name)
-    return None
+    for place in (package.submodule_search_locations or []) if package else []:
+        paths = [Path(place, "datasets", "data", name) for name in files]
+        if all(path.is_file() for path in paths):
+            tables = [np.loadtxt(path, delimiter=delimiter, skiprows=skip_lines, ndmin=2) for path in paths]
+            table = np.hstack(tables)
+            return table[:, :-1], table[:, -1]
+    log.warning("scikit-learn does not keep %s where it used to; importing sklearn.datasets to load it", files[0])
+    from sklearn import datasets
+
+    features, targets = getattr(datasets, loader)(return_X_y=True, **options)
+    return features, targets
 
 
 def _matches(pattern: Path) -> list[Path]:

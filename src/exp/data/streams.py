@@ -8,14 +8,14 @@ only for a rank's own samples. With workers, each one reads the stream, too, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from exp.data.in_memory import samples_in
-from exp.data.loader import Loader, share
+from exp.data.loader import Loader, batch_count, share
 from exp.data.randomness import reseed_sample, sample_generator
 from exp.data.workers import Collate, Fetching, Transform, as_batch, kept_apart, transformed
 from exp.types import Batch, Stage
@@ -28,89 +28,36 @@ class Epochs(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamPlan:
-    """What of a stream becomes which batch."""
+@dataclass(kw_only=True, eq=False)
+class ShareOfStream(IterableDataset[tuple[object, int, int]]):
+    """Yields (collated data, size, global size) for each batch that this worker makes.
 
+    epoch, start: the position of the first of them.
+    """
+
+    dataset: IterableDataset[object]
+    transforms: Sequence[Transform]
+    collate: Collate
     batch_size: int
     drop_last: bool
     shuffle_buffer: int
     seed: int
     rank: int
     world_size: int
-
-
-class StreamLoader(Loader):
-    """This rank's shares of the global batches of a stream."""
-
-    def __init__(
-        self,
-        *,
-        stage: Stage,
-        dataset: IterableDataset[object],
-        plan: StreamPlan,
-        fetching: Fetching,
-        transforms: Sequence[Transform],
-        collate: Collate,
-    ) -> None:
-        super().__init__(stage=stage)
-        self.dataset = dataset
-        self.plan = plan
-        self._fetching = fetching
-        self._transforms = tuple(transforms)
-        self._collate = collate
-
-    def _length(self) -> int | None:
-        try:
-            samples = samples_in(self.dataset)
-        except (TypeError, NotImplementedError):
-            return None
-        return samples // self.plan.batch_size if self.plan.drop_last else -(-samples // self.plan.batch_size)
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        stream = ShareOfStream(
-            dataset=self.dataset,
-            plan=self.plan,
-            transforms=self._transforms,
-            collate=self._collate,
-            epoch=epoch,
-            start=start,
-        )
-        # A stream is copied into its workers once an epoch, with that epoch in it: they cannot persist.
-        fetching = Fetching(**{**vars(self._fetching), "persistent_workers": False})
-        iterator = iter(fetching.dataloader(stream, batch_size=None))
-        for data, size, global_size in kept_apart(iterator, in_process=not fetching.num_workers):
-            yield Batch(as_batch(data), size, global_size, self.plan.world_size)
-
-
-class ShareOfStream(IterableDataset[tuple[object, int, int]]):
-    """Yields (collated data, size, global size) for each batch that this worker makes."""
-
-    def __init__(
-        self,
-        *,
-        dataset: IterableDataset[object],
-        plan: StreamPlan,
-        transforms: Sequence[Transform],
-        collate: Collate,
-        epoch: int,
-        start: int,
-    ) -> None:
-        self.dataset, self.plan, self.epoch, self.start = dataset, plan, epoch, start
-        self.transforms, self.collate = transforms, collate
+    epoch: int = 0
+    start: int = 0
 
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         hide_worker()
-        plan = self.plan
         samples = enumerate(self._shuffled(self._seeded()))
         batch = 0
-        while group := list(islice(samples, plan.batch_size)):
-            if len(group) < plan.batch_size and plan.drop_last:
+        while group := list(islice(samples, self.batch_size)):
+            if len(group) < self.batch_size and self.drop_last:
                 return
             if batch >= self.start and (batch - self.start) % workers == number:
-                mine = share(size=len(group), rank=plan.rank, world_size=plan.world_size)
+                mine = share(size=len(group), rank=self.rank, world_size=self.world_size)
                 yield (
                     self.collate([self._sample(*pair) for pair in group[mine.start : mine.stop]]),
                     mine.size,
@@ -120,10 +67,10 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
 
     def _seeded(self) -> Iterator[object]:
         """The stream, with the generators set to (seed, epoch, index) before each sample is read."""
-        reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=0)
+        reseed_sample(seed=self.seed, epoch=self.epoch, index=0)
         iterator, index = opened(self.dataset, epoch=self.epoch), 0
         while True:
-            reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
+            reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
             try:
                 sample = next(iterator)
             except StopIteration:
@@ -133,13 +80,13 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
 
     def _shuffled(self, samples: Iterator[object]) -> Iterator[object]:
         """The samples in an order that is random within a buffer, a function of (seed, epoch)."""
-        size = self.plan.shuffle_buffer
+        size = self.shuffle_buffer
         if size < 2:
             yield from samples
             return
         buffer = list(islice(samples, size))
         # One draw a sample from one generator: every rank and worker walks the whole stream, so all agree.
-        generator = sample_generator(seed=self.plan.seed, epoch=self.epoch, index=-1)
+        generator = sample_generator(seed=self.seed, epoch=self.epoch, index=-1)
         for sample in samples:
             place = int(generator.integers(size))
             buffer[place], sample = sample, buffer[place]
@@ -148,8 +95,31 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             yield buffer[place]
 
     def _sample(self, index: int, sample: object) -> object:
-        reseed_sample(seed=self.plan.seed, epoch=self.epoch, index=index)
+        reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
         return transformed(sample, self.transforms)
+
+
+class StreamLoader(Loader):
+    """This rank's shares of the global batches of a stream."""
+
+    def __init__(self, *, stage: Stage, stream: ShareOfStream, fetching: Fetching) -> None:
+        super().__init__(stage=stage)
+        self.stream = stream
+        # A stream is copied into its workers once an epoch, with that epoch in it: they cannot persist.
+        self._fetching = replace(fetching, persistent_workers=False)
+
+    def _length(self) -> int | None:
+        try:
+            samples = samples_in(self.stream.dataset)
+        except (TypeError, NotImplementedError):
+            return None
+        return batch_count(samples, self.stream.batch_size, drop_last=self.stream.drop_last)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        stream = replace(self.stream, epoch=epoch, start=start)
+        iterator = iter(self._fetching.dataloader(stream, batch_size=None))
+        for data, size, global_size in kept_apart(iterator, in_process=not self._fetching.num_workers):
+            yield Batch(as_batch(data), size, global_size, stream.world_size)
 
 
 def opened(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:

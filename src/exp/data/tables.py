@@ -8,7 +8,7 @@ from torch import Tensor
 
 from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Tensors
-from exp.data.sources import shipped_table
+from exp.data.sources import shipped_columns
 
 
 class Table(Tensors):
@@ -70,14 +70,10 @@ class BreastCancer(Table):
     """Breast cancer Wisconsin (diagnostic): 569 rows, 30 features, malignant (0) or benign (1)."""
 
     def __init__(self, *, standardise: bool = True) -> None:
-        table = shipped_table("breast_cancer.csv", skip_lines=1)
-        if table is None:
-            from sklearn.datasets import load_breast_cancer
-
-            table = np.column_stack(load_breast_cancer(return_X_y=True))
+        features, targets = shipped_columns("load_breast_cancer", "breast_cancer.csv", skip_lines=1)
         super().__init__(
-            features=table[:, :-1],
-            targets=table[:, -1],
+            features=features,
+            targets=targets,
             columns=BREAST_CANCER_COLUMNS,
             classes=("malignant", "benign"),
             standardise=standardise,
@@ -88,14 +84,10 @@ class Wine(Table):
     """Wine recognition: 178 rows, 13 features of a chemical analysis, three growers."""
 
     def __init__(self, *, standardise: bool = True) -> None:
-        table = shipped_table("wine_data.csv", skip_lines=1)
-        if table is None:
-            from sklearn.datasets import load_wine
-
-            table = np.column_stack(load_wine(return_X_y=True))
+        features, targets = shipped_columns("load_wine", "wine_data.csv", skip_lines=1)
         super().__init__(
-            features=table[:, :-1],
-            targets=table[:, -1],
+            features=features,
+            targets=targets,
             columns=WINE_COLUMNS,
             classes=("class_0", "class_1", "class_2"),
             standardise=standardise,
@@ -106,12 +98,8 @@ class Diabetes(Table):
     """Diabetes of Efron et al. (Least Angle Regression, 2004): 442 rows, 10 features, progression after a year."""
 
     def __init__(self, *, standardise: bool = True) -> None:
-        features = shipped_table("diabetes_data_raw.csv.gz", delimiter=None)
-        targets = shipped_table("diabetes_target.csv.gz", delimiter=None)
-        if features is None or targets is None:
-            from sklearn.datasets import load_diabetes
-
-            features, targets = load_diabetes(return_X_y=True, scaled=False)
+        files = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
+        features, targets = shipped_columns("load_diabetes", *files, delimiter=None, scaled=False)
         super().__init__(
             features=features, targets=targets, columns=DIABETES_COLUMNS, classes=None, standardise=standardise
         )

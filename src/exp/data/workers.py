@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from exp.data.faults import data_fault
 from exp.data.in_memory import samples_in
-from exp.data.loader import GlobalBatches, Loader, ShareSampler
+from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import generators_kept, reseed_sample
 from exp.signals import heed
 from exp.types import Batch, Stage
@@ -89,37 +89,26 @@ class WorkerLoader(Loader):
     """Sends (epoch, index) pairs to the workers, so that a batch does not depend on who fetches it."""
 
     def __init__(
-        self,
-        *,
-        stage: Stage,
-        source: SampleSource,
-        batches: GlobalBatches,
-        rank: int,
-        world_size: int,
-        fetching: Fetching,
-        collate: Collate,
+        self, *, stage: Stage, source: SampleSource, sampler: ShareSampler, fetching: Fetching, collate: Collate
     ) -> None:
         super().__init__(stage=stage)
-        self.batches = batches
-        self.rank, self.world_size = rank, world_size
-        self._fetching = fetching
-        self._sampler = ShareSampler(batches=batches, rank=rank, world_size=world_size)
-        self._arguments = {"batch_sampler": self._sampler, "collate_fn": collate}
-        self._source = source
+        self._source, self._sampler, self._fetching, self._collate = source, sampler, fetching, collate
 
     @functools.cached_property
     def _dataloader(self) -> DataLoader[object]:
         # One for all epochs, so that workers can persist.
-        return self._fetching.dataloader(self._source, **self._arguments)
+        return self._fetching.dataloader(self._source, batch_sampler=self._sampler, collate_fn=self._collate)
 
     def _length(self) -> int:
-        return len(self.batches)
+        return len(self._sampler.batches)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._sampler.epoch, self._sampler.start = epoch, start
+        sampler = self._sampler
+        sampler.epoch, sampler.start = epoch, start
         fetched = kept_apart(iter(self._dataloader), in_process=not self._fetching.num_workers)
         for batch, data in enumerate(fetched, start):
-            yield Batch(as_batch(data), self._sampler.share(batch).size, self.batches.size(batch), self.world_size)
+            size = sampler.batches.size(batch)
+            yield Batch(as_batch(data), sampler.share_of(size).size, size, sampler.world_size)
 
 
 def kept_apart(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:

@@ -24,7 +24,9 @@ class DerivativeTerm(AbstractTerm):
 
     needs = frozenset({"input_gradients"})
 
-    def __init__(self, *, weight: float, output: str, input: str, precision: Precision) -> None:
+    def __init__(
+        self, *, weight: float = 1.0, output: str = "output", input: str = "input", precision: Precision = "step"
+    ) -> None:
         super().__init__(weight=weight)
         self.output, self.input = output, input
         self.precision = checked_precision(precision)
@@ -53,11 +55,6 @@ class R1(DerivativeTerm):
         network, or what it computed on the way; with the generated samples for it, it is the paper's R2.
     precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
     """
-
-    def __init__(
-        self, *, weight: float = 1.0, output: str = "output", input: str = "input", precision: Precision = "step"
-    ) -> None:
-        super().__init__(weight=weight, output=output, input=input, precision=precision)
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the input has no gradient."""

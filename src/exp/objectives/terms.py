@@ -16,7 +16,7 @@ NOTHING = torch.iinfo(torch.int64).min
 class _ClassesLast(nn.Module):
     """What cross entropy and NLL share."""
 
-    def __init__(self, *, class_weights: Sequence[float] | None, ignore_index: int | None) -> None:
+    def __init__(self, *, class_weights: Sequence[float] | None = None, ignore_index: int | None = None) -> None:
         super().__init__()
         self.class_weights: Tensor | None
         if class_weights is None:
@@ -78,14 +78,6 @@ class NLL(_ClassesLast):
     class_weights: V factors, one a class; None weighs all alike.
     ignore_index: a class number that does not count; None counts every target.
     """
-
-    def __init__(
-        self,
-        *,
-        class_weights: Sequence[float] | None = None,
-        ignore_index: int | None = None,
-    ) -> None:
-        super().__init__(class_weights=class_weights, ignore_index=ignore_index)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Raises: RunError where the shapes do not fit or the target is not of integers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import Any
 
 # Below this likeness a proposal is a guess that misleads: "lr" is not "seed".
 LIKENESS = 0.6
@@ -38,7 +37,7 @@ def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
     return f"{', '.join(first)} ... ({len(names)} in all)"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as a reader of the YAML knows it, cut to a line."""
     if value is None:
         return "null"

@@ -79,7 +79,7 @@ def attach_edges(
     ends = Ends()
     handles = []
     if word.parameters is not None:
-        handles += Entrance(dtype=word.parameters, ends=ends).attach(network)
+        handles += _attach(Entrance(dtype=word.parameters, ends=ends), network)
     modules = dict(network.named_modules(remove_duplicate=False))
     for name, inside, around in outermost(kept):
         edge = Edge(
@@ -89,7 +89,7 @@ def attach_edges(
             around=around or flowing,
             ends=ends if around is None and flowing in HALF else None,
         )
-        handles += edge.attach(modules[name])
+        handles += _attach(edge, modules[name])
     return handles
 
 
@@ -146,13 +146,6 @@ class Edge:
         self.inside, self.around, self.ends = inside, around, ends
         self.autocast: list[bool] = []
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """The handles of its two hooks. always_call: autocast comes back where the forward raised, too."""
-        return [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
-            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-        ]
-
     def enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
         # Not an autocast object that is entered here and left there: torch.compile follows only this form.
         enabled = torch.is_autocast_enabled(self.device_type)
@@ -187,13 +180,6 @@ class Entrance:
         self.dtype, self.ends = dtype, ends
         self.defaults: list[torch.dtype] = []
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """The handles of its two hooks."""
-        return [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
-            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-        ]
-
     @never_compiled
     def enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
         self.ends.begin(training=module.training, forward=forward_name(module))
@@ -206,6 +192,14 @@ class Entrance:
         if self.defaults:
             torch.set_default_dtype(self.defaults.pop())
         return self.ends.restore(output) if self.dtype in HALF else output
+
+
+def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandle]:
+    """The handles of its two hooks. always_call: what `enter` sets is put back where the forward raised, too."""
+    return [
+        module.register_forward_pre_hook(crossing.enter, with_kwargs=True),
+        module.register_forward_hook(crossing.leave, with_kwargs=True, always_call=True),
+    ]
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -12,7 +12,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from exp.signals import ENDING
 
@@ -60,7 +59,7 @@ def _restore_environment(kept: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _numpy() -> Iterator[Callable[[], Any]]:
+def _numpy() -> Iterator[Callable[[], object]]:
     if "numpy" in sys.modules:
         import numpy
 
@@ -68,7 +67,7 @@ def _numpy() -> Iterator[Callable[[], Any]]:
         yield lambda: numpy.random.set_state(state)
 
 
-def _torch() -> Iterator[Callable[[], Any]]:
+def _torch() -> Iterator[Callable[[], object]]:
     if "torch" not in sys.modules:
         return
     import torch

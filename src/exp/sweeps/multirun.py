@@ -18,8 +18,8 @@ from exp.config.hydra_program import run_sweeper
 from exp.config.layering import PRIMARY
 from exp.errors import ConfigError, Interrupted, RunError
 from exp.report import Report
+from exp.sweeps.results import print_table
 from exp.sweeps.sweep import Sweep
-from exp.sweeps.table import print_table
 
 OUR_LAUNCHER = "hydra_plugins.exp.launcher.ExpLauncher"
 

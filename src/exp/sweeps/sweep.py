@@ -11,9 +11,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import config_faults
@@ -25,7 +26,7 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted
 from exp.files import write_whole
 from exp.report import Report
 from exp.sweeps.isolation import isolated
-from exp.sweeps.table import NOT_STARTED, Row, write_table
+from exp.sweeps.results import NOT_STARTED, Row, write_table
 
 MAX_FAULTS = 30
 ROW_FILES = ".row.*.json"
@@ -57,7 +58,7 @@ class Sweep:
     ) -> None:
         self.directory, self.run, self.validate = directory, run, validate
         self.config_dir, self.config_name = master.config_dir, master.config_name
-        self.hydra_overrides = list(OmegaConf.to_container(master.config.hydra.overrides.hydra, resolve=False))
+        self.hydra_overrides = unresolved(master.config.hydra.overrides.hydra)
         fixed = [parse_override(text) for text in task_overrides(master.config)]
         fixed = [line for line in fixed if not line.is_sweep_override()]
         self.fixed = {line.get_key_element() for line in fixed}
@@ -70,7 +71,7 @@ class Sweep:
     def has_failures(self) -> bool:
         return any(row.status != "completed" for row in self.rows)
 
-    def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Any]:
+    def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[JobReturn]:
         """Runs a batch of jobs, numbered from `first`.
 
         Returns: Hydra's JobReturn of each: its monitored value, nan where it failed.
@@ -110,7 +111,7 @@ class Sweep:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
         with isolated():
-            job = self._composed(hydra.job.num, OmegaConf.to_container(hydra.overrides.task, resolve=False))
+            job = self._composed(hydra.job.num, unresolved(hydra.overrides.task))
         if job.config is not None:
             job.config[COMPOSITION].directory = str(directory)
         try:
@@ -225,6 +226,11 @@ class Sweep:
     def _shown(self, job: Job) -> str:
         """The job's directory as the table shows it: relative to the sweep's."""
         return "" if job.config is None else os.path.relpath(job.config[COMPOSITION].directory, self.directory)
+
+
+def unresolved(overrides: object) -> list[str]:
+    """Overrides as they were typed, interpolations in them left alone."""
+    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
 
 def job_faults(jobs: Sequence[Job]) -> list[Fault]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from exp.sweeps.table import Row, best_row, print_table, write_table
+from exp.sweeps.results import Row, best_row, print_table, write_table
 
 
 def row(

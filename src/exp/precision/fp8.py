@@ -5,40 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from importlib.util import find_spec
 
-import torch
 from torch import nn
 
-from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.errors import MissingExtraError
 
-# Compute capability of Hopper, the first whose tensor cores multiply float8.
-FIRST_CAPABILITY = (9, 0)
 # The kernels take matrices whose sides are multiples of this.
 MULTIPLE = 16
-CURE = "Write precision=bf16"
-
-
-def capability_fault(accelerator: str, capability: tuple[int, int] | None) -> Fault | None:
-    """What a device lacks for float8.
-
-    capability: the GPU's compute capability; None where there is no GPU.
-    """
-    if accelerator != "cuda" or capability is None:
-        got = f"fp8 on {accelerator}"
-    elif capability < FIRST_CAPABILITY:
-        got = f"fp8 on a GPU of compute capability {capability[0]}.{capability[1]}"
-    else:
-        return None
-    expected = "a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
-    return Fault(key="precision.word", got=got, expected=expected, cure=CURE)
-
-
-def refuse_without(accelerator: str) -> None:
-    """Raises: ConfigError where the device has no float8; MissingExtraError where torchao is not installed."""
-    has_gpu = accelerator == "cuda" and torch.cuda.is_available()
-    fault = capability_fault(accelerator, torch.cuda.get_device_capability() if has_gpu else None)
-    if fault is not None:
-        raise ConfigError([fault])
-    refuse_without_torchao()
 
 
 def refuse_without_torchao() -> None:

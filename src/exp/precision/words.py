@@ -8,9 +8,12 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from exp.errors import ConfigError, Fault, MissingExtraError
-from exp.precision.fp8 import refuse_without
+from exp.precision.fp8 import refuse_without_torchao
 from exp.spelling import did_you_mean
 
+# Compute capability of Hopper, the first whose tensor cores multiply float8.
+HOPPER = (9, 0)
+BF16 = "Write precision=bf16"
 HALF = (torch.float16, torch.bfloat16)
 # The smallest number of float16 is 6e-8: half of it and less is rounded to 0.
 SMALLEST_HALF = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
@@ -64,7 +67,7 @@ class Word:
         """What the word lacks on cpu, cuda or mps."""
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "the loss scale of fp16 has no kernels there" if self.needs_scaler else "it has no float64"
-            return [_fault(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", cure="Write precision=bf16")]
+            return [_fault(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", cure=BF16)]
         if not self.float8:
             return []
         try:
@@ -79,7 +82,7 @@ class Word:
         """What an optimizer cannot do in the word's dtypes."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
             expected = "bf16 or fp32: LBFGS cannot skip a step"
-            return [_fault(f"{self.name} with LBFGS", expected=expected, cure="Write precision=bf16")]
+            return [_fault(f"{self.name} with LBFGS", expected=expected, cure=BF16)]
         if self.parameters is not torch.float16:
             return []
         for group in optimizer.param_groups:
@@ -115,6 +118,30 @@ def read_word(name: str) -> Word:
     if name not in WORDS:
         raise ConfigError([_fault(name, expected=f"one of {', '.join(WORDS)}", cure=did_you_mean(name, WORDS))])
     return WORDS[name]
+
+
+def capability_fault(accelerator: str, capability: tuple[int, int] | None) -> Fault | None:
+    """What a device lacks for float8.
+
+    capability: the GPU's compute capability; None where there is no GPU.
+    """
+    if accelerator != "cuda" or capability is None:
+        got = f"fp8 on {accelerator}"
+    elif capability < HOPPER:
+        got = f"fp8 on a GPU of compute capability {capability[0]}.{capability[1]}"
+    else:
+        return None
+    expected = "a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
+    return _fault(got, expected=expected, cure=BF16)
+
+
+def refuse_without(accelerator: str) -> None:
+    """Raises: ConfigError where the device has no float8; MissingExtraError where torchao is not installed."""
+    has_gpu = accelerator == "cuda" and torch.cuda.is_available()
+    fault = capability_fault(accelerator, torch.cuda.get_device_capability() if has_gpu else None)
+    if fault is not None:
+        raise ConfigError([fault])
+    refuse_without_torchao()
 
 
 def _fault(got: str, *, expected: str, cure: str | None = None) -> Fault:

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
 from exp.errors import Fault
+from exp.precision.words import WORDS
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Planned, Strategy
@@ -72,11 +73,12 @@ class DataParallel(Strategy):
     def _precision_faults(self, planned: Planned) -> Iterator[Fault]:
         # Their hooks remember a forward from its start to its end, and the replicas run at once, in threads.
         reason = "with data_parallel, whose replicas would share what casts their numbers"
-        if planned.precision in ("bf16_true", "fp16_true"):
+        word = WORDS[planned.precision]
+        if word.half_parameters:
             yield Fault(
                 key="precision.word",
                 got=f"{planned.precision} {reason}",
-                expected=planned.precision.removesuffix("_true"),
+                expected=word.mixed_word.name,
                 cure="Or write strategy=ddp",
             )
         if keep := planned.config["precision"]["keep"]:

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from exp.errors import Fault, RunError
 from exp.models.split import Patterns
+from exp.precision.words import WORDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import LayerSplitStrategy, OverDevices, inner_split, split_faults
@@ -173,7 +174,7 @@ class DDP(Strategy):
                 got=f"{self.communication_hook} with local_sgd",
                 expected="null: local steps send no gradients",
             )
-        if is_local and planned.precision in ("fp16", "fp16_true"):
+        if is_local and WORDS[planned.precision].compute is torch.float16:
             yield Fault(
                 key="strategy.local_sgd",
                 got=f"local steps with precision={planned.precision}",

@@ -28,14 +28,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.precision.words import WORDS
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy
 
-# DeepSpeed keeps a loss scale of its own, and casts the network itself; these words leave both alone.
-WORDS = ("fp32", "tf32", "bf16")
 # Hooks that are right without whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
 AVERAGING = "exp.engine.ema.ExponentialMovingAverage"
@@ -116,11 +115,14 @@ class DeepSpeed(Strategy):
                 yield Fault(key=key, got=got, expected=expected)
 
     def _engine_faults(self, planned: Planned) -> Iterator[Fault]:
-        if planned.precision not in WORDS:
+        # DeepSpeed keeps a loss scale of its own, and casts the network itself; these words leave both alone.
+        words = [word for word in WORDS.values() if not (word.needs_scaler or word.float8)]
+        known = [word.name for word in words if word.parameters is None]
+        if planned.precision not in known:
             yield Fault(
                 key="precision.word",
                 got=f"{planned.precision} with strategy={self.name}",
-                expected=f"one of {', '.join(WORDS)}: DeepSpeed would scale the loss or cast the network itself",
+                expected=f"one of {', '.join(known)}: DeepSpeed would scale the loss or cast the network itself",
             )
         if planned.config["trainer"].get("gradient_clip_algorithm") == "value":
             yield Fault(

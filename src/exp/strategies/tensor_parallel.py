@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault
+from exp.precision.words import WORDS
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -53,7 +54,7 @@ class TensorOptions:
     def faults(self, planned: Planned, *, ranks: int) -> list[Fault]:
         """What cannot be cut so."""
         faults = []
-        if planned.precision == "fp8":
+        if WORDS[planned.precision].float8:
             expected = "another word: the layers of fp8 are not cut"
             faults.append(Fault(key="precision.word", got="fp8 with layers in parts", expected=expected))
         network = planned.network

@@ -1,4 +1,4 @@
-"""Nested data, such as a batch or what a network returns: mappings, tuples and lists with tensors in them."""
+"""Walk nested data, such as a batch or a network's output: mappings, tuples and lists of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Nested = TypeVar("Nested")
 
 
 def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
-    """The same structure with what the function makes of each tensor; all else as it is.
+    """Applies a function to each tensor and keeps the structure.
 
     A mapping that can be built from a dict, a namedtuple, a tuple and a list keep their classes; another mapping
     becomes a dict. One in which nothing changes is returned itself. A torch.Size is no structure.
@@ -32,7 +32,7 @@ def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
 
 
 def moved(data: Nested, device: torch.device) -> Nested:
-    """The same structure on a device; copies from pinned memory run beside the computation."""
+    """Moves the tensors to a device; copies from pinned memory run beside the computation."""
     return mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -1,4 +1,4 @@
-"""The nearest right spellings of a mistyped word, and values and lists cut to what a reader can take in."""
+"""Propose spellings for a mistyped word, and shorten values and lists for messages."""
 
 from __future__ import annotations
 

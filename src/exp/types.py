@@ -1,4 +1,4 @@
-"""The words and letters that every room shares. Imports no torch at run time.
+"""Types that every room shares, and the letters of shapes. Imports no torch at run time.
 
 Shapes are written `[B, T, C]`: B batch, T time steps, C channels or features, H height, W width, V vocabulary or
 classes, P parameters.
@@ -44,7 +44,7 @@ class DataSpec:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> DataSpec:
-        """That of a plain data node whose four keys are filled in."""
+        """Reads the spec of a plain data node whose four keys are filled in."""
         return cls(
             input_shape=tuple(data["input_shape"]),
             input_dtype=data["input_dtype"],

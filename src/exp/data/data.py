@@ -1,4 +1,4 @@
-"""The data of a run: its parts, what they hold, and a loader of each for one rank."""
+"""The data of a run: its train, val and test parts, their shapes, and one rank's loader of each."""
 
 from __future__ import annotations
 

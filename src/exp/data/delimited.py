@@ -1,4 +1,4 @@
-"""Tables from text files: one row a line, values apart by a delimiter."""
+"""Tables from CSV files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Csv(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A file's rows as they are written, and the line that each one ends on."""
+    """The rows of a CSV file as text, and the line on which each ends."""
 
     file: Path
     names: tuple[str, ...]

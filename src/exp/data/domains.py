@@ -1,4 +1,4 @@
-"""Handwritten digits in two domains, to adapt from one to the other: as they are with classes, and changed without."""
+"""Domain adaptation on handwritten digits: a labelled source domain, and a changed target domain without labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuse what is wrong below `data`: every fault carries its key, like a fault of the config. Needs no torch."""
+"""Faults below the config's `data`, and the sizes of its parts. Imports no torch."""
 
 from __future__ import annotations
 

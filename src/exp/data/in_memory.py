@@ -1,4 +1,4 @@
-"""Data that fits in memory: read by a tensor of indices, never sample by sample, many batches in one gather."""
+"""Data sets in memory, and their loader, which gathers many batches by one tensor of indices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 4 * 2**20
 
 @runtime_checkable
 class Indexed(Protocol):
-    """What a data set needs so that its batches are gathered in one call."""
+    """A data set whose batches are gathered in one call."""
 
     def __len__(self) -> int:
         """Samples in it."""
@@ -80,7 +80,7 @@ class Tensors(Dataset[Entries]):
         return mapped(self.entries, lambda tensor: tensor.index_select(0, indices))
 
     def select(self, indices: Tensor) -> Tensors:
-        """A data set of these samples alone, copied."""
+        """Copies these samples into a data set of their own."""
         return Tensors(entries=self.gather(indices), num_classes=self.num_classes)
 
 
@@ -164,7 +164,7 @@ def as_indexed(dataset: AnyDataset) -> AnyDataset:
 
 
 def samples_in(dataset: AnyDataset) -> int:
-    """Its length, which torch's class Dataset does not declare."""
+    """The length of a data set, which torch's Dataset does not declare."""
     return len(cast(Sized, dataset))
 
 

@@ -1,4 +1,4 @@
-"""Which samples make which global batch, and which of them are one rank's; and what every loader of them is."""
+"""Loaders of one rank: an iterable of Batch that can be set to a position, and the samples of each global batch."""
 
 from __future__ import annotations
 

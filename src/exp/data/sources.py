@@ -1,4 +1,4 @@
-"""Where a data set's files are: at a path, behind a pattern, or among those that scikit-learn ships."""
+"""Find the files of a data set: at a path, by a pattern, or among those that scikit-learn ships."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the data is, read from it, against what the config declares."""
+"""Read the shape, dtype and classes of the data, and check them against the config."""
 
 from __future__ import annotations
 

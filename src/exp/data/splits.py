@@ -1,4 +1,4 @@
-"""How a data set becomes a train, a val and a test part."""
+"""Split a data set into its train, val and test parts."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Table(Tensors):
         )
 
     def prepare(self, train: object) -> Tensors:
-        """The rows as a model sees them.
+        """Standardises the rows by the training part.
 
         Raises: ConfigError where the training part is no table, or has other columns or classes.
         """

@@ -1,4 +1,4 @@
-"""Text as blocks of characters, each to be predicted from those before it."""
+"""Text data for a character model: each character is predicted from those before it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Characters(Dataset[object]):
-    """A text before it is encoded.
+    """A text that is not encoded yet.
 
     codes: its code points, uint32 `[N]`. block_size: characters of a sample, T. vocabulary_size: see Text.
     """
@@ -34,11 +34,11 @@ class Characters(Dataset[object]):
         self.codes, self.block_size, self.vocabulary_size = codes, block_size, vocabulary_size
 
     def __len__(self) -> int:
-        """Blocks in it."""
+        """The number of blocks."""
         return max(0, (len(self.codes) - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Characters]:
-        """Contiguous parts, in the order of the text, so that no character of one is seen in another.
+        """Splits into contiguous parts, in the order of the text, so that no character of one is seen in another.
 
         sizes: fractions of the characters, or whole numbers of blocks.
         """
@@ -55,7 +55,7 @@ class Characters(Dataset[object]):
         return parts
 
     def prepare(self, train: object) -> TextBlocks:
-        """This part in the training part's vocabulary.
+        """Encodes this part in the training part's vocabulary.
 
         Raises: ConfigError where it is shorter than a block, and where the training part is no text.
         """

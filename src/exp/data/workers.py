@@ -112,7 +112,7 @@ class WorkerLoader(Loader):
 
 
 def kept_apart(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
-    """The iterator's items; where it runs in this process, what it does to the random generators is undone."""
+    """Yields the iterator's items. Where it runs in this process, the random generators are restored after each."""
     if not in_process:
         yield from iterator
         return
@@ -126,7 +126,7 @@ def kept_apart(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
 
 
 def ignore_signals(worker: int) -> None:
-    """A signal to the group is for the run's own process, which ends its workers once its state is saved."""
+    """Ignores signals to the group: the run's own process ends its workers once its state is saved."""
     heed(signal.SIG_IGN)
 
 

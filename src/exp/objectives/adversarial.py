@@ -1,4 +1,4 @@
-"""What a discriminator and a generator are trained on: scores of real and of generated samples, by name.
+"""Adversarial losses of a discriminator and a generator, from scores of real and of generated samples.
 
 D is the discriminator's score without a sigmoid, high for what it takes to be real; x is real and x~ generated.
 
@@ -43,7 +43,7 @@ FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
 
 
 class DiscriminatorLoss(AbstractTerm):
-    """What the discriminator is trained on: the mean over real samples and the mean over generated ones, added.
+    """The discriminator's loss: the mean over real samples plus the mean over generated ones.
 
     loss: a row of the table above. real, fake: the scores of real and of generated samples, by name, `[B, ...]`.
     """
@@ -67,7 +67,7 @@ class DiscriminatorLoss(AbstractTerm):
 
 
 class GeneratorLoss(AbstractTerm):
-    """What the generator is trained on: the mean over generated samples.
+    """The generator's loss: the mean over generated samples.
 
     loss: a row of the table above. fake: their scores, by name, `[B, ...]`.
     """

@@ -1,4 +1,4 @@
-"""Two passes of one batch should agree: dropout, noise and the like must not change what the network says."""
+"""Consistency of two forward passes of one batch under dropout and noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Distance = Literal["mse", "kl"]
 
 
 class Consistency(AbstractTerm):
-    """How far apart two forward passes of the network are, with other random numbers in each.
+    """The distance between two forward passes of the network, with other random numbers in each.
 
     `mse`: the mean squared difference of the probabilities, (1/BC) sum || softmax(z1) - softmax(z2) ||^2.
         Laine and Aila 2017, "Temporal Ensembling for Semi-Supervised Learning", arXiv:1610.02242, algorithm 1.

@@ -1,4 +1,4 @@
-"""What a term or a loss reads: a value by name, in full precision, of the shape and dtype that the loss needs.
+"""Inputs of a loss: a value by name, in full precision, of the shape and dtype that the loss needs.
 
 torch stretches [B, 1] against [B] to [B, B] and trains on nonsense; here that is refused.
 """
@@ -51,7 +51,7 @@ def pick(values: Values, name: str, role: str) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """In float32 where it is of half precision, else as it is."""
+    """Casts half precision to float32; leaves other dtypes as they are."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 

@@ -1,4 +1,4 @@
-"""Metrics in the form that exp's models give: classes on the last axis, and what torchmetrics lacks."""
+"""Metrics of scores with the classes on the last axis, and those that torchmetrics lacks."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
 
 
 def reduction_fault(loss: nn.Module) -> str | None:
-    """What is wrong with the reduction of a loss; None where its value is a mean over samples."""
+    """Says what is wrong with the reduction of a loss; None where its value is a mean over samples."""
     reduction = getattr(loss, "reduction", "mean")
     # KLDivLoss calls the mean over samples batchmean.
     if reduction == "mean" or (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
@@ -192,7 +192,7 @@ def shared_mean(loss: ByWeight, output: Tensor, target: Tensor, batch: Batch) ->
 
 
 def _weight(loss: ByWeight, target: Tensor) -> Tensor:
-    """What the loss divides its sum by, 0-d, float32."""
+    """The weight by which the loss divides its sum, 0-d, float32."""
     if target.is_floating_point():  # torch divides the loss of probabilities by their number, whatever the weights
         return torch.tensor(float(target.numel() // target.shape[1] if target.dim() > 1 else 1), device=target.device)
     weights: Tensor | None = loss.class_weights if isinstance(loss, CrossEntropy | NLL) else loss.weight

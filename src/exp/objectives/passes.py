@@ -1,4 +1,4 @@
-"""What a term is given that needs more than the values of one forward pass and one backward.
+"""More forward passes and gradients, for terms that need more than one forward pass and one backward.
 
 class Smooth(AbstractTerm):
     needs = frozenset({"input_gradients"})

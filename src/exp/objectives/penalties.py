@@ -16,7 +16,7 @@ from exp.types import Batch
 
 
 class DerivativeTerm(AbstractTerm):
-    """Of the derivative of an output of the network with respect to an input.
+    """Base of terms on the derivative of an output of the network with respect to an input.
 
     output: the value that is differentiated, `[B, ...]`. input: with respect to which, `[B, ...]`.
     precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.

@@ -1,4 +1,4 @@
-"""What a term of the objective is, and what it may need beside the values of one forward pass."""
+"""Base class of the objective's terms, and the needs that a term may declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network's optimizer and its schedule: handed to the engine as a value, made when the devices are set.
+"""Build a network's optimizer, fused where torch has that, and its schedule.
 
 Private name of torch (seen in 2.13): torch.utils._foreach_utils._get_fused_kernels_supported_devices.
 """

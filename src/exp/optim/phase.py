@@ -1,4 +1,4 @@
-"""A phase: some terms of the objective, the parameters that they train, and how; and the optimizers of all phases."""
+"""A phase of a step: some terms of the objective, the parameters that they train, and their optimizer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class PhaseOptimizers(Optimizer):
         raise RunError("the optimizers of phases were stepped together; each phase steps its own")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also of the phases that are not due, so that no phase sees another's gradients."""
+        """Clears the gradients of all phases, due or not, so that no phase sees another's."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -131,7 +131,7 @@ class PhaseSchedule:
 
 
 def stepping(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Those that step, where a Trainer may know the phases' as one."""
+    """The optimizers that step: those of the phases in the place of the one that the Trainer knows."""
     return [
         one
         for optimizer in optimizers
@@ -140,7 +140,7 @@ def stepping(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def rate_names(optimizer: Optimizer, *, phase: str | None = None) -> list[str]:
-    """How the learning rates of an optimizer's groups are called; a phase's only group is called as the phase."""
+    """Names of the learning rates of an optimizer's groups. The only group of a phase has the phase's name."""
     names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
     if phase is None:
         return names

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate. Each is a function of the number of steps done, so that a resumed run is exact."""
+"""Learning rate schedules, each a function of the steps done, so that a resumed run is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison as a table to read, and the precision.keep that follows from it."""
+"""Report a comparison as a table, with the precision.keep that it suggests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ROUNDS = 8
 def report_faults(
     precision: Mapping[str, object], *, phases: Mapping[str, object], ranks_of_a_model: int
 ) -> list[Fault]:
-    """precision: the config's node. ranks_of_a_model: how many ranks or devices hold parts of one network."""
+    """Reject precision.report where the network has several losses or lies on several devices.
+
+    precision: the config's node. ranks_of_a_model: how many ranks or devices hold parts of one network.
+    """
     if not precision["report"]:
         return []
     expected = "false: it measures one network with one loss, whole, on one device"
@@ -50,7 +53,7 @@ def report_faults(
 def proposed_keep(
     comparison: Comparison, keep: Mapping[str, str], *, again: Callable[[Mapping[str, str]], Comparison]
 ) -> dict[str, str]:
-    """`keep` with the layers that should be in fp32, too.
+    """Extends `keep` by the layers that should be in fp32.
 
     What the first of them do wrong hides what later ones do, so they are kept and the batch is run again, until nothing
     more is found.
@@ -70,7 +73,7 @@ def proposed_keep(
 
 
 def _worst(comparison: Comparison) -> list[str]:
-    """Where infinity begins; else what is wrong by itself or vanishes; else whose gradient is, and others' are not."""
+    """Layers where infinity begins; else those with errors of their own; else those with an outlying gradient."""
     dtype, layers = WORDS[comparison.word].compute, comparison.layers
     if dtype not in HALF:
         return []
@@ -86,7 +89,7 @@ def _worst(comparison: Comparison) -> list[str]:
 
 
 def keep_as_yaml(keep: Mapping[str, str]) -> str:
-    """To paste into an experiment's YAML."""
+    """Writes `keep` as YAML, to paste into an experiment."""
     if not keep:
         return "precision:\n  keep: {}\n"
     return "precision:\n  keep:\n" + "".join(f'    "{pattern}": {dtype}\n' for pattern, dtype in keep.items())

@@ -1,4 +1,4 @@
-"""One batch in float32 and in a chosen precision, layer by layer: dtypes, errors, overflow, underflow."""
+"""Compare a precision with float32 on one batch, layer by layer: dtypes, errors, overflow, underflow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Reference = Callable[[str, Arguments, Keywords], object]
 
 @dataclass(kw_only=True)
 class Record:
-    """One layer. A layer that is called several times has all of its outputs here.
+    """What one layer gave. A layer that is called several times has all of its outputs here.
 
     reference_outputs: what float32 gives for the same inputs. output_gradients: scaled, where the loss was.
     """
@@ -68,7 +68,10 @@ class LayerComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of all layers, in the order in which they ran. loss_scale: at which the gradients were measured, 1 without."""
+    """Comparison of all layers, in the order in which they ran.
+
+    loss_scale: at which the gradients were measured, 1 without.
+    """
 
     word: str
     layers: tuple[LayerComparison, ...]
@@ -187,7 +190,7 @@ def _overflow(value: Tensor, expected: Tensor) -> int:
 
 
 def _lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
-    """How many numbers fell below the smallest normal one, of how many that are not 0."""
+    """Counts the numbers that fell below the smallest normal one, and those that are not 0."""
     if value.shape != expected.shape:
         return 0, 0
     counted = expected != 0
@@ -241,7 +244,7 @@ def gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float
 
 @contextmanager
 def silent_dropout(*networks: nn.Module) -> Iterator[None]:
-    """Dropout layers in evaluation: two precisions would draw different masks."""
+    """Turns dropout off: two precisions would draw different masks."""
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     silent = [m for network in networks for m in network.modules() if isinstance(m, layers) and m.training]
     for module in silent:

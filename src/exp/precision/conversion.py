@@ -1,4 +1,4 @@
-"""A network in the dtypes of a word: its tensors are cast, and so is what crosses the edge of a layer with its own."""
+"""Convert a network to the dtypes of a word: its tensors, its inputs, and the edges of kept layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]]
 
 
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
-    """Parameters and floating buffers in the word's dtype, in place; the Parameter objects stay the same.
+    """Casts parameters and floating buffers to the word's dtype in place; the Parameter objects stay the same.
 
     Kept layers have their own. Layers with running statistics stay in float32 under a half word: an update of
     statistics by momentum is smaller than half a unit of bfloat16 long before they have settled.
@@ -61,7 +61,7 @@ def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]
 
 
 def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    """A module's own floating parameters and buffers, not those of modules in it."""
+    """Casts a module's own floating parameters and buffers, not those of modules in it."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
@@ -73,7 +73,7 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
 def attach_edges(
     network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str
 ) -> list[RemovableHandle]:
-    """The hooks that cast what goes in and out. Returns: their handles."""
+    """Attaches the hooks that cast inputs and outputs. Returns: their handles."""
     # What flows between layers that are not kept: the word's, else float32, which autocast casts as it needs.
     flowing = word.parameters or torch.float32
     ends = Ends()
@@ -94,7 +94,7 @@ def attach_edges(
 
 
 class Ends:
-    """What kept layers gave before it was rounded to the dtype around them, for those that end the network.
+    """Unrounded outputs of kept layers that end the network, before the cast to the dtype around them.
 
     A layer's output is held until the network returns only where it was among the outputs before, or where nothing is
     known yet: at the first call of each of the network's forwards, in training and in evaluation. Where a strategy
@@ -195,7 +195,7 @@ class Entrance:
 
 
 def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandle]:
-    """The handles of its two hooks. always_call: what `enter` sets is put back where the forward raised, too."""
+    """Attaches its two hooks. always_call: what `enter` sets is put back where the forward raised, too."""
     return [
         module.register_forward_pre_hook(crossing.enter, with_kwargs=True),
         module.register_forward_hook(crossing.leave, with_kwargs=True, always_call=True),

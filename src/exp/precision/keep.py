@@ -1,4 +1,4 @@
-"""Which layers keep a dtype of their own: precision.keep, patterns of module names or names of types."""
+"""Layers that keep a dtype of their own (precision.keep), by patterns of module names or by type."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def outermost(kept: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.dtyp
 
 
 def keep_faults(network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None) -> list[Fault]:
-    """Patterns of precision.keep that match nothing, and shared parameters of which only one is kept."""
+    """Rejects patterns that match nothing, and shared parameters of which only one is kept."""
     try:
         refuse_shared(network, kept_layers(network, keep), otherwise=otherwise)
     except ConfigError as error:

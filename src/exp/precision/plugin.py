@@ -1,4 +1,4 @@
-"""How numbers are represented: the word of the config as a Lightning precision plugin, with or without a loss scale.
+"""Lightning's precision plugin for each word of precision.word, with or without a loss scale.
 
 Private names of Lightning (seen in 2.6.6): Precision._after_closure, which calls on_before_optimizer_step and clips.
 """
@@ -100,13 +100,14 @@ class RunPrecision(Precision):
         """Ranks of this process group hold parts of one model: from now on they skip a step together."""
 
     def written(self, values: Mapping[str, float], *, step: int) -> None:
-        """Told of what is written for a step, scale and skipped steps among it: it may say something of them."""
+        """Called with the values written for a step, which hold the loss scale; a plugin may warn of it."""
 
     # --- the network ---
 
     def represent(self, module: nn.Module) -> nn.Module:
-        """The module's tensors in the word's dtypes, in place. Before a checkpoint is loaded into it: float64 would be
-        rounded on its way through float32. Again is no change.
+        """Casts the module's tensors to the word's dtypes in place. A second call changes nothing.
+
+        Before a checkpoint is loaded into it: float64 would be rounded on its way through float32.
 
         Raises: ConfigError for a fault in `keep`.
         """
@@ -187,7 +188,7 @@ class RunPrecision(Precision):
         return {**without, **self.keep}
 
     def _speak(self, network: nn.Module) -> None:
-        """What the word does otherwise than one might think: a line each, once a run."""
+        """Logs, once a run, where the word does something else than one might think."""
         if self._has_spoken:
             return
         self._has_spoken = True
@@ -326,7 +327,7 @@ def build_precision(
 
 @contextmanager
 def _float64_by_default() -> Iterator[None]:
-    """What is created without a dtype is float64 meanwhile: a loss's zeros, a metric's sums."""
+    """Makes float64 the default dtype, for a loss's zeros and a metric's sums."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -336,6 +337,6 @@ def _float64_by_default() -> Iterator[None]:
 
 
 def _network(module: nn.Module) -> nn.Module:
-    """What a training module calls its network; any other module is one itself."""
+    """The network of a training module; any other module is one itself."""
     own = getattr(module, "network", None) if isinstance(module, LightningModule) else None
     return own if isinstance(own, nn.Module) else module

@@ -1,4 +1,4 @@
-"""Whether float32 products on CUDA may be computed in TensorFloat-32: switches of the whole process, put back later."""
+"""Switches of the process that let CUDA compute float32 products in TensorFloat-32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of precision.word: what each one means in torch's dtypes, and what it cannot do."""
+"""The words of precision.word: their dtypes, their properties, and what each cannot do."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Word:
         return next(word for word in WORDS.values() if word.autocast is self.parameters)
 
     def device_faults(self, accelerator: str) -> list[Fault]:
-        """What the word lacks on cpu, cuda or mps."""
+        """Rejects a device (cpu, cuda or mps) that cannot compute in this word."""
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "the loss scale of fp16 has no kernels there" if self.needs_scaler else "it has no float64"
             return [_fault(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", cure=BF16)]
@@ -79,7 +79,7 @@ class Word:
         return []
 
     def optimizer_faults(self, optimizer: Optimizer) -> list[Fault]:
-        """What an optimizer cannot do in the word's dtypes."""
+        """Rejects an optimizer that cannot step in this word's dtypes."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
             expected = "bf16 or fp32: LBFGS cannot skip a step"
             return [_fault(f"{self.name} with LBFGS", expected=expected, cure=BF16)]
@@ -121,7 +121,7 @@ def read_word(name: str) -> Word:
 
 
 def capability_fault(accelerator: str, capability: tuple[int, int] | None) -> Fault | None:
-    """What a device lacks for float8.
+    """Rejects a device without float8.
 
     capability: the GPU's compute capability; None where there is no GPU.
     """

@@ -1,4 +1,4 @@
-"""One job leaves nothing behind for the next in the same process: environment, random states, torch's switches."""
+"""Isolate the jobs of a sweep in one process: environment, random states and torch's switches are restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exp.signals import ENDING
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Puts the process back as it was, whatever happens inside.
+    """Restores the process afterwards, whatever happens inside.
 
     Covers environment variables, working directory, log handlers, warning filters, signal handlers, the random states
     of Python, NumPy and torch, torch's threads, determinism, precision switches and default dtype, what was compiled,

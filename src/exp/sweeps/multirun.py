@@ -1,4 +1,4 @@
-"""`python -m exp.train -m ...`: from the overrides of a sweep to its table."""
+"""Run a sweep, `python -m exp.train -m ...`: from its overrides to its table."""
 
 from __future__ import annotations
 

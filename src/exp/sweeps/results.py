@@ -18,7 +18,7 @@ NOT_STARTED = "not started"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of one job.
+    """The result of one job.
 
     swept: key to value as text, of what differs from job to job. status: the report's, or that it was not started.
     value: the monitored one, nan where there is none.

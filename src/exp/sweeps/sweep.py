@@ -43,7 +43,10 @@ class Job:
 
 
 class Sweep:
-    """What Hydra's sweeper and our launcher share. Plain data, so that a launcher of other processes can carry it.
+    """A sweep as Hydra's sweeper and our launcher share it.
+
+    Plain data, so that a launcher of other processes can carry it.
+
 
     run: what runs one job, exp.run.fit. validate: what checks one job, exp.validation.validate.
     """
@@ -147,7 +150,7 @@ class Sweep:
         return Job(number=number, overrides=tuple(overrides), config=config, error=None)
 
     def _refuse_security(self, overrides: Sequence[str]) -> None:
-        """A job's overrides look typed, and a sweeper makes them: of what it reads in a file, say."""
+        """Rejects security keys in a job that were not typed: a sweeper may have read them in a file."""
         for line in map(parse_override, overrides):
             if _is_security(line) and _setting(line) not in self.typed_security:
                 key, value = _setting(line)
@@ -174,7 +177,7 @@ class Sweep:
         return self._record(row, started)
 
     def _row(self, job: Job, *, status: str) -> Row:
-        """Without a result."""
+        """The row of a job without a result."""
         monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
         return Row(
             job=job.number,

@@ -1,0 +1,145 @@
+"""Writes docs/api.md from docstrings: python docs/make_api.py"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import exp
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "api.md"
+HEAD = """# API: what is imported, and what a `_target_` names
+
+*Reference.* Made from docstrings by `python docs/make_api.py`; a test holds it up to date. The config's keys are in
+[configuration](configuration.md).
+"""
+# What a class of your own is derived from, with the methods to write.
+BASES = [
+    "exp.hooks.hook.Hook",
+    "exp.hooks.step.Step",
+    "exp.strategies.strategy.Strategy",
+    "exp.objectives.objective.Term",
+    "exp.data.data.Data",
+]
+# Their modules import an extra's package, which is not there on every machine that makes this page.
+OF_EXTRAS = {"exp.loggers.mlflow_store.MlflowLogger", "exp.loggers.wandb_run.WandbLogger"}
+TARGET = re.compile(r"_target_: *(exp\.[\w.]+)")
+# `name: what it is`, or several names with one meaning, at the beginning of a line of a docstring.
+NAMED = re.compile(r"^(\w+(?:, \w+)*): +(.*)$")
+
+
+def page() -> str:
+    text = "\n".join([HEAD, *_python(), *_bases(), *_targets()])
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def _python() -> Iterator[str]:
+    yield "## In Python\n"
+    for name in sorted(exp.__all__, key=lambda name: (name[0].isupper(), name)):
+        yield from _entry(f"exp.{name}", getattr(exp, name))
+
+
+def _bases() -> Iterator[str]:
+    yield "## To derive from, and what such a class is given\n"
+    for name in BASES:
+        found = _resolved(name)
+        yield from _entry(name, found)
+        for method, function in vars(found).items():
+            if inspect.isfunction(function) and not method.startswith("_"):
+                first = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+                signature = " ".join(_signature(function).split())
+                yield f"- `{method}{signature}`{': ' if first else ''}{first}"
+        yield ""
+
+
+def _targets() -> Iterator[str]:
+    """What each group of conf/ names, once, in the first group that does."""
+    seen = OF_EXTRAS.union(BASES)
+    for group in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
+        options: dict[str, list[str]] = {}
+        for path in sorted(group.glob("*.yaml")):
+            for name in TARGET.findall(path.read_text(encoding="utf-8")):
+                options.setdefault(name, []).append(path.stem)
+        names = sorted(options.keys() - seen)
+        seen |= options.keys()
+        if names:
+            yield f"## {group.name}\n"
+        for name in names:
+            said = ", ".join(f"`{option}`" for option in dict.fromkeys(options[name]))
+            yield from _entry(name, _resolved(name), f"In {said} of `conf/{group.name}/`.")
+
+
+def _entry(name: str, found: object, where: str = "") -> Iterator[str]:
+    yield f"### `{name}`\n"
+    if not (inspect.isclass(found) and issubclass(found, BaseException)):
+        yield f"    {name.rpartition('.')[2]}{_signature(found)}\n"
+    yield from _prose(found)
+    if where:
+        yield f"{where}\n"
+
+
+def _prose(found: object) -> Iterator[str]:
+    """A docstring in Markdown: its paragraphs, and what it says of each parameter as a list."""
+    own = vars(found).get("__doc__") if inspect.isclass(found) else inspect.getdoc(found)
+    rows: list[str] = []
+    for line in inspect.cleandoc(own or "").splitlines():
+        named = NAMED.match(line)
+        if named and named[1] not in ("Raises", "Returns", "Source"):
+            if rows and rows[-1] and not rows[-1].startswith(("- ", "  ")):
+                rows.append("")
+            names = ", ".join(f"`{name}`" for name in named[1].split(", "))
+            rows.append(f"- {names}: {named[2]}")
+        elif rows and rows[-1].startswith(("- ", "  ")) and line.strip() and not named:
+            rows.append(f"  {line.strip()}")
+        else:
+            if rows and rows[-1].startswith(("- ", "  ")):
+                rows.append("")
+            rows.append(line)
+    yield "\n".join(rows) + "\n"
+
+
+def _signature(found: object) -> str:
+    """As the source has it, without `self`; a long one has a line for each parameter."""
+    if not callable(found):
+        return ""
+    signature = inspect.signature(found)
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    rows, is_keyword = [], False
+    for name, parameter in signature.parameters.items():
+        if name == "self":
+            continue
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not is_keyword:
+            is_keyword = True
+            rows.append("*")
+        rows.append(f"{marks.get(parameter.kind, '')}{name}{_said(parameter.annotation)}{_default(parameter.default)}")
+        is_keyword = is_keyword or parameter.kind is inspect.Parameter.VAR_POSITIONAL
+    end = _said(signature.return_annotation, " -> ") if not inspect.isclass(found) else ""
+    line = f"({', '.join(rows)}){end}"
+    return line if len(line) < 110 else "(\n" + "".join(f"        {row},\n" for row in rows) + f"    ){end}"
+
+
+def _said(annotation: object, before: str = ": ") -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return before + (annotation if isinstance(annotation, str) else inspect.formatannotation(annotation))
+
+
+def _default(value: object) -> str:
+    if value is inspect.Parameter.empty:
+        return ""
+    if callable(value) or repr(value).startswith("<"):
+        return f" = {getattr(value, '__name__', '...').lstrip('_')}"
+    return f" = {value!r}"
+
+
+def _resolved(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

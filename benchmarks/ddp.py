@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import exp
 from exp import run
-from exp.build import place, plain_config
-from exp.config.freeze import freeze, read_frozen
+from exp.check import plan
+from exp.config.freeze import freeze
 from exp.strategies.process_group import join
 from exp.strategies.rank import Rank
 
@@ -105,7 +105,7 @@ def live(number: int, store: str, directories: list[Path], steps: int, results: 
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank = Rank(global_rank=number, local_rank=number, world_size=RANKS, local_world_size=RANKS, store=store)
-    join(rank, place(plain_config(read_frozen(directories[0][0])), rank=rank), timeout_seconds=600)
+    join(rank, plan.adopt(plan.frozen(directories[0][0]), rank=rank).placement, timeout_seconds=600)
     for turn in directories:
         times = [*by_hand(steps)]
         for directory in turn:

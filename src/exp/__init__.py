@@ -6,17 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exp.check.plan import validate
     from exp.check.stages import compose
     from exp.errors import ConfigError, ExpError, Fault, Interrupted, MissingExtraError, RankError, RunError
     from exp.report import Report
     from exp.run import fit
-    from exp.validation import validate
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "compose": "exp.check.stages",
-    "validate": "exp.validation",
+    "validate": "exp.check.plan",
     "fit": "exp.run",
     "Report": "exp.report",
     **dict.fromkeys(

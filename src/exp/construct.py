@@ -1,4 +1,7 @@
-"""A node of a frozen config becomes an object. The only place where a `_target_` is called."""
+"""Turn a node of a plain config into an object: the only place where a `_target_` is called.
+
+`construct` builds any node; the functions behind it build those that make a run, each from the whole plain config.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,26 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from exp.config.slots import slot_of
 from exp.config.targets import resolve
+from exp.data.data import Data
+from exp.data.randomness import initialisation
 from exp.errors import ConfigError, ExpError, Fault
-from exp.models.inference import lazy_class
+from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.program_error import ProgramError
+from exp.objectives.objective import Objective
+from exp.optim.optimizer import Optimization
+from exp.optim.phase import Phase
+from exp.precision.plugin import RunPrecision, build_precision
+from exp.strategies.strategy import Strategy
+from exp.types import DataSpec
+
+Plain = Mapping[str, Any]
 
 
 def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> Any:
@@ -77,3 +94,92 @@ def _placed(fault: Fault, key: str) -> Fault:
     """A fault of a constructor names its own parameter; the config's key is that of the node before it."""
     inside = fault.key == key or fault.key.startswith(f"{key.split('.')[0]}.")
     return fault if inside else dataclasses.replace(fault, key=f"{key}.{fault.key}")
+
+
+def plain_config(config: DictConfig) -> dict[str, Any]:
+    """The config as plain dicts and lists with every interpolation resolved."""
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return plain
+
+
+def build_data(plain: Plain) -> Data:
+    """The data set with its parts; its samples are read where a loader asks for them."""
+    data: Data = construct(plain["data"], key="data", allow=_allow(plain), seed=plain["seed"])
+    return data
+
+
+def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Module:
+    """The model, seeded, with its lazy layers sized by the data.
+
+    device: "meta" builds it without memory.
+    """
+    network = build_unsized_network(plain, device=device)
+    with torch.device(device):
+        materialise(network, example_inputs(spec, device=device))
+    return network
+
+
+def build_unsized_network(plain: Plain, *, device: str = "cpu") -> nn.Module:
+    """The model, seeded; layers whose input size is left to the data get theirs in their first forward."""
+    initialisation(plain["seed"])
+    with torch.device(device):
+        network: nn.Module = construct(plain["model"], key="model", allow=_allow(plain))
+    return network
+
+
+def build_objective(plain: Plain) -> Objective:
+    """The weighted sum of the named terms; a bare loss becomes a term of weight 1."""
+    return Objective(terms=build_entries(plain, "objective"))
+
+
+def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler: str = "scheduler") -> Optimization:
+    """optimizer, scheduler: the dotted keys of their nodes."""
+    factories, options = {}, {}
+    for key in (optimizer, scheduler):
+        node: Plain = functools.reduce(lambda node, name: node[name], key.split("."), plain)
+        # What exp itself reads there is not the target's.
+        own = {name: node[name] for name in slot_of(key).reserved if name in node}
+        target = {name: value for name, value in node.items() if name not in own}
+        factories[key] = construct({**target, "_partial_": True}, key=key, allow=_allow(plain))
+        options |= own
+    return Optimization(optimizer_factory=factories[optimizer], schedule_factory=factories[scheduler], **options)
+
+
+def build_phases(plain: Plain) -> list[Phase]:
+    """In their order; an optimizer or a schedule that is not a phase's own is made from the one at the top."""
+    phases = []
+    for name, entry in plain["phases"].items():
+        keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}
+        owns = {f"owns_{node}": node in keys for node in ("optimizer", "scheduler")}
+        rest = {key: value for key, value in entry.items() if key not in ("optimizer", "scheduler")}
+        if isinstance(rest["parameters"], str):
+            rest["parameters"] = [rest["parameters"]]
+        phases.append(Phase(name=name, optimization=build_optimization(plain, **keys), **owns, **rest))
+    return phases
+
+
+def build_entries(plain: Plain, group: str, **offers: Any) -> dict[str, Any]:
+    """Every named entry of a group of many, such as hooks."""
+    allow = _allow(plain)
+    return {name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()}
+
+
+def build_run_precision(plain: Plain, *, device_type: str) -> RunPrecision:
+    """The precision plugin, with the scaler that it asks for and runtime.matmul."""
+    word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
+    return build_precision(word, keep=keep, **scaler, device_type=device_type, matmul=plain["runtime"]["matmul"])
+
+
+def build_strategy(plain: Plain) -> Strategy | LightningStrategy:
+    """Cheap: nothing is placed and no process started yet."""
+    node = plain["strategy"]
+    if not issubclass(resolve(node["_target_"], allow=_allow(plain)), Strategy):
+        # The name is the report's word; a class of Lightning's own takes none, or anything.
+        node = {key: value for key, value in node.items() if key != "name"}
+    strategy: Strategy | LightningStrategy = construct(node, key="strategy", allow=_allow(plain))
+    return strategy
+
+
+def _allow(plain: Plain) -> Sequence[str]:
+    allow: list[str] = plain["security"]["allow"]
+    return allow

@@ -126,8 +126,8 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     """The file's config on one device, with nothing that writes."""
     from omegaconf import OmegaConf
 
+    from exp.check.plan import examine, resolve
     from exp.config.yaml_files import read_yaml
-    from exp.validation import examine
 
     if file.config is None:
         raise RunError(f"{path} has no config, so the network cannot be built: its run gave none")
@@ -156,7 +156,7 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     # Layers are called one by one.
     content["runtime"] |= {"compile": False, "cuda_graph": False}
     config = OmegaConf.create(content)
-    faults = examine(config).faults
+    faults = examine(resolve(config)).faults
     if faults:
         raise ConfigError([_of_this_command(fault) for fault in faults])
     return config
@@ -172,7 +172,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     """The module as it stood before the step, without a run around it."""
     from lightning.pytorch import Trainer
 
-    from exp.build import (
+    from exp.construct import (
         build_network,
         build_objective,
         build_optimization,
@@ -232,7 +232,7 @@ def _transforms(file: StepFile, config: DictConfig, module: TrainingModule, *, d
 
     They have no directory: nothing is written.
     """
-    from exp.build import build_entries, plain_config
+    from exp.construct import build_entries, plain_config
     from exp.engine.step_hooks import StepHooks
     from exp.hooks.step import Step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import re
@@ -12,11 +13,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from exp.config.freeze import versions
-from exp.errors import RunError
+from exp.errors import Interrupted, RankError, RunError
 from exp.files import write_whole
+from exp.launch.launcher import last_checkpoint
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+    from exp.build import Parts
+
+log = logging.getLogger(__name__)
 
 Status = Literal["completed", "failed", "interrupted"]
 
@@ -63,22 +72,24 @@ class Report:
 class Ongoing:
     """A run under way: knows how it started, and makes the report of its end.
 
-    directory: the run directory. config: the frozen config; only the words that the report repeats are read.
+    directory: the run directory. plain: the config's values; only the words that the report repeats are read.
     """
 
-    def __init__(self, directory: Path, config: Any, *, overrides: Sequence[str], world_size: int) -> None:
+    def __init__(
+        self, directory: Path, plain: Mapping[str, Any], *, overrides: Sequence[str], world_size: int
+    ) -> None:
         self._started = time.monotonic()
         _forget_peak_memory()
         self.directory = directory
         self._overrides = list(overrides)
         self._facts = {
             "directory": str(directory),
-            "precision": config.precision.word,
-            "strategy": config.strategy.name,
-            "monitor": config.monitor,
+            "precision": plain["precision"]["word"],
+            "strategy": plain["strategy"]["name"],
+            "monitor": plain["monitor"],
             "world_size": world_size,
             "command": _command(overrides),
-            "tags": tuple(config.tags),
+            "tags": tuple(plain["tags"]),
             "versions": versions(),
         }
 
@@ -86,7 +97,7 @@ class Ongoing:
         self,
         status: Status,
         *,
-        parts: Any | None = None,
+        parts: Parts | None = None,
         error: BaseException | None = None,
         before: Report | None = None,
     ) -> Report:
@@ -121,7 +132,7 @@ def _command(overrides: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "exp.train", *overrides])
 
 
-def _progress(parts: Any) -> dict[str, Any]:
+def _progress(parts: Parts) -> dict[str, Any]:
     """How far a run came, read from the callbacks that kept count."""
     trainer, best = parts.trainer, parts.checkpointing.best
     steps = trainer.global_step
@@ -181,6 +192,74 @@ def read_report(directory: Path | str) -> Report:
 def find_report(directory: Path | str) -> Report | None:
     """The report of a run directory; None where there is none yet."""
     return read_report(directory) if (Path(directory) / "report.json").is_file() else None
+
+
+def write_end(report: Report, loggers: Sequence[Logger]) -> None:
+    """Write the report, and tell every logger how the run ended.
+
+    Raises: RunError where the directory cannot be written.
+    """
+    from exp.loggers.run_logger import RunLogger
+
+    write_report(report)
+    for logger in loggers:
+        if isinstance(logger, RunLogger):
+            logger.end(report.status)
+
+
+def write_bad_end(
+    ongoing: Ongoing, error: BaseException, *, parts: Parts | None = None, has_ranks: bool = False
+) -> None:
+    """Write the report of a run that failed or was interrupted, and say in the error how it goes on.
+
+    parts: what build.py made; None where the run ended before, or in other processes.
+    has_ranks: whether ranks of it had processes of their own, whose figures hold, and whose reason may not.
+    Raises: RunError, for a run with ranks, where the directory cannot be written.
+    """
+    saved = last_checkpoint(ongoing.directory)
+    if isinstance(error, Interrupted) and error.checkpoint is not None:
+        error.command = ongoing.resume_command(error.checkpoint)
+    elif isinstance(error, RankError) and saved is not None:
+        error.command = ongoing.resume_command(str(saved))
+    status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    if has_ranks:
+        write_report(ongoing.ended(status, error=error, before=find_report(ongoing.directory)))
+        return
+    report = ongoing.ended(status, parts=parts, error=error)
+    # To train.log alone: whoever called says it on the screen.
+    log.info("the run %s", report.status, exc_info=error)
+    try:
+        write_end(report, () if parts is None else parts.trainer.loggers)
+    except RunError as second:
+        # The first error is the one to tell; where the disk is full, this one follows from it.
+        log.error("%s", second)
+
+
+def explain(error: BaseException, ongoing: Ongoing, *, is_built: bool) -> BaseException:
+    """The error that is told in the place of one that says nothing to a user: of the system's, and of no memory.
+
+    is_built: whether the run has its parts already.
+    """
+    from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
+
+    if isinstance(error, OSError):
+        told = RunError(_unwritable(ongoing, error))
+    elif is_out_of_memory(error):
+        told = RunError(explained(error, is_built=is_built))
+    else:
+        return error
+    # Before it is raised, for the log tells where it came from.
+    told.__cause__ = error
+    return told
+
+
+def _unwritable(ongoing: Ongoing, error: OSError) -> str:
+    what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
+    saved = last_checkpoint(ongoing.directory)
+    if saved is None:
+        return f"{what}, before anything was saved. Make room there, or choose another place with hydra.run.dir"
+    command = ongoing.resume_command(str(saved))
+    return f"{what}; what it had saved before is good. With room again, it goes on with\n  {command}"
 
 
 def as_markdown(report: Report) -> str:

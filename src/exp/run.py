@@ -1,133 +1,169 @@
-"""One run, from a composed config to its report. Read `fit` for the parent's part and `run` for a rank's."""
+"""One run, from a composed config to its report. Read `fit` for the parent's part and `run` for a rank's.
+
+    1 compose   check.stages.compose, before this
+    2 check     check.plan: resolve, plan
+    3 freeze    config.freeze
+    4 launch    launch.launcher, where the run needs processes of its own
+    5 build     build
+    6 fit       Lightning's Trainer; 7 log and 8 save are callbacks in it: engine.recording, engine.checkpointing
+    9 report    report
+"""
 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 from torch import nn
 
-from exp.build import Parts, build, build_network, build_objective, network_on_meta, place, plain_config
-from exp.config.chosen import chosen_values
-from exp.config.freeze import freeze, read_frozen, read_overrides
+from exp.build import Parts, build
+from exp.check.plan import Plan, adopt, frozen, plan, resolve
+from exp.config.freeze import chosen_values, freeze, read_overrides
+from exp.construct import build_network, build_objective
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.runtime import set_threads
-from exp.errors import ConfigError, ExpError, Interrupted, RankError, RunError
-from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
-from exp.launch.launcher import in_process, last_checkpoint, launch
+from exp.errors import ExpError
+from exp.launch.launcher import in_process, launch
 from exp.loggers.run_logger import Description, RunLogger, texts
-from exp.plan.precision import report_precision
-from exp.report import Ongoing, Report, Status, find_report, read_report, write_report
+from exp.precision_report import report_precision
+from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end
 from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
-from exp.validation import examine
 
 log = logging.getLogger(__name__)
 
 
 def fit(config: DictConfig) -> Report:
-    """Checks a composed config, freezes it in a run directory, and runs it there, in as many processes as it asks for.
+    """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it asks for.
 
     Returns: the report that is also in the run directory.
     Raises: ConfigError before anything is built; RunError, RankError for a run that fails; Interrupted for one that a
         signal ended with its state saved.
     """
-    examination = examine(config)
-    placement = examination.placement
-    if examination.faults or placement is None:
-        raise ConfigError(examination.faults)
-    for note in examination.notes:
+    decided = plan(resolve(config))
+    for note in decided.notes:
         log.warning("%s", note)
-    directory = freeze(config)
-    restarts = config.launch.max_restarts
-    if in_process(placement, max_restarts=restarts):
-        return run(directory)
-    ongoing = _ongoing(directory, config, world_size=placement.world_size)
+    directory = freeze(decided.resolved.config)
+    placement, settings = decided.placement, decided.plain["launch"]
+    if in_process(placement, max_restarts=settings["max_restarts"]):
+        return run(directory, decided=decided)
+    ongoing = Ongoing(directory, decided.plain, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
             directory,
             placement=placement,
-            max_restarts=restarts,
-            threads=config.runtime.threads,
-            grace_seconds=config.launch.grace_seconds,
+            max_restarts=settings["max_restarts"],
+            threads=decided.plain["runtime"]["threads"],
+            grace_seconds=settings["grace_seconds"],
         )
     except ExpError as error:
-        _say_how_to_go_on(ongoing, error)
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
-        write_report(ongoing.ended(_status(error), error=error, before=find_report(directory)))
+        write_bad_end(ongoing, error, has_ranks=True)
         raise
     return read_report(directory)
 
 
-def run(directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None) -> Report:
-    """Runs a frozen config as one rank of it. Rank 0 writes the report, also of a run that fails or is interrupted.
+def run(
+    directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None, decided: Plan | None = None
+) -> Report:
+    """Run a frozen config as one rank of it. Rank 0 writes the report, also of a run that fails or is interrupted.
 
     resume: a checkpoint to go on from, instead of the config's.
+    decided: the plan, where this process has made it already.
     Raises: whatever ended the run.
     """
     directory = Path(directory).absolute()
-    config = read_frozen(directory)
-    ongoing = _ongoing(directory, config, world_size=rank.world_size)
+    resolved = frozen(directory) if decided is None else decided.resolved
+    ongoing = Ongoing(
+        directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size
+    )
     parts = None
     with run_log(directory, rank=rank), interrupting():
         try:
-            parts = build(config, directory, rank=rank, placement=place(plain_config(config), rank=rank))
-            set_threads(
-                config.runtime.threads,
-                network=parts.module.network,
-                input_shape=parts.data.data.spec.input_shape,
-                batch_size=-(-config.data.batch_size // parts.data.world_size),
-            )
-            _describe(parts, config, directory)
-            if rank.is_first and config.train and config.precision.report:
-                _report_precision(parts, config, directory, resume)
-            _work(parts, config, resume)
+            if decided is None:
+                decided = adopt(resolved, rank=rank)
+            parts = build(decided, directory, rank=rank)
+            _prepare(decided, parts, directory, rank=rank, resume=resume)
+            _work(decided, parts, resume)
             report = ongoing.ended("completed", parts=parts)
             if rank.is_first:
-                _end(parts, report)
-        except OSError as error:
-            told = RunError(_unwritable(ongoing, error))
-            if rank.is_first:
-                _end_badly(ongoing, parts, told)
-            raise told from error
+                write_end(report, parts.trainer.loggers)
         except BaseException as error:
-            told = error
-            if is_out_of_memory(error):
-                told = RunError(explained(error, is_built=parts is not None))
-                # Before it is raised, for the log tells where it came from.
-                told.__cause__ = error
+            told = explain(error, ongoing, is_built=parts is not None)
             if rank.is_first:
-                _end_badly(ongoing, parts, told)
+                write_bad_end(ongoing, told, parts=parts)
             raise told from told.__cause__
     return report
 
 
-def _ongoing(directory: Path, config: DictConfig, *, world_size: int) -> Ongoing:
-    return Ongoing(directory, config, overrides=read_overrides(directory), world_size=world_size)
+def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:
+    """What comes before the first step: threads, what loggers show of the run, precision.report."""
+    plain, data = decided.plain, parts.data
+    set_threads(
+        plain["runtime"]["threads"],
+        network=parts.module.network,
+        input_shape=decided.spec.input_shape,
+        batch_size=-(-plain["data"]["batch_size"] // data.world_size),
+    )
+    _describe(decided, parts, directory)
+    if rank.is_first and plain["train"] and plain["precision"]["report"]:
+        _report_precision(decided, parts, directory, resume)
 
 
-def _work(parts: Parts, config: DictConfig, resume: Path | None) -> None:
-    """Trains, then tests the best weights; or only one of the two."""
-    start = str(resume) if resume is not None else config.resume
-    trainer = parts.trainer
-    if config.train:
+def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
+    """Train, then test the best weights; or only one of the two."""
+    plain, trainer = decided.plain, parts.trainer
+    start = str(resume) if resume is not None else plain["resume"]
+    if plain["train"]:
         trainer.fit(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True)
-    if config.test and "test" not in parts.data.data.stages:
+    if plain["test"] and "test" not in parts.data.data.stages:
         log.warning("the data has no test part: the test stage is left out")
-    elif config.test:
-        weights = _best_weights(parts, config) if config.train else start
+    elif plain["test"]:
+        weights = _best_weights(decided, parts) if plain["train"] else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
 
 
-def _report_precision(parts: Parts, config: DictConfig, directory: Path, resume: Path | None) -> None:
+def _best_weights(decided: Plan, parts: Parts) -> str | None:
+    """The best checkpoint; None, for the weights as they are, where there is none."""
+    path = parts.checkpointing.best_path
+    if path.is_file():
+        return str(path)
+    if decided.plain["checkpoint"]["save_best"]:
+        log.warning("%s was never measured, so no best.ckpt: the last weights are tested", decided.plain["monitor"])
+    return None
+
+
+def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
+    """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
+    plain = decided.plain
+    values = chosen_values(plain, read_overrides(directory))
+    if plain["tags"]:
+        values["tags"] = ", ".join(map(str, plain["tags"]))
+    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
+    columns = dict.fromkeys([plain["monitor"], *(f"{name}/{stage}" for name in plain["metrics"] for stage in stages)])
+    description = Description(
+        hyperparameters=values,
+        metrics=list(columns),
+        config=plain,
+        texts=texts(directory),
+        tags=plain["tags"],
+        trace=lambda: (decided.shapes().traces.get(None), decided.shapes().notes),
+    )
+    for logger in parts.trainer.loggers:
+        if isinstance(logger, RunLogger):
+            logger.describe(description)
+        else:
+            logger.log_hyperparams(values)
+
+
+def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path | None) -> None:
     """On networks of its own, with the weights that training begins with: nothing of the run is touched."""
-    plain, start = plain_config(config), resume or config.resume
+    plain, start = decided.plain, resume or decided.plain["resume"]
 
     def network() -> nn.Module:
-        made = build_network(plain, parts.data.data.spec)
+        made = build_network(plain, decided.spec)
         if start is not None:
             states = read_checkpoint(start, map_location="cpu")["state_dict"]
             own = {name.removeprefix("network."): tensor for name, tensor in states.items()}
@@ -140,82 +176,6 @@ def _report_precision(parts: Parts, config: DictConfig, directory: Path, resume:
         batch=next(iter(parts.data.data.loader("train", rank=parts.data.rank, world_size=parts.data.world_size))),
         precision=plain["precision"],
         device=parts.trainer.strategy.root_device,
-        seed=config.seed,
+        seed=plain["seed"],
         directory=directory,
     )
-
-
-def _best_weights(parts: Parts, config: DictConfig) -> str | None:
-    """The best checkpoint; None, for the weights as they are, where there is none."""
-    path = parts.checkpointing.best_path
-    if path.is_file():
-        return str(path)
-    if config.checkpoint.save_best:
-        log.warning("%s was never measured, so no best.ckpt: the last weights are tested", config.monitor)
-    return None
-
-
-def _describe(parts: Parts, config: DictConfig, directory: Path) -> None:
-    """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
-    values = chosen_values(config, read_overrides(directory))
-    if config.tags:
-        values["tags"] = ", ".join(config.tags)
-    stages = [stage for stage in ("train", "val", "test") if stage in config.metric_stages]
-    columns = dict.fromkeys([config.monitor, *(f"{name}/{stage}" for name in config.metrics for stage in stages)])
-    plain = plain_config(config)
-    description = Description(
-        hyperparameters=values,
-        metrics=list(columns),
-        config=plain,
-        texts=texts(directory),
-        tags=config.tags,
-        network=partial(network_on_meta, plain, parts.data.data.spec),
-    )
-    for logger in parts.trainer.loggers:
-        if isinstance(logger, RunLogger):
-            logger.describe(description)
-        else:
-            logger.log_hyperparams(values)
-
-
-def _end(parts: Parts, report: Report) -> None:
-    write_report(report)
-    for logger in parts.trainer.loggers:
-        if isinstance(logger, RunLogger):
-            logger.end(report.status)
-
-
-def _end_badly(ongoing: Ongoing, parts: Parts | None, error: BaseException) -> None:
-    _say_how_to_go_on(ongoing, error)
-    report = ongoing.ended(_status(error), parts=parts, error=error)
-    # To train.log alone: whoever called says it on the screen.
-    log.info("the run %s", report.status, exc_info=error)
-    try:
-        if parts is None:
-            write_report(report)
-        else:
-            _end(parts, report)
-    except RunError as second:
-        # The first error is the one to tell; where the disk is full, this one follows from it.
-        log.error("%s", second)
-
-
-def _say_how_to_go_on(ongoing: Ongoing, error: BaseException) -> None:
-    if isinstance(error, Interrupted) and error.checkpoint is not None:
-        error.command = ongoing.resume_command(error.checkpoint)
-    elif isinstance(error, RankError) and (saved := last_checkpoint(ongoing.directory)) is not None:
-        error.command = ongoing.resume_command(str(saved))
-
-
-def _unwritable(ongoing: Ongoing, error: OSError) -> str:
-    what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
-    saved = last_checkpoint(ongoing.directory)
-    if saved is None:
-        return f"{what}, before anything was saved. Make room there, or choose another place with hydra.run.dir"
-    return f"{what}; what it had saved before is good. With room again, it goes on with\n  " + ongoing.resume_command(
-        str(saved)
-    )
-
-
-def _status(error: BaseException) -> Status:
-    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

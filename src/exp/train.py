@@ -83,7 +83,7 @@ def _fit(config: DictConfig) -> Report:
 
 
 def _validate(config: DictConfig) -> None:
-    from exp.validation import validate
+    from exp.check.plan import validate
 
     validate(config)
 

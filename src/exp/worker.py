@@ -20,15 +20,14 @@ def main() -> None:
 
 def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
     """Joins the run's process group and runs it."""
-    from exp import run
-    from exp.build import place, plain_config
-    from exp.config.freeze import read_frozen
+    from exp.check.plan import adopt, frozen
+    from exp.run import run
     from exp.strategies.process_group import join
 
-    config = plain_config(read_frozen(directory))
+    decided = adopt(frozen(directory), rank=rank)
     chosen = ("timeout_seconds", "network_interface", "high_priority_stream")
-    join(rank, place(config, rank=rank), **{name: config["launch"][name] for name in chosen})
-    run.run(directory, rank=rank, resume=resume)
+    join(rank, decided.placement, **{name: decided.plain["launch"][name] for name in chosen})
+    run(directory, rank=rank, resume=resume, decided=decided)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.__main__ import main as check
+from exp.check.plan import examine, plan, resolve, validate
 from exp.check.schema import SCHEMA
 from exp.check.stages import compose, first_stage, second_stage
 from exp.config.freeze import COMPOSITION
@@ -21,7 +22,6 @@ from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault
 from exp.strategies.deepspeed import is_installed
-from exp.validation import examine, validate
 
 CONF = Path(exp.__file__).parent / "conf"
 NEWCOMER = Path(exp.__file__).parents[2] / ".ci" / "newcomer"
@@ -80,7 +80,7 @@ def empty(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_yaml_composes_and_passes_the_check(command, empty):
-    assert examine(compose(command)).faults == ()
+    assert examine(resolve(compose(command))).faults == ()
 
 
 def test_every_option_is_in_the_test_above():
@@ -143,18 +143,18 @@ def test_a_sweep_is_checked_whole(empty, capsys):
 
 def test_the_number_of_parameters_is_the_networks(empty):
     config = compose(["model=sequential"])
-    from exp.build import build_network, plain_config
+    from exp.construct import build_network, plain_config
     from exp.types import DataSpec
 
     spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
     network = build_network(plain_config(config), spec)
-    assert examine(config).parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert plan(resolve(config)).shapes().parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
 def test_what_a_data_set_leaves_open_is_filled_in_before_others_are_checked(empty):
     config = compose(["data=text"])
     assert config.data.input_shape is None
-    validate(config)
+    config = resolve(config).config
     assert list(config.data.input_shape) == [config.data.dataset.block_size]
     assert config.model.layers.tokens.num_embeddings == config.data.num_classes > 1
 
@@ -166,7 +166,7 @@ def test_ones_own_conf_layer_data_and_hook_pass(empty, capsys):
 
 def test_an_allowed_package_on_the_command_line_passes(empty):
     node = "+metrics.mine={_target_: sklearn.linear_model.LogisticRegression}"
-    faults = examine(compose([node, "security.allow=[sklearn]"])).faults
+    faults = examine(resolve(compose([node, "security.allow=[sklearn]"]))).faults
     # Allowed, and then refused by its place.
     assert [fault.key for fault in faults] == ["metrics.mine._target_"]
     assert "torchmetrics.Metric" in faults[0].expected
@@ -202,7 +202,7 @@ class TestSources:
     """The file that a fault names is the one that set the key last."""
 
     def fault(self, command: list[str], key: str) -> Fault:
-        return next(fault for fault in examine(compose(command)).faults if fault.key == key)
+        return next(fault for fault in examine(resolve(compose(command))).faults if fault.key == key)
 
     def test_the_command_line_over_a_file(self, empty):
         assert self.fault(["seed=-1"], "seed").source == "command line"
@@ -321,7 +321,7 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         assert fault.key
         assert len(str(fault)) < 2000
         assert "\n" not in str(fault)
-    for fault in examine(config).faults:
+    for fault in examine(resolve(config)).faults:
         assert isinstance(fault, Fault)
 
 
@@ -330,7 +330,7 @@ def test_a_config_without_one_of_its_nodes_is_faults_and_never_raises(hooks):
     whole = OmegaConf.to_container(compose(hooks))
     for name in whole:
         config = OmegaConf.create({key: value for key, value in whole.items() if key not in (name, COMPOSITION)})
-        assert examine(config).faults or name == COMPOSITION, name
+        assert examine(resolve(config)).faults or name == COMPOSITION, name
 
 
 def test_a_config_made_by_hand_is_checked_without_a_composition(valid):

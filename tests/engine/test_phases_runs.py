@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from exp.check.plan import examine, resolve
 from exp.check.stages import compose
-from exp.validation import examine
 
 pytestmark = pytest.mark.numeric
 
@@ -127,8 +127,8 @@ def test_the_command_trains_a_gan_and_another_config_may_not_go_on_with_it(
     assert {"loss/val/discriminator", "loss/val/generator", "optimizer/lr/generator"} <= report["metrics"].keys()
     monkeypatch.chdir(tmp_path)
     resumed = [*command, "resume=first/checkpoints/last.ckpt"]
-    assert examine(compose(resumed)).faults == ()
-    (fault,) = examine(compose([*resumed, "phases.generator.optimizer.lr=1"])).faults
+    assert examine(resolve(compose(resumed))).faults == ()
+    (fault,) = examine(resolve(compose([*resumed, "phases.generator.optimizer.lr=1"]))).faults
     assert "phases.generator.optimizer.lr was 0.001 and is 1" in str(fault)
 
 
@@ -235,7 +235,7 @@ def test_mistakes_are_told_before_the_run_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: dict[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    faults = {fault.key: str(fault) for fault in examine(compose([*GAN_PARTS, *overrides])).faults}
+    faults = {fault.key: str(fault) for fault in examine(resolve(compose([*GAN_PARTS, *overrides]))).faults}
     assert expected.keys() <= faults.keys()
     for key, words in expected.items():
         assert words in faults[key]

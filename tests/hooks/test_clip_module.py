@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_data, build_network
 from exp.errors import ConfigError
 
 pytestmark = pytest.mark.numeric
@@ -45,8 +46,7 @@ def clipped(gradient: torch.Tensor, algorithm: str, limit: float) -> torch.Tenso
 def by_hand(overrides: list[str], at: str, algorithm: str, limit: float, micro: int) -> dict[str, torch.Tensor]:
     """The weights after the same steps, with the clipping written out where the gradient of a layer is at hand."""
     config = exp.compose(overrides)
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     data = build_data(plain)
     net = build_network(plain, data.spec).double()
     layers = dict(net.named_children())

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import exp
+from exp.check.plan import examine, resolve
 from exp.errors import RunError
 from exp.hooks.features import Features
 from exp.hooks.step import Step
-from exp.validation import examine
 
 
 def drawn(network, *inputs, **settings):
@@ -71,7 +71,7 @@ def test_a_star_takes_what_has_maps_and_where_nothing_has_the_run_says_so():
 )
 def test_wrong_use_is_refused_before_the_run(overrides, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = sorted(str(fault) for fault in examine(exp.compose(["hooks=[features]", *overrides])).faults)
+    found = sorted(str(fault) for fault in examine(resolve(exp.compose(["hooks=[features]", *overrides]))).faults)
     assert len(found) == len(says)
     for fault, start in zip(found, says, strict=True):
         assert fault.startswith(start), fault

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import exp
-from exp.build import build_data, build_network, build_objective, build_phases, describe, plain_config
+from exp.check.plan import resolve
+from exp.check.step_flops import flops_of_a_sample
+from exp.construct import build_data, build_network, build_objective, build_phases
 from exp.hooks.timing.utilisation import arithmetic, listed_peak, measured_peak
 from exp.models.flops import counted
-from exp.plan.flops import flops_of_a_sample
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,7 @@ def in_tmp(tmp_path, monkeypatch):
 
 
 def parts_of(*overrides: str):
-    config = exp.compose(list(overrides))
-    describe(config)
-    plain = plain_config(config)
+    plain = resolve(exp.compose(list(overrides))).plain
     data = build_data(plain)
     batch = next(iter(data.loader("train", rank=0, world_size=1))).data
     return plain, data.spec, batch
@@ -36,7 +34,7 @@ def count(*overrides: str):
     plain, spec, batch = parts_of(*overrides)
     return flops_of_a_sample(
         batch,
-        network_factory=partial(build_network, plain, spec, device="meta"),
+        network=build_network(plain, spec, device="meta"),
         objective=build_objective(plain),
         phases=build_phases(plain),
     )
@@ -140,7 +138,7 @@ def test_a_backward_that_needs_numbers_is_taken_as_twice_the_forward():
 
     found = flops_of_a_sample(
         (torch.zeros(5, 6), torch.zeros(5, dtype=torch.long)),
-        network_factory=StubbornNet,
+        network=StubbornNet().to("meta"),
         objective=Objective({"ce": nn.CrossEntropyLoss()}),
     )
     assert found.is_estimated

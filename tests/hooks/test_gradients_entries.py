@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import exp
-from exp.build import plain_config
+from exp.construct import plain_config
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
 from exp.hooks.step import Step

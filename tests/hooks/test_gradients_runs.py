@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.construct import build_data, build_network, plain_config
 from exp.engine.compilation import forget_compiled
 
 pytestmark = pytest.mark.numeric

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_data, build_network
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
 from exp.hooks.figures import COLOURS, curves
@@ -41,8 +42,7 @@ def curve(directory: Path, step: int) -> list[dict[str, float]]:
 def by_hand(overrides: list[str]) -> list[dict[str, float]]:
     """The first step's curves, with the directions written out filter by filter."""
     config = exp.compose(overrides)
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     data = build_data(plain)
     net = build_network(plain, data.spec).double()
     loader = data.loader("train")

@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import exp
-from exp.build import build_data, build_network, build_objective, plain_config
 from exp.config.freeze import read_frozen
+from exp.construct import build_data, build_network, build_objective, plain_config
 from exp.nested import tensors_in
 
 MIB = 2**20

@@ -202,7 +202,7 @@ def test_stages_of_a_pipeline_have_what_they_hold(ranks):
 
 
 def _transformer() -> nn.Module:
-    from exp.build import build_data, build_network, plain_config
+    from exp.construct import build_data, build_network, plain_config
 
     plain = plain_config(exp.compose(["model=transformer"]))
     return build_network(plain, build_data(plain).spec)

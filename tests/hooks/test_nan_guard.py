@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import exp
-from exp.build import build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_network
 from exp.engine import step_replay
 from exp.errors import ConfigError, RunError
 from exp.hooks.replaying.step_file import BuffersBefore, StepFile, put_back, tensors_of
@@ -311,8 +312,7 @@ def test_the_step_alone_has_transforms_with_the_kept_loss_scale(run) -> None:
 def test_the_step_alone_has_the_runs_memory_format_and_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
     switches = ["runtime.channels_last=true", "runtime.matmul=high"]
     config = exp.compose([*QUIET, "model=lenet", *switches])
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     file = StepFile(
         step=1,
         total_steps=1,

@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 import exp
-from exp.build import build_data, build_network
+from exp.check.plan import examine, resolve
 from exp.config.reading import read
+from exp.construct import build_data, build_network
 from exp.types import DataSpec
-from exp.validation import examine
 
 pytestmark = pytest.mark.numeric
 
@@ -166,7 +166,7 @@ def test_ranks_of_one_model_count_a_sample_once_and_shards_are_seen_whole(ranks)
 )
 def test_wrong_use_is_refused_before_the_run(overrides, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = sorted(str(fault) for fault in examine(exp.compose(overrides)).faults)
+    found = sorted(str(fault) for fault in examine(resolve(exp.compose(overrides))).faults)
     assert len(found) == len(says)
     for fault in says:
         assert any(one.startswith(fault) for one in found), found

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_data, build_network
 from exp.errors import ConfigError
 from exp.hooks.per_sample_gradients import NoiseScale
 
@@ -37,8 +38,7 @@ KINDS: dict[str, tuple[list[str], int, float]] = {
 def by_loop(overrides: list[str]) -> dict[str, float]:
     """One backward a sample, and the paper's formulae with numbers."""
     config = exp.compose(overrides)
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     data = build_data(plain)
     net = build_network(plain, data.spec).double()
     loader = data.loader("train")

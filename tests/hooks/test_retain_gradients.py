@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_data, build_network
 from exp.hooks.retain_gradients import RetainGradients
 from exp.hooks.step import Step
 
@@ -34,8 +35,7 @@ KINDS: dict[str, tuple[list[str], int]] = {
 def first_step(overrides: list[str]) -> dict[str, torch.Tensor]:
     """The gradients of the outputs of all modules in the first step, by torch's own means."""
     config = exp.compose(overrides)
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     data = build_data(plain)
     net = build_network(plain, data.spec).double()
     loader = data.loader("train")

@@ -7,9 +7,9 @@ import torch
 from sklearn.datasets import load_digits
 
 import exp
+from exp.check.plan import examine, resolve
 from exp.hooks.figures import INK, RIGHT, WRONG
 from exp.hooks.samples import Samples, pictures
-from exp.validation import examine
 
 
 def alone(tensor):
@@ -132,7 +132,7 @@ def test_a_training_step_is_drawn_by_choice_once_for_its_micro_batches():
 )
 def test_wrong_use_is_refused_before_the_run(overrides, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = sorted(str(fault) for fault in examine(exp.compose(["hooks=[samples]", *overrides])).faults)
+    found = sorted(str(fault) for fault in examine(resolve(exp.compose(["hooks=[samples]", *overrides]))).faults)
     assert len(found) == len(says)
     for fault, start in zip(found, says, strict=True):
         assert fault.startswith(start)

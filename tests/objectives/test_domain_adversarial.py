@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_data, build_network
 from exp.data.digits import Digits
 from exp.data.domains import CHANGES, DigitDomains
 from exp.errors import ConfigError
@@ -25,8 +26,7 @@ STEPS = 4
 def by_hand(command: list[str], weight: float) -> dict[str, torch.Tensor]:
     """The weights where the features go up the domain loss and all others down their own, without any reversal."""
     config = exp.compose(command)
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     plain["model"]["layers"]["reversal"] = {"_target_": "torch.nn.Identity"}
     data = build_data(plain)
     network = build_network(plain, data.spec).double()

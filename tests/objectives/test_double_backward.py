@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import exp
-from exp.build import build_data, build_network, plain_config
+from exp.check.plan import resolve
+from exp.construct import build_data, build_network
 
 pytestmark = pytest.mark.numeric
 
@@ -31,8 +32,7 @@ EXACT = {"r1": [], "jacobian": ["objective.jacobian.projections=null"]}
 def by_hand(command: list[str], term: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """The penalty on the first batch in float64, its gradient by parameter, and the parameters."""
     config = exp.compose(command)
-    exp.validate(config)
-    plain = plain_config(config)
+    plain = resolve(config).plain
     data = build_data(plain)
     network = build_network(plain, data.spec).double()
     x = next(iter(data.loader("train"))).data[0].double().requires_grad_()

@@ -3,7 +3,7 @@
 import pytest
 
 import exp
-from exp.validation import examine
+from exp.check.plan import examine, resolve
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_what_fits_passes_and_evaluation_asks_for_the_model_alone(finished):
 
 
 def notes(*overrides):
-    examined = examine(exp.compose(list(overrides)))
+    examined = examine(resolve(exp.compose(list(overrides))))
     assert not examined.faults
     return examined.notes
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from exp.check.shapes import ShapeExamination, examine_shapes
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import CrossEntropy
-from exp.plan.shapes import ShapeExamination, examine_shapes
 from exp.types import DataSpec
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.build import Parts, build, place, plain_config
-from exp.config.freeze import freeze, read_frozen
+from exp.build import Parts, build
+from exp.check.plan import plan, resolve
+from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 
 # Nothing beside the training, and few steps of few samples: half precision is slow on a CPU.
@@ -29,8 +30,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Part
     def made(*overrides: str) -> Parts:
         runs.append(tmp_path / f"run{len(runs)}")
         config = exp.compose([f"hydra.run.dir={runs[-1]}", *SHORT, "trainer.max_steps=3", *overrides])
-        exp.validate(config)
-        frozen = read_frozen(freeze(config))
-        return build(frozen, runs[-1], rank=ALONE, placement=place(plain_config(frozen), rank=ALONE))
+        decided = plan(resolve(config))
+        freeze(decided.resolved.config)
+        return build(decided, runs[-1], rank=ALONE)
 
     return made

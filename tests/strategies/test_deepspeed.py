@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import exp
+from exp.check.plan import examine, resolve
 from exp.strategies.deepspeed import is_installed
 from exp.train import main
-from exp.validation import examine
 
 installed = pytest.mark.skipif(
     not is_installed(), reason="DeepSpeed is an extra: pip install 'exp-framework[deepspeed]', seen with 0.19.8"
@@ -52,7 +52,7 @@ def test_without_the_extra_it_is_refused_before_the_run(tmp_path, monkeypatch, c
     ],
 )
 def test_what_the_engine_cannot_do_is_refused(overrides, key):
-    keys = [fault.key for fault in examine(exp.compose(["strategy=deepspeed", *overrides])).faults]
+    keys = [fault.key for fault in examine(resolve(exp.compose(["strategy=deepspeed", *overrides]))).faults]
     assert key in keys
 
 

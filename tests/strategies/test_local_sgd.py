@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from exp.build import build_data, build_network, plain_config
 from exp.config.freeze import read_frozen
+from exp.construct import build_data, build_network, plain_config
 
 pytestmark = pytest.mark.numeric
 

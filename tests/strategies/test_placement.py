@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exp
-from exp.build import build_strategy
+from exp.construct import build_strategy
 from exp.errors import ConfigError
 from exp.strategies.auto import Auto
 from exp.strategies.placement import (

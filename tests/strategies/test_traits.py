@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import strategies as lightning_strategies
 
 import exp
-from exp.build import build_strategy
+from exp.construct import build_strategy
 from exp.strategies.fsdp import FSDP
 from exp.strategies.strategy import TRAITS, traits_of
 

@@ -8,7 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import exp
-from exp.build import build_data, describe, network_on_meta, plain_config
+from exp.check.plan import plan, resolve
+from exp.models.forward_trace import ForwardTrace, Recorder
 from exp.tensorboard.graph import draw
 
 
@@ -22,15 +23,19 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x)).relu_()
 
 
+def traced(network: nn.Module, *inputs: torch.Tensor) -> ForwardTrace:
+    with Recorder() as recorder, torch.device("meta"):
+        return recorder.trace(network, inputs)
+
+
 def nodes(graph) -> dict[str, list[str]]:
     return {node.name: list(node.input) for node in graph.node}
 
 
 def test_a_residual_block_is_drawn_as_it_is_written():
     network = nn.Sequential(Block(), nn.Dropout(0.5), nn.Linear(4, 2)).train()
-    state = {name: value.clone() for name, value in network.state_dict().items()}
     before = torch.random.get_rng_state()
-    graph = draw(network, (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),))
+    graph = draw(traced(network.to("meta"), torch.zeros(3, 4, device="meta")))
     assert nodes(graph) == {
         "input": [],
         "0/norm/batch_norm": ["input"],
@@ -46,7 +51,6 @@ def test_a_residual_block_is_drawn_as_it_is_written():
     # Nothing of the network is changed.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(module.training for module in network.modules())
-    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
@@ -55,11 +59,9 @@ MODELS = ["sequential", "shared", "branches", "parameter_list", "parameter_dict"
 
 @pytest.mark.parametrize("overrides", [*([f"model={name}"] for name in MODELS), ["model=transformer"], ["data=text"]])
 def test_our_containers_are_drawn_from_end_to_end(overrides):
-    config = exp.compose(overrides)
-    describe(config)
-    plain = plain_config(config)
-    network, inputs = network_on_meta(plain, build_data(plain).spec)
-    wires = nodes(draw(network, inputs))
+    seen = plan(resolve(exp.compose(overrides))).shapes()
+    network = seen.network
+    wires = nodes(draw(seen.traces[None]))
     reached, waiting = set(), ["output"]
     while waiting:
         reached.add(name := waiting.pop())

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from exp.errors import ConfigError, ExpError, RunError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
-    from exp.validation import Examination
+    from exp.check.plan import Plan
 
 PROGRAM = "python -m exp.check"
 
@@ -51,27 +50,29 @@ def _command(argv: Sequence[str]) -> None:
 
 
 def _checked_run(arguments: argparse.Namespace) -> str:
+    from exp.check.plan import compare_with_data, examine, resolve
     from exp.check.stages import compose
-    from exp.validation import compare_with_data, examine
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-    examined = examine(config)
-    faults, notes = (examined.faults, ()) if examined.faults else compare_with_data(config)
+    resolved = resolve(config)
+    examined = examine(resolved)
+    if examined.plan is None:
+        raise ConfigError(examined.faults)
+    faults, notes = compare_with_data(resolved)
     if faults:
         raise ConfigError(faults)
     for note in (*examined.notes, *notes):
         print(note, file=sys.stderr)
-    return summary(config, examined)
+    return summary(examined.plan)
 
 
-def summary(config: DictConfig, examined: Examination) -> str:
+def summary(plan: Plan) -> str:
     """One line on a config without faults: how large, fed with what, run how."""
-    placed = examined.placement
+    plain, placed, parameters = plan.plain, plan.placement, plan.shapes().parameters
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
-    shape = list(config.data.input_shape)
     return (
-        f"ok: {examined.parameters:,} parameters, input {shape} {config.data.input_dtype}, "
-        f"batch {config.data.batch_size}, {placed.strategy} with {ranks}, {config.precision.word}"
+        f"ok: {parameters:,} parameters, input {list(plan.spec.input_shape)} {plan.spec.input_dtype}, "
+        f"batch {plain['data']['batch_size']}, {placed.strategy} with {ranks}, {plain['precision']['word']}"
     )
 
 
@@ -79,12 +80,12 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from hydra.errors import HydraException
 
+    from exp.check.plan import validate
     from exp.config.compose import composition_of
     from exp.config.diagnosis import fault_of
     from exp.config.hydra_program import job_return, run_sweeper
     from exp.run import fit
     from exp.sweeps.sweep import Sweep, job_faults
-    from exp.validation import validate
 
     class Checked(Sweep):
         """Composes and checks its jobs, and reports each as done with the value 0."""

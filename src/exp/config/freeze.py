@@ -17,11 +17,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from exp.config.reading import UNKNOWN, Values
 from exp.errors import RunError
 from exp.files import write_whole
 
@@ -39,6 +41,8 @@ DISTRIBUTIONS = (
 # A diff is for reading beside the figures; one that holds a data file by accident would fill the disk run by run.
 MAX_DIFF_CHARACTERS = 1_000_000
 MAX_TRIES = 100
+# Of every run among its hyperparameters.
+ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
 
 
 def freeze(config: DictConfig) -> Path:
@@ -153,3 +157,20 @@ def _git() -> dict[str, str] | None:
 def _git_output(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace", timeout=5, check=True)
     return done.stdout
+
+
+def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The hyperparameters that tell one run from another: those of the command line, and the three that all ask for.
+
+    plain: the config's values. overrides: as typed, with the swept ones of a job among them.
+    Returns: values by dotted key. A group is worth the option that was chosen, such as {"model": "lenet"}.
+    """
+    known = Values(plain)
+    values = {key: known[key] for key in ALWAYS if known[key] not in (None, UNKNOWN)}
+    for override in overrides:
+        key, _, typed = override.lstrip("+").partition("=")
+        if override.startswith("~") or key.startswith("hydra"):
+            continue
+        value = known[key.partition("@")[0]]
+        values[key] = typed if value in (None, UNKNOWN) or isinstance(value, dict | list) else value
+    return values

@@ -230,7 +230,7 @@ class NanGuard(Hook):
             evaluating=[name for name, module in network.named_modules() if not module.training],
             frozen=[name for name, parameter in network.named_parameters() if not parameter.requires_grad],
             optimizers=states,
-            config=None if self.origin is None else self.origin.config,
+            config=None if self.origin is None else self.origin.read(),
         )
         try:
             update.save(path, file.contents())

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a run was made from. config: whole, as YAML. allow: the packages that it trusts, security.allow."""
+    """What a run was made from. read: gives its config, whole, as YAML. allow: the packages that it trusts."""
 
-    config: str
+    read: Callable[[], str]
     allow: Sequence[str] = ()
 
 

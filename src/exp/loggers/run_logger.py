@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor, nn
 
 from exp.config.freeze import read_overrides
 from exp.errors import RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
+from exp.models.forward_trace import ForwardTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Description:
     config: every value, by dotted key.
     texts: Markdown by name: the config, the command, the revision.
     tags: the user's words for it.
-    network: builds the network anew on the meta device, with inputs that fit it.
+    trace: gives one forward of the network on the meta device; or None, and why there is none.
     """
 
     hyperparameters: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Description:
     config: Mapping[str, Any]
     texts: Mapping[str, str]
     tags: Sequence[str]
-    network: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
+    trace: Callable[[], tuple[ForwardTrace | None, Sequence[str]]]
 
 
 class RunLogger(Logger):

@@ -122,12 +122,16 @@ class ProgramModel(nn.Module):
         self._constants |= {name: _constant(name, value) for name, value in constants.items()}
         self._bind()
 
+    def apply_freeze(self) -> None:
+        """Freeze the parameters that the config names, whether they have their shapes or not."""
+        freeze_parameters(self, self._freeze)
+
     def apply_options(self) -> None:
         """Initialise and freeze, once, as soon as every parameter has its shape."""
         if self._options_pending:
             self._options_pending = False
             initialise(self, self._initialisation)
-            freeze_parameters(self, self._freeze)
+            self.apply_freeze()
 
     def _add(self, name: str, layer: Layer) -> None:
         if not name.isidentifier() or name.startswith("_") or hasattr(self, name):

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
 from exp.errors import Fault, RunError
+from exp.models.forward_trace import Call, ForwardTrace
 from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
 from exp.strategies.rank import Rank
 
@@ -43,6 +44,8 @@ class Planned:
     needs: what the objective needs beside one forward and one backward, words of NEEDS in objectives/term.py.
     weighed: names of its terms that divide by weights of their targets, and not by the number of samples.
     traits: words of TRAITS that its strategy has.
+    trace: its forward on a batch of the data's shape: what each module was given and returned; None where an operator
+        cannot run without numbers.
     config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
     """
 
@@ -54,6 +57,12 @@ class Planned:
     needs: frozenset[str] = frozenset()
     weighed: tuple[str, ...] = ()
     traits: frozenset[str] = frozenset()
+    trace: ForwardTrace | None = None
+
+    @property
+    def calls(self) -> Mapping[str, Sequence[Call]]:
+        """The calls of each module in the traced forward, by its path; empty where there is none."""
+        return {} if self.trace is None else self.trace.by_path()
 
 
 # What a strategy may say of itself; each is an attribute of Strategy.

@@ -34,7 +34,7 @@ def sweep(
 ) -> int:
     """Runs every job that the sweeper names.
 
-    run: runs one job, exp.run.fit. validate: checks one job, exp.validation.validate.
+    run: runs one job, exp.run.fit. validate: checks one job, exp.check.plan.validate.
     Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it, and 130 where a job
         left the program.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.

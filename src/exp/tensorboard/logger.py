@@ -95,10 +95,11 @@ class TensorBoardLogger(RunLogger):
         texts = [text_value(name, text) for name, text in description.texts.items()]
         events = [Event(wall_time=time.time(), summary=Summary(value=texts))]
         if self.graph:
-            try:
-                events.append(Event(wall_time=time.time(), graph_def=draw(*description.network()).SerializeToString()))
-            except Exception as error:  # a picture must not end a run, and a forward may raise anything
-                log.warning("the graph is left out: %s: %s", type(error).__name__, error)
+            trace, notes = description.trace()
+            if trace is None:
+                log.warning("the graph is left out: %s", "; ".join(notes))
+            else:
+                events.append(Event(wall_time=time.time(), graph_def=draw(trace).SerializeToString()))
         self._write(events)
 
     @rank_zero_only

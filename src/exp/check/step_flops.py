@@ -25,7 +25,7 @@ META = torch.device("meta")
 def flops_of_a_sample(
     data: Any,
     *,
-    network_factory: Callable[[], nn.Module],
+    network: nn.Module,
     objective: Objective,
     phases: Sequence[Phase] = (),
 ) -> FlopCount:
@@ -35,11 +35,11 @@ def flops_of_a_sample(
     these are the model's FLOPs, not the hardware's. Sequences of other lengths than this batch's cost something else.
 
     data: a batch, as the data set gives it; only its shapes and dtypes are looked at.
-    network_factory: builds the network on the meta device, every layer sized.
+    network: on the meta device, every layer sized.
     Raises: whatever the network or the objective raises for tensors that hold no numbers.
     """
     with generators_kept(), torch.device(META):
-        network = network_factory().train()
+        network.train()
         fake = moved(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))
         batch = Batch(data=fake, size=size, global_size=size, world_size=1)
@@ -53,6 +53,7 @@ def flops_of_a_sample(
                 is_estimated = True
                 for operator, flops in there.items():
                     backward[operator] += 2 * flops * share / size
+        network.zero_grad()
     return FlopCount(
         forward=sum(forward.values()),
         backward=sum(backward.values()),

@@ -1,0 +1,503 @@
+"""Decide a run: `resolve` fills in what the data says, `plan` decides the rest, or tells every fault that forbids it.
+
+    1 values, keys, rules            stages.first_stage: no torch
+    2 the data node                  its target and parameters; then the data fills in what its YAML leaves open
+    3 all targets, forward programs  stages.second_stage
+    4 placement                      enough devices for the strategy, and the precision on them
+    5 shapes                         the network on the meta device, fed a batch of the data's shape
+    6 parts                          what optimizer, schedule, precision, strategy, switches and hooks refuse
+    7 resume                         whether the run goes with the checkpoint that it names
+
+A later step runs only where the earlier ones left what it needs. Nothing here changes the config that it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from exp.check.parameters import program_fault
+from exp.check.stages import first_stage, located, once, second_stage
+from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
+from exp.config.reading import UNKNOWN, leaves, read
+from exp.errors import ConfigError, ExpError, Fault, RunError
+from exp.types import DataSpec
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy as LightningStrategy
+    from torch import nn
+    from torch.optim import Optimizer
+    from torchmetrics import Metric
+
+    from exp.check.shapes import ShapeExamination
+    from exp.hooks.hook import Hook
+    from exp.models.flops import FlopCount
+    from exp.objectives.objective import Objective
+    from exp.optim.phase import Phase
+    from exp.strategies.placement import Placement
+    from exp.strategies.rank import Rank
+    from exp.strategies.strategy import Planned, Strategy
+
+# What the network, its objective and its metrics are built from.
+SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
+DATA_KEYS = ("data", "seed", "security")
+SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
+DECLARED_KEYS = ("data.input_shape", "data.input_dtype", "data.num_classes", "data.num_outputs")
+PLACEMENT_KEYS = ("strategy", "launch", "security")
+OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
+# What a strategy may have to refuse.
+STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
+HOOK_KEYS = ("hooks", "security")
+# What a hook may have to refuse.
+KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
+ANY_LENGTH = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A config with nothing left open.
+
+    config: a copy of its own, in which the data's shape, dtype, outputs and classes are filled in: what is frozen.
+    plain: its values as dicts and lists, interpolations resolved; UNKNOWN where a fault hides a value.
+    faults: of values, keys, rules, targets, parameters and forward programs.
+    """
+
+    config: DictConfig
+    plain: Mapping[str, Any]
+    faults: tuple[Fault, ...] = ()
+
+    @functools.cached_property
+    def yaml(self) -> str:
+        """The text of config.yaml."""
+        return frozen_yaml(self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decided run: made once a process, never changed, with nothing placed or allocated.
+
+    resolved: the config that it follows from.
+    strategy: the one object of this process; placement: where it puts the ranks.
+    spec: what goes into the network, and how many numbers come out for a sample.
+    objective, phases, metrics, hooks: as the run will use them.
+    shapes: the network on the meta device and its one traced forward, when somebody asks for the first time.
+    notes: what could not be looked at, and why; and what a resume changes.
+    """
+
+    resolved: Resolved
+    placement: Placement
+    strategy: Strategy | LightningStrategy
+    spec: DataSpec
+    objective: Objective
+    phases: tuple[Phase, ...]
+    metrics: Mapping[str, Metric]
+    hooks: Mapping[str, Hook]
+    shapes: Callable[[], ShapeExamination]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> Mapping[str, Any]:
+        """The config's values as dicts and lists."""
+        return self.resolved.plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What the check found: all faults, or the plan. notes: as the Plan's."""
+
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    plan: Plan | None
+
+
+def resolve(config: DictConfig) -> Resolved:
+    """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
+    config = copy.deepcopy(config)
+    first = first_stage(config)
+    faults: list[Fault] = []
+    is_filled = False
+    if not _touched(first, DATA_KEYS):  # else told with the first stage
+        faults = second_stage(config, only="data")
+        if not faults:
+            try:
+                is_filled = _fill_in(config)
+            except ConfigError as error:
+                faults += error.faults
+    # Before all else, for other nodes interpolate the shape and the classes.
+    faults += first_stage(config) if is_filled else first
+    faults += second_stage(config)
+    plain, _ = read(config)
+    plain.pop(COMPOSITION, None)
+    return Resolved(config=config, plain=plain, faults=tuple(faults))
+
+
+def frozen(directory: Path | str) -> Resolved:
+    """The config of a run directory, which was resolved and checked before it was frozen."""
+    from exp.construct import plain_config
+
+    config = read_frozen(directory)
+    return Resolved(config=config, plain=plain_config(config))
+
+
+def plan(resolved: Resolved) -> Plan:
+    """Decide the run.
+
+    Raises: ConfigError with every fault of the config.
+    """
+    examination = examine(resolved)
+    if examination.plan is None:
+        raise ConfigError(examination.faults)
+    return examination.plan
+
+
+def adopt(resolved: Resolved, *, rank: Rank) -> Plan:
+    """The same plan in a rank that its launcher has started, from a frozen config.
+
+    Raises: ConfigError where the launcher started other ranks than the config asks for.
+    """
+    from exp.construct import build_entries, build_objective, build_phases, build_strategy
+
+    plain = resolved.plain
+    strategy = build_strategy(plain)
+    placement = place(plain, strategy, rank=rank)
+    spec, objective, phases = DataSpec.of(plain["data"]), build_objective(plain), tuple(build_phases(plain))
+    shapes = functools.cache(lambda: _examine_shapes(resolved, spec, objective, phases))
+    return Plan(
+        resolved=resolved,
+        placement=placement,
+        strategy=strategy,
+        spec=spec,
+        objective=objective,
+        phases=phases,
+        metrics=build_entries(plain, "metrics"),
+        hooks=_hooks(resolved, placement, shapes),
+        shapes=shapes,
+    )
+
+
+def validate(config: DictConfig) -> None:
+    """Check a composed config, which stays as it is.
+
+    Raises: ConfigError with all faults.
+    """
+    plan(resolve(config))
+
+
+def examine(resolved: Resolved) -> Examination:
+    """All faults of a config, or the plan of its run."""
+    draft = _Draft(resolved)
+    draft.place()
+    draft.look_at_the_network()
+    draft.look_at_the_checkpoint()
+    faults = tuple(located(resolved.config, once(draft.faults)))
+    return Examination(faults=faults, notes=tuple(draft.notes), plan=None if faults else draft.plan())
+
+
+def compare_with_data(resolved: Resolved) -> tuple[list[Fault], tuple[str, ...]]:
+    """What the config declares of its data, held against the data, where that is on this machine. A run does it, too.
+
+    Returns: the faults; and why nothing could be compared, where that is so.
+    """
+    from exp.construct import build_data
+
+    try:
+        build_data(resolved.plain)
+    except ExpError as error:
+        faults = error.faults if isinstance(error, ConfigError) else ()
+        declared = [fault for fault in faults if fault.key in DECLARED_KEYS]
+        if declared:
+            return located(resolved.config, declared), ()
+        reason = faults[0] if faults else error
+        return [], (f"the data was not compared with what the config declares of it: {reason}",)
+    return [], ()
+
+
+def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, rank: Rank | None = None) -> Placement:
+    """Where a run goes; with a rank, what the launcher that started it made.
+
+    Raises: ConfigError.
+    """
+    from exp.strategies.placement import adopted, placement
+    from exp.strategies.strategy import Strategy, demand_of_lightning
+
+    launch = plain["launch"]
+    where = {
+        "devices": launch["devices"],
+        "nodes": launch["nodes"],
+        "accelerator": launch["accelerator"],
+        "backend": launch["backend"],
+        "demand": strategy.demand if isinstance(strategy, Strategy) else demand_of_lightning(strategy),
+    }
+    name = plain["strategy"]["name"]
+    return placement(name, **where) if rank is None else adopted(rank, name, **where)
+
+
+class _Draft:
+    """A plan in the making: what is decided so far, and the faults that were found."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved, self.plain = resolved, resolved.plain
+        self.faults = list(resolved.faults)
+        self.notes: list[str] = []
+        self.strategy: Strategy | LightningStrategy | None = None
+        self.placement: Placement | None = None
+        self.objective: Objective | None = None
+        self.phases: tuple[Phase, ...] = ()
+        self.metrics: Mapping[str, Metric] = {}
+        self.hooks: Mapping[str, Hook] = {}
+        self.seen: ShapeExamination | None = None
+
+    def plan(self) -> Plan:
+        """The plan of a draft without faults."""
+        if self.strategy is None or self.placement is None or self.objective is None or self.seen is None:
+            raise RuntimeError("a draft without faults has decided everything")
+        seen = self.seen
+        return Plan(
+            resolved=self.resolved,
+            placement=self.placement,
+            strategy=self.strategy,
+            spec=DataSpec.of(self.plain["data"]),
+            objective=self.objective,
+            phases=self.phases,
+            metrics=self.metrics,
+            hooks=self.hooks,
+            shapes=lambda: seen,
+            notes=tuple(self.notes),
+        )
+
+    def place(self) -> None:
+        """Decide the strategy and where it puts the ranks; then whether the precision is at home there."""
+        from exp.construct import build_strategy
+        from exp.precision.advice import report_faults
+        from exp.precision.words import WORDS
+
+        if not self._is_known(PLACEMENT_KEYS):
+            return
+        try:
+            self.strategy = build_strategy(self.plain)
+            placement = place(self.plain, self.strategy)
+        except ConfigError as error:
+            self.faults += error.faults
+            return
+        if _touched(self.faults, ("precision", "phases")):
+            return
+        self.placement, precision = placement, self.plain["precision"]
+        parts = max(placement.model_ranks, placement.devices_per_rank)
+        self.faults += WORDS[precision["word"]].device_faults(placement.accelerator)
+        self.faults += report_faults(precision, phases=self.plain["phases"], ranks_of_a_model=parts)
+
+    def look_at_the_network(self) -> None:
+        """Build what is trained without memory, run it once, and ask every part what it refuses."""
+        from exp.construct import build_entries, build_objective, build_phases
+
+        if not self._is_known(SHAPE_KEYS):
+            return
+        found = len(self.faults)
+        self._try(lambda: setattr(self, "objective", build_objective(self.plain)))
+        self._try(lambda: setattr(self, "metrics", build_entries(self.plain, "metrics")))
+        if len(self.faults) > found or self.objective is None:
+            return
+        # Phases may take the optimizer and the schedule at the top.
+        if not _touched(self.faults, OPTIMIZATION_KEYS):
+            self.phases = tuple(build_phases(self.plain))
+        # Faults that are found here hide nothing from each other.
+        known = tuple(self.faults)
+        self.seen = _examine_shapes(self.resolved, DataSpec.of(self.plain["data"]), self.objective, self.phases)
+        self.faults += self.seen.faults
+        self.notes += self.seen.notes
+        if not self.seen.faults and self.seen.network is not None:
+            self._look_at_the_parts(known, self.objective, self.seen, self.seen.network)
+
+    def look_at_the_checkpoint(self) -> None:
+        """Whether a config that is right by itself goes with the checkpoint that it names."""
+        from exp.check.resume import examine_resume
+
+        if self.faults or self.plain["resume"] is None:
+            return
+        try:
+            resuming = examine_resume(self.plain)
+        except RunError as error:
+            self.faults.append(Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote"))
+            return
+        self.faults += resuming.faults
+        self.notes += resuming.notes
+
+    def _look_at_the_parts(
+        self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module
+    ) -> None:
+        from exp.check.phases import strategy_faults
+        from exp.check.runtime_switches import switch_faults
+        from exp.check.shapes import term_faults
+        from exp.precision.keep import keep_faults
+        from exp.precision.words import WORDS
+
+        made = self._look_at_the_optimizers(known, network)
+        if not _touched(known, ("precision",)):
+            precision = self.plain["precision"]
+            word = WORDS[precision["word"]]
+            self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
+            self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
+            self.faults += term_faults(objective, network, DataSpec.of(self.plain["data"]), word=precision["word"])
+        planned = None
+        if self.strategy is not None and self.placement is not None:
+            planned = self._planned(self.strategy, self.placement, objective, seen, network)
+            if self.phases:
+                self.faults += strategy_faults(self.strategy, self.placement)
+            self.faults += self._faults_of_the_strategy(known, planned)
+            if not _touched(known, ("runtime", "trainer")):
+                self.faults += switch_faults(planned)
+        self._look_at_the_hooks(known, seen, network, planned)
+
+    def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
+        """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""
+        from exp.check.phases import phase_faults
+        from exp.construct import build_optimization
+
+        made: list[Optimizer] = []
+        if _touched(known, OPTIMIZATION_KEYS) or self._holds_unknown(OPTIMIZATION_KEYS):
+            return made
+        # How many steps an epoch has is not known here; a schedule must fit what is.
+        trainer = self.plain["trainer"]
+        lengths = {"total_steps": _limit(trainer, "max_steps"), "total_epochs": _limit(trainer, "max_epochs")}
+        if self.phases:
+            self.faults += phase_faults(self.phases, network, lengths=lengths, made=made)
+        else:
+            self._try(lambda: made.append(build_optimization(self.plain).make(network, **lengths)[0]))
+        return made
+
+    def _planned(
+        self,
+        strategy: Strategy | LightningStrategy,
+        placement: Placement,
+        objective: Objective,
+        seen: ShapeExamination,
+        network: nn.Module,
+    ) -> Planned:
+        from exp.strategies.strategy import Planned, traits_of
+
+        return Planned(
+            network=network,
+            trace=seen.traces.get(None),
+            placement=placement,
+            batch_size=self.plain["data"]["batch_size"],
+            precision=self.plain["precision"]["word"],
+            config=self.plain,
+            needs=objective.needs,
+            weighed=objective.weighed,
+            traits=traits_of(strategy),
+        )
+
+    def _faults_of_the_strategy(self, known: Iterable[Fault], planned: Planned) -> Iterable[Fault]:
+        from exp.strategies.strategy import Strategy
+
+        has_optimizer = "optimizer" in self.plain and "_target_" in self.plain["optimizer"]
+        is_hidden = _touched(known, STRATEGY_KEYS) or not has_optimizer
+        return [] if is_hidden or not isinstance(self.strategy, Strategy) else self.strategy.faults(planned)
+
+    def _look_at_the_hooks(
+        self, known: Iterable[Fault], seen: ShapeExamination, network: nn.Module, planned: Planned | None
+    ) -> None:
+        """What the hooks cannot do with this run; where what they read is wrong, patterns that match nothing alone."""
+        from exp.construct import build_entries
+        from exp.models.matching import matching
+
+        if _touched(known, HOOK_KEYS) or self._holds_unknown(HOOK_KEYS):
+            return
+        is_hidden = _touched(known, KEYS_OF_HOOKS) or self._holds_unknown(KEYS_OF_HOOKS)
+        if planned is None or is_hidden:
+            self._try(lambda: setattr(self, "hooks", build_entries(self.plain, "hooks")))
+            for name, hook in self.hooks.items():
+                self._try(lambda hook=hook, name=name: matching(network, hook.modules, key=f"hooks.{name}.modules"))
+            return
+        self._try(lambda: setattr(self, "hooks", _hooks(self.resolved, planned.placement, lambda: seen)))
+        for name, hook in self.hooks.items():
+            hook.name = name
+            self.faults += hook.faults(planned)
+
+    def _is_known(self, keys: Iterable[str]) -> bool:
+        return not _touched(self.faults, keys) and not self._holds_unknown(keys)
+
+    def _holds_unknown(self, keys: Iterable[str]) -> bool:
+        values = [self.plain[key] for key in keys]
+        return any(value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value)) for value in values)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ConfigError as error:
+            self.faults += error.faults
+
+
+def _fill_in(config: DictConfig) -> bool:
+    """Fill in what the data says of itself: shape and dtype, outputs, classes. Built only where one of them is null.
+
+    Returns: whether there was anything to fill in.
+    Raises: ConfigError, RunError where the data set cannot be built.
+    """
+    from exp.construct import build_data, plain_config
+
+    if all(config.data[key] is not None for key in SPEC_KEYS):
+        return False
+    # Resolved alone: other nodes may interpolate what is filled in here.
+    data, security = plain_config(config.data), plain_config(config.security)
+    spec = build_data({"data": data, "seed": config.seed, "security": security}).spec
+    config.data.input_shape = list(spec.input_shape)
+    config.data.input_dtype = spec.input_dtype
+    config.data.num_outputs = spec.num_outputs
+    config.data.num_classes = spec.num_classes
+    return True
+
+
+def _examine_shapes(
+    resolved: Resolved, spec: DataSpec, objective: Objective, phases: tuple[Phase, ...]
+) -> ShapeExamination:
+    from exp.check.shapes import examine_shapes
+    from exp.construct import build_unsized_network
+    from exp.models.program_error import ProgramError
+
+    def network() -> nn.Module:
+        try:
+            return build_unsized_network(resolved.plain, device="meta")
+        except ProgramError as error:
+            key = error.key or "model.forward"
+            raise ConfigError([program_fault(resolved.config, key, error)]) from error
+
+    return examine_shapes(network_factory=network, spec=spec, objective=objective, phases=phases)
+
+
+def _hooks(
+    resolved: Resolved,
+    placement: Placement,
+    shapes: Callable[[], ShapeExamination],
+) -> Mapping[str, Hook]:
+    """The hooks by name, each with what it may ask of the run: the FLOPs of a step, and what the run was made from."""
+    from exp.check.step_flops import flops_of_a_sample
+    from exp.construct import build_entries, build_objective, build_phases
+    from exp.hooks.offers import Origin, Workload
+
+    plain = resolved.plain
+
+    def flops(data: object) -> FlopCount:
+        # An objective of its own: the run's may lie on another device by then.
+        objective, phases = build_objective(plain), build_phases(plain)
+        return flops_of_a_sample(data, network=shapes().network, objective=objective, phases=phases)
+
+    devices = placement.world_size * placement.devices_per_rank
+    workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=flops)
+    origin = Origin(read=lambda: resolved.yaml, allow=tuple(plain["security"]["allow"]))
+    return build_entries(plain, "hooks", workload=workload, origin=origin)
+
+
+def _limit(trainer: Mapping[str, Any], name: str) -> int:
+    limit = trainer.get(name)
+    return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
+
+
+def _touched(faults: Iterable[Fault], keys: Iterable[str]) -> bool:
+    return any(fault.key.partition(".")[0] in keys for fault in faults)

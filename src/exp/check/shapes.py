@@ -1,0 +1,345 @@
+"""Hold the layers against the data and each other, by one forward on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import ConfigError, Fault
+from exp.models.compiler import FILE_PREFIX
+from exp.models.config_keys import config_key, path_of
+from exp.models.containers import ProgramModel
+from exp.models.forward_trace import Call, ForwardTrace, Recorder
+from exp.models.inference import LAZY_CLASSES, example_inputs, materialise
+from exp.models.named_forward import forward_name, forward_names, with_forward
+from exp.models.normalisation import FEATURE_NORMS
+from exp.models.program_error import ProgramError
+from exp.objectives.loss_inputs import ELEMENTWISE
+from exp.objectives.objective import Objective, Term
+from exp.objectives.penalties import R1, JacobianNorm
+from exp.objectives.terms import NLL, CrossEntropy
+from exp.optim.phase import Phase
+from exp.precision.words import WORDS
+from exp.spelling import among, did_you_mean
+from exp.types import DataSpec
+
+# What torch says where an operator cannot run without numbers. Such a network is not judged.
+UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
+CLASSES_LAST = (CrossEntropy, NLL)
+CLASSES_ON_AXIS_1 = (nn.CrossEntropyLoss, nn.NLLLoss)
+WIDTHS = ("out_features", "out_channels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeExamination:
+    """What one forward on the meta device showed.
+
+    faults: of the config, each at the key of the layer that fails.
+    notes: why nothing could be said, where that is so. Not faults.
+    network: on the meta device, every layer sized; None where it could not be built.
+    traces: of its own forward, by None, and of each that phases name, by that name; without those that could not run.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
+    network: nn.Module | None = None
+    traces: Mapping[str | None, ForwardTrace]
+
+    @property
+    def parameters(self) -> int | None:
+        """Numbers that the network holds, P; None where it could not be built."""
+        return None if self.network is None else sum(parameter.numel() for parameter in self.network.parameters())
+
+
+def examine_shapes(
+    *,
+    network_factory: Callable[[], nn.Module],
+    spec: DataSpec,
+    objective: Objective | None = None,
+    phases: Sequence[Phase] = (),
+) -> ShapeExamination:
+    """Build the network on the meta device, feed it a batch of the data's shape, and look at what comes out.
+
+    The forward that is looked at gives lazy layers their sizes, too, so that there is one.
+
+    network_factory: builds the network under torch.device("meta").
+    spec: the shape and dtype that the data declares, and how many outputs it asks for.
+    objective: what the outputs are compared by; without it the last axis alone is held against the data.
+    phases: whose forwards are run, too, each held against its own terms.
+    """
+    traces: dict[str | None, ForwardTrace] = {}
+    with Recorder() as recorder, torch.device("meta"):
+        try:
+            network = network_factory()
+        except Exception as error:  # a user's own layer may raise anything; each is reported by its key
+            return _failure(error, recorder, recorder.root, built=None, traces=traces)
+        # What learns has to be known in the forward, for hooks ask where gradients flow.
+        for module in network.modules():
+            if isinstance(module, ProgramModel):
+                with contextlib.suppress(ConfigError):  # which materialise tells, at its key
+                    module.apply_freeze()
+        terms = {None: objective} if objective is None else objectives_by_forward(phases, objective)
+        named = [name for name in terms if name is not None and name in forward_names(network)]
+        inputs = example_inputs(spec, device="meta")
+        handles = [
+            module.register_forward_pre_hook(_refuse_integers)
+            for module in network.modules()
+            if isinstance(module, nn.Linear)
+        ]
+        seen = network
+        try:
+            for name in (None, *named):
+                seen = network if name is None else with_forward(network, name)
+                traces[name] = recorder.trace(seen, inputs)
+            seen = network
+            materialise(network, inputs)
+        except Exception as error:
+            return _failure(error, recorder, seen, built=network, traces=traces)
+        finally:
+            for handle in handles:
+                handle.remove()
+    faults = [
+        fault
+        for name, trace in traces.items()
+        if name in terms
+        for fault in output_faults(trace.network, trace.output, trace.calls, spec, terms[name])
+    ]
+    return ShapeExamination(faults=tuple(dict.fromkeys(faults)), network=network, traces=traces)
+
+
+def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective | None]:
+    """The terms that look at what each forward gives: all at the network's own where there are no phases."""
+    if not phases:
+        return {None: objective}
+    names: dict[str | None, list[str]] = {}
+    for phase in phases:
+        names.setdefault(phase.forward, []).extend(phase.terms)
+    return {forward: objective.only(terms) for forward, terms in names.items()}
+
+
+def _refuse_integers(module: nn.Module, inputs: tuple[object, ...]) -> None:
+    """Lets a linear layer that is fed integers fail, as it does with numbers: on the meta device it would not."""
+    given, weight = inputs[0] if inputs else None, module.weight
+    if isinstance(given, Tensor) and not given.is_floating_point() and weight.is_floating_point():
+        raise RuntimeError(f"the input is {given.dtype}, the weight {weight.dtype}")
+
+
+def _failure(
+    error: Exception,
+    recorder: Recorder,
+    network: nn.Module | None,
+    *,
+    built: nn.Module | None,
+    traces: Mapping[str | None, ForwardTrace],
+) -> ShapeExamination:
+    def found(*faults: Fault, notes: tuple[str, ...] = ()) -> ShapeExamination:
+        return ShapeExamination(faults=faults, notes=notes, network=built, traces=traces)
+
+    if isinstance(error, ConfigError):
+        return found(*error.faults)
+    if isinstance(error, ProgramError):
+        got = f"line {error.line}, column {error.column}: {error.message}"
+        return found(Fault(key=error.key or "model.forward", got=got, expected=error.expected))
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, NotImplementedError) or any(word in str(error) for word in UNDECIDABLE):
+        return found(notes=(f"the model's shapes were not checked: {message}",))
+    if recorder.inside is None or network is None:
+        return found(Fault(key="model", got=message, expected="a model that can be built"))
+    call = recorder.inside
+    key = config_key(network, recorder.path_of(network, call.module))
+    fault = program_fault(error, key) or layer_fault(error, key, call)
+    name = forward_name(network)
+    if name is not None and fault.key == "model.forward":
+        fault = replace(fault, key=f"model.programs.{name}")
+    return found(fault)
+
+
+def output_faults(
+    network: nn.Module, output: object, calls: Sequence[Call], spec: DataSpec, objective: Objective | None
+) -> list[Fault]:
+    """The faults of the network's output: a name that no term finds, a head that does not fit the data.
+
+    output: what the network returned for a batch. calls: of all its modules, in the order in which they returned.
+    """
+    named = {"output": output, **output} if isinstance(output, Mapping) else {"output": output}
+    faults = []
+    for name, loss, wanted in _terms(objective):
+        if wanted not in named:
+            continue  # it may be an entry of the batch
+        value = named[wanted]
+        if not isinstance(value, Tensor):
+            cure = f"Set objective.{name}.output to one of {', '.join(output)}" if isinstance(output, Mapping) else None
+            got = f"the network returns {described(value)}"
+            faults.append(Fault(key=f"objective.{name}", got=got, expected="one tensor to compare", cure=cure))
+            continue
+        fault = _width_fault(network, value, calls, spec, loss)
+        if fault is not None and fault not in faults:
+            faults.append(fault)
+    return faults
+
+
+def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str]]:
+    """Name, loss and output of every term that compares with the data's target."""
+    if objective is None:
+        return [("", None, "output")]
+    compared = {name: term for name, term in objective.terms.items() if isinstance(term, Term)}
+    return [(name, term.loss, term.output) for name, term in compared.items() if term.target == "target"]
+
+
+def _width_fault(
+    network: nn.Module, value: Tensor, calls: Sequence[Call], spec: DataSpec, loss: nn.Module | None
+) -> Fault | None:
+    wanted, what = _wanted(spec, loss)
+    if wanted is None:
+        return None
+    axis = 1 if isinstance(loss, CLASSES_ON_AXIS_1) else -1
+    if value.dim() < 2:
+        if wanted == 1 and spec.num_classes is None and value.dim() == 1:
+            return None
+        key = config_key(network, "")
+        expected = f"{what}: [B, ..., {wanted}]"
+        return Fault(key=key, got=f"the network returns {described(value)}", expected=expected)
+    width = value.shape[axis]
+    if width == wanted:
+        return None
+    head = _head(value, calls, width)
+    if head is None:
+        got = f"the network returns {described(value)}, {width} wide"
+        return Fault(key="model", got=got, expected=f"{wanted}: {what}")
+    module, size = head
+    key = f"{config_key(network, path_of(network, module))}.{size}"
+    return Fault(key=key, got=f"{width}", expected=f"{wanted}: {what}", cure=f"Write {size}: ${{data.num_outputs}}")
+
+
+def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
+    """How wide the output has to be for a loss, and why; None where the loss does not say."""
+    classes = "the data has that many classes"
+    if spec.num_classes is not None and (loss is None or isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1)):
+        return spec.num_classes, classes
+    if spec.num_classes is None and (loss is None or isinstance(loss, ELEMENTWISE)):
+        return spec.num_outputs, "the data's target has that many numbers"
+    return None, ""
+
+
+def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, str] | None:
+    """The layer that made the output as wide as it is: the one that gave this tensor, else the last of that width."""
+    sized = [
+        (call, name)
+        for call in calls
+        for name in WIDTHS
+        if not any(call.module.children()) and call.module.__dict__.get(name) == width
+    ]
+    exact = [pair for pair in sized if pair[0].output is value]
+    return next(((call.module, name) for call, name in reversed(exact or sized)), None)
+
+
+def described(value: object) -> str:
+    """A value as a shape with B for the batch, `[B, 10] float32`; containers by their parts."""
+    if isinstance(value, Tensor):
+        sizes = ", ".join(["B", *map(str, value.shape[1:])]) if value.dim() else ""
+        return f"[{sizes}] {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(described, value))})"
+    return repr(value)
+
+
+def layer_fault(error: Exception, key: str, call: Call) -> Fault:
+    """The fault of a layer that refused its input."""
+    name = type(call.module).__name__
+    given = ", ".join(map(described, call.inputs)) or "no input"
+    expected, cure = wants(call.module)
+    if expected is None:
+        return Fault(key=key, got=f"{name} is given {given}: {_first_line(error)}", expected="an input that it takes")
+    return Fault(key=key, got=f"{name} is given {given}", expected=expected, cure=cure)
+
+
+def program_fault(error: Exception, key: str) -> Fault | None:
+    """The fault of an operation in a forward program; None where the error does not come from one's own line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FILE_PREFIX)]
+    own = _innermost_is_program(error)
+    if not own or not frames:
+        return None
+    frame = frames[-1]
+    text = (frame.line or "").strip()
+    got = f"line {frame.lineno}, `{text}`: {_first_line(error)}"
+    return Fault(key=f"{key}.forward", got=got, expected="operands that fit each other")
+
+
+def wants(module: nn.Module) -> tuple[str | None, str | None]:
+    """What input a layer of torch takes, and the cure where its size may be left to the data."""
+    cures = {
+        size: f"Leave {size} out: it is inferred from the data"
+        for cls, (lazy, size) in LAZY_CLASSES.items()
+        if isinstance(module, cls | lazy)
+    }
+    cure = next(iter(cures.values()), None)
+    if isinstance(module, nn.Linear):
+        return f"floats [B, ..., {module.in_features}]", cure
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        axes = ", ".join(["L", "H, W", "D, H, W"][len(module.kernel_size) - 1 : len(module.kernel_size)])
+        return f"floats [B, {module.in_channels}, {axes}], large enough for its kernel", cure
+    if isinstance(module, FEATURE_NORMS):
+        return f"floats [B, {module.num_features}, ...] with the axes that its name says", cure
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        sizes = ", ".join(map(str, module.normalized_shape))
+        return f"floats [B, ..., {sizes}], its normalized_shape", None
+    if isinstance(module, nn.RNNBase):
+        axes = "B, T" if module.batch_first else "T, B"
+        return f"floats [{axes}, {module.input_size}], its input_size", None
+    if isinstance(module, nn.Embedding):
+        return "whole numbers (int64), such as classes or characters", None
+    return None, None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _innermost_is_program(error: Exception) -> bool:
+    """Whether no layer was entered below the last program line: torch's own functions may be."""
+    stack = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    last = max((index for index, name in enumerate(stack) if name.startswith(FILE_PREFIX)), default=None)
+    if last is None:
+        return False
+    return not any(
+        name.endswith(("torch/nn/modules/module.py", "torch\\nn\\modules\\module.py")) for name in stack[last:]
+    )
+
+
+def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[Fault]:
+    """Parts of the network that are not there, gradients of whole numbers, full precision of half parameters.
+
+    word: the config's precision.word.
+    """
+    known = [name for name, _ in network.named_modules() if name]
+    for name, term in objective.terms.items():
+        for part in term.parts:
+            if part and part not in known:
+                yield Fault(
+                    key=f"objective.{name}",
+                    got=f"the part {part!r} of the network, which is not there",
+                    expected=f"one of {among(known, word=part)}, or '' for the whole",
+                    cure=did_you_mean(part, known),
+                )
+        if isinstance(term, R1 | JacobianNorm) and term.input == "input" and "int" in spec.input_dtype:
+            yield Fault(
+                key=f"objective.{name}.input",
+                got=f"input, which is {spec.input_dtype}: whole numbers have no gradient",
+                expected="a value of floating numbers",
+                cure="Let the network return its embedding by a name, and write that name",
+            )
+        if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
+            yield Fault(
+                key=f"objective.{name}.precision",
+                got=f"full with precision={word}, whose parameters are of half precision themselves",
+                expected="step, or a precision with float32 parameters",
+                cure=f"Write precision={WORDS[word].mixed_word.name}",
+            )

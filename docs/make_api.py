@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API: what is imported, and what a `_target_` names
 
-*Reference.* Made from docstrings by `python docs/make_api.py`; a test holds it up to date. The config's keys are in
-[configuration](configuration.md).
+*Reference*: classes, functions and their parameters. Made from docstrings by `python docs/make_api.py`; a
+test holds it up to date. The config's keys are in [configuration](configuration.md).
 """
 # What a class of your own is derived from, with the methods to write.
 BASES = [

@@ -7,11 +7,11 @@ out of the statistics, and takes part in their collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exp.errors import Fault
@@ -41,7 +41,7 @@ class CudaBatchNorm(nn.SyncBatchNorm):
         return input + super().forward(input[:0]).sum()
 
 
-class GlobalBatchNorm(ANY_BATCH_NORM):
+class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch without a public name
     """What a BatchNorm becomes elsewhere. No SyncBatchNorm: DistributedDataParallel refuses one on CPU."""
 
     share: Share
@@ -51,21 +51,21 @@ class GlobalBatchNorm(ANY_BATCH_NORM):
         if not self.training:
             uses_batch = self.running_mean is None and self.running_var is None
             statistics = (self.running_mean, self.running_var)
-            return nn.functional.batch_norm(input, *statistics, self.weight, self.bias, uses_batch, 0.0, self.eps)
+            return F.batch_norm(input, *statistics, self.weight, self.bias, uses_batch, 0.0, self.eps)
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [dim for dim in range(values.dim()) if dim != 1]
         shape = [1, -1] + [1] * (values.dim() - 2)
         here = 1.0 if self.share.counts else 0.0
         count = values.new_tensor([here * values.numel() / values.shape[1]])
-        sums = SumOverRanks.apply(torch.cat([here * values.sum(dims), count]))
+        sums = _sum_over_ranks(torch.cat([here * values.sum(dims), count]))
         total = sums[-1].detach()
         if total <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         mean = sums[:-1] / total
         centred = values - mean.view(shape)
-        variance = SumOverRanks.apply(here * centred.square().sum(dims)) / total
+        variance = _sum_over_ranks(here * centred.square().sum(dims)) / total
         self._remember(mean.detach(), variance.detach(), float(total))
-        output = centred * torch.rsqrt(variance + self.eps).view(shape)
+        output: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(input.dtype)
@@ -88,19 +88,23 @@ class SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return SumOverRanks.apply(gradient)
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return _sum_over_ranks(gradient)
+
+
+_sum_over_ranks: Callable[[Tensor], Tensor] = SumOverRanks.apply
 
 
 def batch_norms(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every batch normalisation of a network, by its name."""
-    return ((name, part) for name, part in network.named_modules() if isinstance(part, ANY_BATCH_NORM))
+    kind: type[nn.Module] = ANY_BATCH_NORM
+    return ((name, part) for name, part in network.named_modules() if isinstance(part, kind))
 
 
 def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> dict[nn.Module, type[nn.Module]]:
@@ -114,9 +118,9 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
             continue
         before[part] = type(part)
         part.__class__ = CudaBatchNorm if device_type == "cuda" else GlobalBatchNorm
-        part.share = share
+        vars(part)["share"] = share
         if before[part] is not nn.SyncBatchNorm:
-            part.process_group = None
+            vars(part)["process_group"] = None
     return before
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,7 +18,7 @@ from exp.errors import Fault
 from exp.precision.words import WORDS
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Planned, Strategy, module_of, network_of
 
 log = logging.getLogger(__name__)
 
@@ -95,21 +94,19 @@ class ReplicatingStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if self._devices[0].type == "cuda":
-            module = self.lightning_module
             # Past nn.Module: the state dict has the network once.
-            vars(module)["run_network"] = Replicated(module.network, device_ids=self._devices)
+            vars(module_of(self))["run_network"] = Replicated(network_of(self), device_ids=self._devices)
 
     def teardown(self) -> None:
-        module = self.lightning_module
-        if module is not None:
-            vars(module)["run_network"] = module.network
+        if self.lightning_module is not None:
+            vars(self.lightning_module)["run_network"] = network_of(self)
         super().teardown()
 
 
-class Replicated(nn.DataParallel):
+class Replicated(nn.DataParallel[nn.Module]):
     """Replicas that draw different numbers, the same in a resumed run."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> object:
         # A step seeds the CPU and the first device.
         seed = torch.initial_seed()
         for index, device in enumerate(self.device_ids[1:], start=1):

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs do not name it
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,7 +37,8 @@ from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Planned, Strategy, module_of
+from exp.types import Batch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,25 +142,12 @@ class DDP(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Lightning's DDPStrategy with these options."""
-        options = dict(self.options)
-        if self.local_sgd.every_n_steps is not None:
-            # They are averaged with the weights, and sent at no other time.
-            options["broadcast_buffers"] = False
-        settings = dict(
-            backend=placement.backend,
-            ranks_per_node=placement.ranks_per_node,
-            sync_batchnorm=self.sync_batchnorm,
-            communication_hook=self.communication_hook,
-            powersgd=self.powersgd,
-            local_sgd=self.local_sgd,
-            **options,
-        )
         if self.inner is None:
-            return ExpDDPStrategy(**settings)
-        devices = placement.devices(rank.local_rank)
+            return ExpDDPStrategy(placement=placement, options=self)
+        devices, layers = placement.devices(rank.local_rank), self.inner.layers
         if placement.world_size == 1:
-            return LayerSplitStrategy(devices=devices, layers=self.inner.layers)
-        return SplitDDPStrategy(devices=devices, layers=self.inner.layers, **settings)
+            return LayerSplitStrategy(devices=devices, layers=layers)
+        return SplitDDPStrategy(devices=devices, layers=layers, placement=placement, options=self)
 
     def _contradictions(self, planned: Planned) -> Iterator[Fault]:
         is_local = self.local_sgd.every_n_steps is not None
@@ -234,36 +224,27 @@ class ExpDDPStrategy(DDPStrategy):
     it is; a batch is the first argument of `training_step` (seen in lightning 2.6.6).
     """
 
-    def __init__(
-        self,
-        *,
-        backend: str | None,
-        ranks_per_node: int,
-        sync_batchnorm: bool,
-        communication_hook: str | None,
-        powersgd: PowerSGD,
-        local_sgd: LocalSGD,
-        **options: Any,
-    ) -> None:
-        super().__init__(process_group_backend=backend, **options)
-        self._ranks_per_node = ranks_per_node
-        self._communication_hook, self._powersgd = communication_hook, powersgd
-        self._share = Share() if sync_batchnorm else None
+    def __init__(self, *, placement: Placement, options: DDP) -> None:
+        is_local = options.local_sgd.every_n_steps is not None
+        # In local SGD they are averaged with the weights, and sent at no other time.
+        self.broadcasts_buffers = bool(options.options["broadcast_buffers"]) and not is_local
+        of_torch: dict[str, Any] = {**options.options, "broadcast_buffers": self.broadcasts_buffers}
+        super().__init__(process_group_backend=placement.backend, **of_torch)
+        self._placement, self._options = placement, options
+        self._share = Share() if options.sync_batchnorm else None
         self._classes_before: dict[nn.Module, type[nn.Module]] = {}
-        self._local_options = local_sgd
         self._local: LocalSteps | None = None
-        self._waits_for_a_graph = options["static_graph"]
-        self.broadcasts_buffers: bool = options["broadcast_buffers"]
+        self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
         """Raises: RunError where the module averages its own gradients, and an option is about how ddp does it."""
-        module = self.lightning_module
+        module, options = module_of(self), self._options
         if self._share is not None:
             self._classes_before = join_statistics(module, self._share, device_type=self.root_device.type)
-        is_local = self._local_options.every_n_steps is not None
+        is_local = options.local_sgd.every_n_steps is not None
         # A LightningModule that is not exp's own says nothing of it.
         if getattr(module, "averages_gradients", False):
-            if is_local or self._communication_hook is not None:
+            if is_local or options.communication_hook is not None:
                 raise RunError(
                     f"{type(module).__name__} averages its gradients itself; expected neither "
                     "strategy.communication_hook nor strategy.local_sgd: leave them null"
@@ -271,16 +252,12 @@ class ExpDDPStrategy(DDPStrategy):
             broadcast_state(module)
             return
         super().configure_ddp()
-        if self._communication_hook is not None:
-            compress(
-                self.model,
-                self._communication_hook,
-                powersgd=self._powersgd,
-                steps_done=lambda: module.trainer.global_step,
-            )
+        assert isinstance(self.model, DistributedDataParallel)
+        if options.communication_hook is not None:
+            compress(self.model, options, steps_done=lambda: module.trainer.global_step)
         if is_local:
-            self._local = LocalSteps(self._local_options, node_group=self._node_group())
-            register(self.model, self._local)
+            self._local = LocalSteps(options.local_sgd, node_group=self._node_group())
+            self.model.register_comm_hook(self._local, _unless_local)
 
     @property
     def is_plain(self) -> bool:
@@ -290,11 +267,11 @@ class ExpDDPStrategy(DDPStrategy):
         """
         return self._local is None and self._share is None and self._model_averager is None
 
-    def training_step(self, batch: Any, *arguments: Any, **named: Any) -> Any:
+    def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
             self._share.counts = batch.size > 0
         if self._local is not None:
-            self._local.begin_step(self.lightning_module.trainer.global_step)
+            self._local.begin_step(module_of(self).trainer.global_step)
         return super().training_step(batch, *arguments, **named)
 
     @contextmanager
@@ -311,12 +288,12 @@ class ExpDDPStrategy(DDPStrategy):
             with super().block_backward_sync():
                 yield
 
-    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
+    def optimizer_step(self, *arguments: Any, **named: Any) -> object:
         output = super().optimizer_step(*arguments, **named)
         if self._local is not None:
             # Lightning counts this step once it is done.
-            step = self.lightning_module.trainer.global_step + 1
-            self._local.end_step(step, self.lightning_module, self.optimizers)
+            step = module_of(self).trainer.global_step + 1
+            self._local.end_step(step, module_of(self), self.optimizers)
         return output
 
     def on_validation_start(self) -> None:
@@ -337,14 +314,14 @@ class ExpDDPStrategy(DDPStrategy):
 
     def _meet(self) -> None:
         if self._local is not None:
-            self._local.meet(self.lightning_module, self.optimizers)
+            self._local.meet(module_of(self), self.optimizers)
 
     def _node_group(self) -> dist.ProcessGroup | None:
         """The ranks of this node, where they average their gradients at every step."""
-        if not self._local_options.within_node or self._ranks_per_node == 1:
+        if not self._options.local_sgd.within_node or self._placement.ranks_per_node == 1:
             return None
-        group, _ = dist.new_subgroups(self._ranks_per_node)
-        return group
+        new_subgroups: Callable[[int], tuple[dist.ProcessGroup, object]] = dist.new_subgroups
+        return new_subgroups(self._placement.ranks_per_node)[0]
 
 
 class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
@@ -353,10 +330,10 @@ class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
     DistributedDataParallel takes such a module without device_ids.
     """
 
-    def __init__(self, *, devices: Sequence[str], layers: Patterns | None, **options: Any) -> None:
+    def __init__(self, *, devices: Sequence[str], layers: Patterns | None, placement: Placement, options: DDP) -> None:
         self.devices = tuple(map(torch.device, devices))
         self.layers = layers
-        ExpDDPStrategy.__init__(self, **options)
+        ExpDDPStrategy.__init__(self, placement=placement, options=options)
 
     @property
     def root_device(self) -> torch.device:
@@ -384,6 +361,7 @@ class LocalSteps:
     def end_step(self, step: int, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """step: how many are done now, this one counted."""
         self._is_apart = self._is_apart or self.is_local
+        assert self.options.every_n_steps is not None
         if self.is_local and (step - self.options.start_step) % self.options.every_n_steps == 0:
             self.meet(module, optimizers)
 
@@ -392,28 +370,22 @@ class LocalSteps:
         if not self._is_apart:
             return
         self._is_apart = False
-        tensors = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        tensors: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         tensors += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         if self.options.average_optimizer_state:
             tensors += [tensor for optimizer in optimizers for tensor in _state(optimizer)]
         average_tensors([tensor.detach() for tensor in tensors])
 
 
-def register(wrapped: DistributedDataParallel, steps: LocalSteps) -> None:
-    """Has gradients averaged over all ranks, and in local steps over the node's or not at all."""
-    wrapped.register_comm_hook(steps, _unless_local)
-
-
-def _unless_local(steps: LocalSteps, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
+def _unless_local(steps: LocalSteps, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages gradients over all ranks, and in local steps over the node's or not at all."""
+    buffer: Tensor = bucket.buffer()
     group = steps.node_group if steps.is_local else dist.group.WORLD
     if group is None:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
-    buffer.div_(dist.get_world_size(group))
-    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    return future.then(lambda reduced: reduced.value()[0])
+    return _added_up(buffer.div_(dist.get_world_size(group)), group, then=lambda total: total)
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -450,23 +422,32 @@ class LowRank:
         return self._state
 
 
-def compress(wrapped: DistributedDataParallel, word: str, *, powersgd: PowerSGD, steps_done: Callable[[], int]) -> None:
-    """Registers the hook of a word: bf16, fp16 or powersgd.
+def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int]) -> None:
+    """Registers the communication hook that the options name.
 
     steps_done: how many steps of the run are done, asked when the first gradients are there.
     """
-    if word == "powersgd":
-        wrapped.register_comm_hook(LowRank(powersgd, steps_done), _in_low_rank)
-    else:
-        wrapped.register_comm_hook(DTYPES[word], _in_dtype)
+    if options.communication_hook == "powersgd":
+        wrapped.register_comm_hook(LowRank(options.powersgd, steps_done), _in_low_rank)
+    elif options.communication_hook is not None:
+        wrapped.register_comm_hook(DTYPES[options.communication_hook], _in_dtype)
 
 
-def _in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
+def _in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    buffer: Tensor = bucket.buffer()
     # Divided before they are added: float16 overflows less.
-    sent = buffer.to(dtype).div_(dist.get_world_size())
-    return dist.all_reduce(sent, async_op=True).get_future().then(lambda future: buffer.copy_(future.value()[0]))
+    return _added_up(buffer.to(dtype).div_(dist.get_world_size()), dist.group.WORLD, then=buffer.copy_)
 
 
-def _in_low_rank(low_rank: LowRank, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _in_low_rank(low_rank: LowRank, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return powerSGD_hook(low_rank.state, bucket)
+
+
+def _added_up(
+    sent: Tensor, group: dist.ProcessGroup | None, *, then: Callable[[Tensor], Tensor]
+) -> torch.futures.Future[Tensor]:
+    """What `then` makes of the sum over a group's ranks, once it is there."""
+    work = dist.all_reduce(sent, group=group, async_op=True)
+    assert work is not None
+    found: torch.futures.Future[Tensor] = work.get_future().then(lambda future: then(future.value()[0]))
+    return found

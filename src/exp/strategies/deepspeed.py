@@ -15,12 +15,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -33,7 +33,7 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import sharding_faults
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Planned, Strategy, module_of, network_of, precision_of
 
 # Hooks that are right without whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
@@ -197,7 +197,7 @@ class ZeroStrategy(ModelParallel):
         if trainer.state.fn == TrainerFn.FITTING and self.engine is None:
             self.engine = self._engine(trainer)
             # Beside the module's children, so that the state dict has the network once.
-            self.lightning_module.__dict__["run_network"] = self.engine
+            module_of(self).__dict__["run_network"] = self.engine
 
     def _engine(self, trainer: Trainer) -> Any:
         import deepspeed
@@ -208,7 +208,7 @@ class ZeroStrategy(ModelParallel):
         if self.root_device.type == "cpu":
             # Else the ranks compile an operator, for minutes, and wait for each other in it.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        network = self.lightning_module.network
+        network = network_of(self)
         engine, *_ = deepspeed.initialize(
             config=self._config(trainer),
             model=network,
@@ -230,7 +230,7 @@ class ZeroStrategy(ModelParallel):
             zero["offload_optimizer"] = {"device": "cpu"}
         if options.offload_parameters:
             zero["offload_param"] = {"device": "cpu"}
-        autocast = self.precision_plugin.word.autocast
+        autocast = precision_of(self).word.autocast
         return {
             # For its log alone: the batches are shared out by exp.
             "train_micro_batch_size_per_gpu": 1,
@@ -259,23 +259,23 @@ class ZeroStrategy(ModelParallel):
         finally:
             self._is_boundary = True
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module = self.lightning_module
-        loss = self.precision_plugin.pre_backward(closure_loss, module)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
+        module = module_of(self)
+        loss = precision_of(self).pre_backward(closure_loss, module)
         self.engine.set_gradient_accumulation_boundary(self._is_boundary)
         self.engine.backward(loss)
         if self._is_boundary and self.options.show_gradients:
             self._show_gradients()
-        return self.precision_plugin.post_backward(loss, module)
+        return precision_of(self).post_backward(loss, module)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: LightningModule | None = None, **_: Any) -> Any:
-        return super().optimizer_step(EngineStep(self, optimizer), closure, model)
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: nn.Module | None = None, **_: object) -> object:
+        return super().optimizer_step(cast(Optimizer, EngineStep(self, optimizer)), closure, model)
 
     def _show_gradients(self) -> None:
         """Whole gradients of the step, where hooks look for them. Clipping is the engine's, and comes after."""
         from deepspeed.utils import safe_get_full_grad
 
-        for name, parameter in self.lightning_module.network.named_parameters():
+        for name, parameter in network_of(self).named_parameters():
             gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
             if gradient is None:
                 continue
@@ -288,7 +288,7 @@ class ZeroStrategy(ModelParallel):
     def hide_gradients(self) -> None:
         """The engine has its own; these would be added to the next step's."""
         self._gradient_norms = {}
-        for parameter in self.lightning_module.network.parameters():
+        for parameter in network_of(self).parameters():
             parameter.grad = None
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ class ZeroStrategy(ModelParallel):
         return {name: torch.linalg.vector_norm(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
-        return parameter.ds_shape if self.options.stage == 3 else parameter.shape
+        return parameter.ds_shape if self.options.stage == 3 else parameter.shape  # type: ignore[attr-defined]  # DeepSpeed's
 
     # --- checkpoints ---
 
@@ -316,7 +316,7 @@ class ZeroStrategy(ModelParallel):
             return
         from deepspeed.utils import safe_set_full_fp32_param
 
-        for name, parameter in self.lightning_module.named_parameters():
+        for name, parameter in module_of(self).named_parameters():
             if parameter.requires_grad and name in checkpoint["state_dict"]:
                 safe_set_full_fp32_param(parameter, checkpoint["state_dict"][name].to(self.root_device))
 
@@ -326,7 +326,7 @@ class ZeroStrategy(ModelParallel):
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         self._link_state()
         held, flat = self._members(), self._flat()
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, object]] = {}
         for number, name in enumerate(name for names in held for name in names):
             parameter = self._trained[name]
             entry = optimizer.state.get(flat[name], {})
@@ -383,18 +383,21 @@ class ZeroStrategy(ModelParallel):
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _gathered(self, *, written: bool = False) -> AbstractContextManager[Any]:
+    def _gathered(self, *, written: bool = False) -> AbstractContextManager[object]:
         """Whole weights while it is entered; what rank 0 writes there is divided again."""
         if self.engine is None or self.options.stage < 3:
             return nullcontext()
         import deepspeed
 
-        parameters = list(self.lightning_module.network.parameters())
-        return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if written else None)
+        parameters = list(network_of(self).parameters())
+        gathered: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
+            parameters, modifier_rank=0 if written else None
+        )
+        return gathered
 
     @property
     def _trained(self) -> dict[str, nn.Parameter]:
-        return dict(self.lightning_module.named_parameters())
+        return dict(module_of(self).named_parameters())
 
     def _members(self) -> list[list[str]]:
         """Names of the optimizer's parameters, by group."""
@@ -417,7 +420,7 @@ class EngineStep:
         self._strategy = strategy
         self.param_groups = optimizer.param_groups
 
-    def step(self, closure: Any) -> Any:
+    def step(self, closure: Callable[[], object]) -> object:
         """closure: forward, backward, and the hooks that see gradients."""
         output = closure()
         self._strategy.hide_gradients()
@@ -425,10 +428,10 @@ class EngineStep:
         return output
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     """An entry of an optimizer's state that is one number for a parameter, such as the steps."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -19,8 +21,9 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import ELEMENTWISE, sharding_faults, tied_faults
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Planned, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.units import AUTO, checkpoint_activations, matched, uniform, units
+from exp.types import Batch
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,26 +142,27 @@ class FullyShardedStrategy(ModelParallel):
         self._classes_before = {}
 
     def place_model(self) -> None:
-        network, options = self.lightning_module.network, self.options
+        network, options = network_of(self), self.options
         recomputed = matched(network, options.activation_checkpointing, key="strategy.activation_checkpointing")
         checkpoint_activations(recomputed.values())
         self._join_statistics()
-        settings = {
-            "mesh": self.data_mesh(),
-            "reshard_after_forward": options.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=options.param_dtype and DTYPES[options.param_dtype],
-                reduce_dtype=options.reduce_dtype and DTYPES[options.reduce_dtype],
+        shard = partial(
+            fully_shard,
+            mesh=self.data_mesh(),
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=DTYPES[options.param_dtype] if options.param_dtype else None,
+                reduce_dtype=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
             ),
-            "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-        }
+            offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        )
         chosen = units(network, options.shard, min_parameters=options.min_parameters, key="strategy.shard")
         # Innermost first, as fully_shard asks.
         for unit in reversed(uniform(network, chosen).values()):
-            fully_shard(unit, **settings)
-        fully_shard(network, **settings)
+            shard(unit)
+        shard(network)
 
-    def training_step(self, batch: Any, *arguments: Any, **named: Any) -> Any:
+    def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
             self._share.counts = batch.size > 0
         return super().training_step(batch, *arguments, **named)
@@ -168,17 +172,15 @@ class FullyShardedStrategy(ModelParallel):
             super().model_to_device()
             return
         # fully_shard moves one unit after the other, and never the whole network; offloaded shards stay where they are.
-        for name, part in self.lightning_module.named_children():
-            if name != "network":
-                part.to(self.root_device)
-        for module in self.lightning_module.network.modules():
+        move_all_but_network(module_of(self), self.root_device)
+        for module in network_of(self).modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters it around the backward of accumulated batches, but for the last."""
-        network = self.lightning_module.network
+        network = network_of(self)
         if not self.options.no_sync:
             yield
             return
@@ -191,5 +193,5 @@ class FullyShardedStrategy(ModelParallel):
 
     def _join_statistics(self) -> None:
         if self._share is not None and not self._classes_before:
-            network, kind = self.lightning_module.network, self.root_device.type
+            network, kind = network_of(self), self.root_device.type
             self._classes_before = join_statistics(network, self._share, device_type=kind)

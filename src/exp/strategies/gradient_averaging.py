@@ -52,7 +52,7 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
         pieces = [local(tensor) for tensor in bucket]
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
-        for piece, mean in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+        for piece, mean in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
             piece.copy_(mean.view_as(piece))
 
 

@@ -50,8 +50,12 @@ class Hybrid(Strategy):
     ) -> None:
         super().__init__(name=name)
         of_tensor = {"plan": plan, "divide": divide, "sequence": sequence, "vocabulary": vocabulary}
-        of_pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
-        of_pipeline |= {"microbatches": microbatches, "layers": layers}
+        of_pipeline = {
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
+            "microbatches": microbatches,
+            "layers": layers,
+        }
         faults = _faults_of_sizes(tensor, pipeline, data)
         if not faults:
             faults = _idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline)
@@ -62,7 +66,7 @@ class Hybrid(Strategy):
         self.splits_tensors = tensor > 1
         self.shards_parameters = data == "shard"
         self.splits_layers = self.schedules_step = pipeline > 1
-        self.tensor = TensorOptions(**of_tensor)
+        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary)
         self.pipeline: Pipeline | None = None
         if pipeline > 1:
             known = SCHEDULES.get(schedule)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor, nn
@@ -20,7 +20,15 @@ from exp.nested import moved
 from exp.strategies.cut_faults import DEVICES, cut_faults
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import (
+    Planned,
+    Strategy,
+    data_of,
+    module_of,
+    move_all_but_network,
+    network_of,
+    precision_of,
+)
 from exp.types import DataSpec
 
 
@@ -68,7 +76,9 @@ class InnerSplit:
     layers: Sequence[Sequence[str]] | None
 
 
-def inner_split(inner: Any, *, devices_per_rank: Any, layers: Sequence[Sequence[str]] | None) -> InnerSplit | None:
+def inner_split(
+    inner: str | None, *, devices_per_rank: int | None, layers: Sequence[Sequence[str]] | None
+) -> InnerSplit | None:
     """The options of a strategy of several ranks whose `inner` may be layer_split. Raises: ConfigError."""
     refuse_shapeless(layers)
     faults = []
@@ -90,7 +100,7 @@ def inner_split(inner: Any, *, devices_per_rank: Any, layers: Sequence[Sequence[
     return None if inner is None else InnerSplit(devices=count, layers=layers)
 
 
-def refuse_shapeless(layers: Any) -> None:
+def refuse_shapeless(layers: object) -> None:
     """Raises: ConfigError where `layers` is not a list of lists of names."""
     if layers is None:
         return
@@ -127,9 +137,10 @@ def stand_ins(config: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return example_inputs(DataSpec.of(config["data"]), device="meta")
 
 
-def _is_part(part: Any) -> bool:
-    listed = isinstance(part, Sequence) and not isinstance(part, str)
-    return listed and len(part) > 0 and all(isinstance(pattern, str) and pattern for pattern in part)
+def _is_part(part: object) -> bool:
+    if not isinstance(part, Sequence) or isinstance(part, str):
+        return False
+    return len(part) > 0 and all(isinstance(pattern, str) and pattern for pattern in part)
 
 
 class SplitNetwork:
@@ -147,24 +158,24 @@ class SplitNetwork:
         parts: Split,
         devices: Sequence[torch.device],
         *,
-        cast: Callable[[Any], Any] = lambda inputs: inputs,
+        cast: Callable[[dict[str, object]], dict[str, object]] = lambda inputs: inputs,
     ) -> None:
         self.network, self.parts, self.devices, self.cast = network, parts, tuple(devices), cast
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> object:
         inputs = self.cast(self.parts.bind(arguments, named))
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for part, device in zip(self.parts.parts, self.devices, strict=True):
             read = [moved(inputs[name], device) for name in part.inputs]
             read += [moved(values[name], device) for name in part.takes]
             output = part.run(self.network, *read)
             if part is self.parts.parts[-1]:
                 return output
-            values.update(zip(part.gives, output, strict=True))
+            values.update(zip(part.gives, cast(Sequence[object], output), strict=True))
         raise AssertionError("a split has parts")
 
 
-class OverDevices:
+class OverDevices(LightningStrategy):
     """What a Lightning strategy of one process with several devices does differently; for `class X(OverDevices, Base)`.
 
     The data and the loss are on the last device, where the output comes out.
@@ -178,40 +189,28 @@ class OverDevices:
     _split: Split | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        module = trainer.lightning_module
+        network = network_of(self)
         if self._split is None:
-            self._split = split(
-                module.network,
-                count=len(self.devices),
-                layers=self.layers,
-                inputs=example_inputs(trainer.datamodule.data.spec, device="meta"),
-            )
-        module.__dict__["run_network"] = SplitNetwork(
-            module.network,
-            self._split,
-            self.devices,
-            cast=self.precision_plugin.cast_inputs,  # type: ignore[attr-defined]
-        )
-        super().setup(trainer)  # type: ignore[misc]
+            inputs = example_inputs(data_of(trainer).spec, device="meta")
+            self._split = split(network, count=len(self.devices), layers=self.layers, inputs=inputs)
+        cast_inputs = precision_of(self).cast_inputs
+        vars(module_of(self))["run_network"] = SplitNetwork(network, self._split, self.devices, cast=cast_inputs)
+        super().setup(trainer)
 
     def teardown(self) -> None:
-        module = self.lightning_module  # type: ignore[attr-defined]
-        if module is not None:
-            module.__dict__["run_network"] = module.network
-        super().teardown()  # type: ignore[misc]
+        if self.lightning_module is not None:
+            vars(self.lightning_module)["run_network"] = network_of(self)
+        super().teardown()
 
     def model_to_device(self) -> None:
-        module: LightningModule = self.lightning_module  # type: ignore[attr-defined]
-        network = module.network
         # The whole may not fit on any of the devices: the network is moved by its parts, and the rest without it.
-        module.network = nn.Identity()
-        module.to(self.devices[-1])
-        module.network = network
-        place(network, self._split, self.devices)
+        assert self._split is not None
+        move_all_but_network(module_of(self), self.devices[-1])
+        place(network_of(self), self._split, self.devices)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # torch puts each state on its parameter's device; Lightning would move all of it to one.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):  # type: ignore[attr-defined]
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
 

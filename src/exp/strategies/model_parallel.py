@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torchmetrics import Metric
 
 from exp.errors import RunError
 from exp.strategies.placement import Placement
+from exp.strategies.strategy import module_of, network_of, precision_of
 from exp.strategies.whole_state import Whole, WholeState, local
 
 # The network's place in the module: names in its state dict begin so.
@@ -40,12 +40,14 @@ class ModelParallel(WholeState):
 
     is_placed: whether the network is in parts already.
     data_group: the ranks that hold the same part of the model, one a share of the batch. model_group: the ranks that
-        hold the parts of one model, and work on one share of a batch. None before the process group is joined.
+        hold the parts of one model, and work on one share of a batch. Set when the process group is joined.
     """
+
+    data_group: dist.ProcessGroup
 
     def __init__(self, *, placement: Placement) -> None:
         super().__init__(placement=placement)
-        self.data_group: dist.ProcessGroup | None = None
+        self._is_grouped = False
         self.is_placed = False
         self._parameter_names: list[str] = []
 
@@ -73,21 +75,26 @@ class ModelParallel(WholeState):
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        if self.data_group is None:
+        if not self._is_grouped:
             self._make_groups()
+            self._is_grouped = True
 
     def _make_groups(self) -> None:
         """Every rank makes every group, in the same order, as torch asks."""
         dimensions = self.placement.dimensions
-        self.model_group, _ = dist.new_subgroups_by_enumeration(dimensions.models())
-        self.data_group, _ = dist.new_subgroups_by_enumeration(dimensions.peers())
+        self.model_group = self.subgroup(dimensions.models())
+        self.data_group = self.subgroup(dimensions.peers())
         if self.placement.backend == "nccl" and not self.holds_every_name:
             # Of all ranks: those outside of a group split NCCL's communicator, and gloo's members do not (torch 2.13).
             self.host_group = dist.new_group(backend="gloo")
 
+    def subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup:
+        """Makes a group of each list of ranks; this rank's. Every rank must call it."""
+        enumerated: Callable[[list[list[int]]], tuple[dist.ProcessGroup, object]] = dist.new_subgroups_by_enumeration
+        return enumerated(ranks)[0]
+
     def data_mesh(self) -> DeviceMesh:
         """The ranks that share the batch, for what FSDP2 keeps in shards over them."""
-        assert self.data_group is not None
         return DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
 
     def setup(self, trainer: Trainer) -> None:
@@ -106,21 +113,22 @@ class ModelParallel(WholeState):
                 raise RunError("the network was cut into parts before; expected fit before any other stage")
             self.setup_optimizers(trainer)
         if is_first:
-            before = dict(self.lightning_module.named_parameters())
+            before = dict(module_of(self).named_parameters())
             self.place_model()
             self.is_placed = True
             self._keep_what_is_left(before)
             self._share_metrics()
         # Again: behind the hooks that placing made, and in a second stage, for the first took them off.
-        self.precision_plugin.attach(self.lightning_module)
+        precision_of(self).attach(module_of(self))
         if fitting and self.holds_every_name:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # A step that one part must skip is skipped by all.
-        self.precision_plugin.agree_over(dist.group.WORLD)
+        assert dist.group.WORLD is not None
+        precision_of(self).agree_over(dist.group.WORLD)
 
     def _remember_whole(self) -> None:
-        module = self.lightning_module
+        module = module_of(self)
         self._parameter_names = [name for name, _ in module.named_parameters()]
         self.whole = {
             name: Whole(shape=value.shape, dtype=value.dtype)
@@ -131,14 +139,14 @@ class ModelParallel(WholeState):
     def _keep_what_is_left(self, before: Mapping[str, nn.Parameter]) -> None:
         if self.holds_every_name:
             return
-        left = {id(before[name]): parameter for name, parameter in self.lightning_module.named_parameters()}
+        left = {id(before[name]): parameter for name, parameter in module_of(self).named_parameters()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [left[id(old)] for old in group["params"] if id(old) in left]
 
     def _share_metrics(self) -> None:
         """Ranks of one model see the same samples, which count once: over the ranks of the data."""
-        for module in self.lightning_module.modules():
+        for module in module_of(self).modules():
             if isinstance(module, Metric):
                 module.process_group = self.data_group
 
@@ -154,7 +162,7 @@ class ModelParallel(WholeState):
         """Running statistics are those of the first share, as in a checkpoint, whichever rank evaluates with them."""
         if self.placement.data_ranks > 1:
             source = dist.get_global_rank(self.data_group, 0)
-            for buffer in self.lightning_module.network.buffers():
+            for buffer in network_of(self).buffers():
                 dist.broadcast(local(buffer), src=source, group=self.data_group)
 
     # --- norms ---
@@ -194,7 +202,7 @@ class ModelParallel(WholeState):
         """As Parts has it."""
         return self._reduced(found, dist.ReduceOp.MAX)
 
-    def _reduced(self, found: Mapping[str, Tensor], op: Any) -> dict[str, Tensor]:
+    def _reduced(self, found: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, Tensor]:
         """`[K]` of each name that any rank has; the same K for all."""
         there = torch.zeros(len(self._parameter_names) + 1, dtype=torch.float64, device=self.root_device)
         there[-1] = max((len(one) for one in found.values()), default=0)
@@ -221,8 +229,9 @@ class ModelParallel(WholeState):
         dist.all_reduce(total)
         return total.sqrt()
 
-    def _share_of_square(self, name: str, part: Tensor) -> Any:
-        return torch.linalg.vector_norm(local(part), dtype=torch.float64).square() / self.copies(name, part)
+    def _share_of_square(self, name: str, part: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(local(part), dtype=torch.float64)
+        return norm.square() / self.copies(name, part)
 
 
 def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, cast
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
+from exp.data.data import Data
 from exp.errors import ConfigError, Fault
 from exp.models.inference import example_inputs
-from exp.models.parts import split
+from exp.models.parts import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
 from exp.strategies.cut_faults import STAGES, cut_faults
@@ -21,7 +22,7 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
 from exp.strategies.placement import Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Planned, Strategy, data_of, module_of, move_all_but_network, network_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +223,13 @@ def _refused(key: str, got: str, expected: str, *, cure: str | None = None) -> F
     return Fault(key=key, got=got, expected=f"{expected} (the network's layers are in several ranks)", cure=cure)
 
 
+class Pipelined(Protocol):
+    """The module of a pipelined run."""
+
+    def pipeline_over(self, stages: Stages, *, split: Split, count: int) -> None:
+        """Takes what the strategy has cut. count: micro-batches of a share."""
+
+
 class PipelineStrategy(ModelParallel):
     """One rank of a pipeline, or of several that share the data.
 
@@ -232,39 +240,32 @@ class PipelineStrategy(ModelParallel):
     """
 
     holds_every_name = False
+    back_group: dist.ProcessGroup
 
     def __init__(self, *, placement: Placement, plan: Pipeline) -> None:
         super().__init__(placement=placement)
         self.plan = plan
         self.stages: Stages | None = None
-        self.back_group: dist.ProcessGroup | None = None
 
     def _make_groups(self) -> None:
         super()._make_groups()
-        self.back_group, _ = dist.new_subgroups_by_enumeration(self.placement.dimensions.models())
+        self.back_group = self.subgroup(self.placement.dimensions.models())
 
     def model_to_device(self) -> None:
         if self.stages is not None:
             super().model_to_device()
             return
         # The whole network may not fit on the device: only a rank's own layers go there, by place_model.
-        module = self.lightning_module
-        network = module.network
-        module.network = nn.Identity()
-        module.to(self.root_device)
-        module.network = network
+        move_all_but_network(module_of(self), self.root_device)
 
     def place_model(self) -> None:
-        assert self.model_group is not None
-        assert self.back_group is not None
-        module, ranks = self.lightning_module, self.placement.model_ranks
-        network = module.network
-        owners = self.plan.owners(ranks)
+        network = network_of(self)
+        owners = self.plan.owners(self.placement.model_ranks)
         parts = split(
             network,
             count=len(owners),
             layers=self.plan.layers,
-            inputs=example_inputs(module.trainer.datamodule.data.spec, device="meta"),
+            inputs=example_inputs(self._data().spec, device="meta"),
         )
         place = dist.get_rank(self.model_group)
         mine = [index for index, owner in enumerate(owners) if owner == place]
@@ -279,11 +280,12 @@ class PipelineStrategy(ModelParallel):
             device=self.root_device,
             schedule=self.plan.schedule.torch_name,
         )
-        module.pipeline_over(self.stages, split=parts, count=self._count())
+        share = self._data().batch_size // self.placement.data_ranks
+        count = self.plan.microbatches_of(share, self.placement.model_ranks)
+        cast(Pipelined, module_of(self)).pipeline_over(self.stages, split=parts, count=count)
 
-    def _count(self) -> int:
-        data = self.lightning_module.trainer.datamodule.data
-        return self.plan.microbatches_of(data.batch_size // self.placement.data_ranks, self.placement.model_ranks)
+    def _data(self) -> Data:
+        return data_of(module_of(self).trainer)
 
 
 def keep_only(network: nn.Module, names: set[str]) -> None:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,11 @@ from exp.models.graphs import Kind, flatten, kind_of, unflatten
 from exp.models.parts import Part, Split
 from exp.nested import mapped, rebuilt
 
-Inputs = Mapping[str, Any]
-Context = Callable[[], AbstractContextManager[Any]]
-Loss = Callable[[Any, int], tuple[Tensor, Any]]
+Data = TypeVar("Data")
+Note = TypeVar("Note")
+Inputs = Mapping[str, object]
+Context = Callable[[], AbstractContextManager[object]]
+Shape = tuple[object, ...]
 # Shapes of micro-batches whose schedules are kept, with their buffers.
 KEPT = 8
 # Micro-batches a rank of the pipeline: GPipe's paper finds the idle time small from 4 on (Huang 2019, section 2.3).
@@ -59,7 +61,7 @@ class Stage:
     def run(self, received: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
         """What is sent on: the tensors of the values that later stages read; of the last stage those of the output."""
         tensors = list(received)
-        values = {name: unflatten(self.split.kinds[name], tensors) for name in self.takes}
+        values: dict[str, object] = {name: unflatten(self.split.kinds[name], tensors) for name in self.takes}
         read = [inputs[name] for name in self.part.inputs] + [values[name] for name in self.part.takes]
         with self.around():
             result = self.part.run(self.network, *read)
@@ -67,7 +69,7 @@ class Stage:
             self.output = kind_of(result)
             return tuple(flatten(result))
         # A value that only passes through is a new one to autograd, for this stage may read it as well.
-        values = {name: _passed(value) for name, value in values.items()}
+        values = mapped(values, lambda tensor: tensor.view_as(tensor))
         values.update(zip(self.part.gives, result, strict=True))
         return tuple(tensor.contiguous() for name in self.gives for tensor in flatten(values[name]))
 
@@ -100,17 +102,17 @@ class Stages:
         self.schedule = schedule
         self.place = dist.get_rank(group)
         self.has_output = self.stages[-1].is_last
-        self._schedules: dict[Any, _Trained] = {}
-        self._sent: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
+        self._schedules: dict[Shape, _Trained] = {}
+        self._sent: dict[Shape, list[tuple[torch.Size, torch.dtype]]] = {}
 
-    def shared(self, value: Any) -> Any:
+    def shared(self, value: Data) -> Data:
         """What the rank with the network's output gives, on every rank of the pipeline; each must call it."""
         found = [value]
         source = dist.get_global_rank(self.group, self.owner[-1])
         dist.broadcast_object_list(found, src=source, group=self.group, device=self.device)
         return found[0]
 
-    def train(self, inputs: Sequence[Inputs], loss: Loss) -> list[Any]:
+    def train(self, inputs: Sequence[Inputs], loss: Callable[[Any, int], tuple[Tensor, Note]]) -> list[Note]:
         """Forward and backward of all micro-batches; the gradients are added up in the parameters.
 
         inputs: the network's, of each micro-batch.
@@ -126,7 +128,7 @@ class Stages:
 
     def evaluate(self, inputs: Sequence[Inputs]) -> list[Any]:
         """The network's output for each piece of a batch, on the rank that has it; nothing elsewhere."""
-        pending: list[tuple[dist.Work, Tensor]] = []
+        pending: list[tuple[dist.Work | None, Tensor]] = []
         kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         outputs: list[Any] = []
         for stage in self.stages:
@@ -143,10 +145,11 @@ class Stages:
                 else:
                     pending += self._send(stage, piece, result)
         for work, _ in pending:
+            assert work is not None
             work.wait()
         return outputs
 
-    def _send(self, stage: Stage, piece: Inputs, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
+    def _send(self, stage: Stage, piece: Inputs, tensors: Sequence[Tensor]) -> list[tuple[dist.Work | None, Tensor]]:
         to = dist.get_global_rank(self.group, self.owner[stage.index + 1])
         key, head = (stage.index, _shapes(piece)), []
         if key not in self._sent:
@@ -180,8 +183,8 @@ class _Trained:
     def __init__(self, stages: Stages, count: int) -> None:
         self.count = count
         self.inputs: Sequence[Inputs] = ()
-        self.loss: Loss | None = None
-        self.notes: dict[int, Any] = {}
+        self.loss: Callable[[Any, int], tuple[Tensor, object]] | None = None
+        self.notes: dict[int, object] = {}
         self.modules = [_StageModule(stage, self) for stage in stages.stages]
         made = [
             PipelineStage(module, module.stage.index, len(stages.owner), stages.device, group=stages.group)
@@ -192,7 +195,7 @@ class _Trained:
         single = issubclass(kind, PipelineScheduleSingle)
         self.schedule = kind(made[0] if single else made, count, loss_fn=self._loss, scale_grads=False)
 
-    def step(self, inputs: Sequence[Inputs], loss: Loss) -> list[Any]:
+    def step(self, inputs: Sequence[Inputs], loss: Callable[[Any, int], tuple[Tensor, Note]]) -> list[Note]:
         self.inputs, self.loss, self.notes = inputs, loss, {}
         numbers = torch.arange(self.count)
         last = self.modules[-1].stage.is_last
@@ -201,9 +204,9 @@ class _Trained:
         finally:
             self.inputs, self.loss = (), None
         # By number: what torch's look at the first one left was overwritten by its real turn.
-        return [self.notes[number] for number in sorted(self.notes)]
+        return [cast(Note, self.notes[number]) for number in sorted(self.notes)]
 
-    def _loss(self, output: Any, number: Tensor) -> Tensor:
+    def _loss(self, output: Tensor | tuple[Tensor, ...], number: Tensor) -> Tensor:
         assert self.loss is not None
         tensors = output if isinstance(output, tuple) else (output,)
         place = int(number)
@@ -213,6 +216,9 @@ class _Trained:
 
 class _StageModule(nn.Module):
     """A stage as torch's schedules call it."""
+
+    stage: Stage
+    trained: _Trained
 
     def __init__(self, stage: Stage, trained: _Trained) -> None:
         super().__init__()
@@ -245,16 +251,6 @@ def set_buffers(network: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         setattr(network.get_submodule(owner), own, buffer)
 
 
-def _passed(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.view_as(value)
-    if isinstance(value, dict):
-        return {key: _passed(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_passed(item) for item in value)
-    return value
-
-
 def _told(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The shapes and dtypes of tensors as bytes, behind their number."""
     text = json.dumps([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors])
@@ -267,19 +263,19 @@ def _heard(told: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
     return [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in found]
 
 
-def _shapes(inputs: Inputs) -> Any:
+def _shapes(inputs: Inputs) -> Shape:
     return tuple((name, tuple((t.shape, t.dtype) for t in flatten(value))) for name, value in inputs.items())
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(Generic[Data]):
     """One of a share's micro-batches, all of the same size, as a schedule needs them.
 
     data: as the share's, sliced. size: how many of its samples are the share's own; the others repeat its last one and
     count for nothing.
     """
 
-    data: Any
+    data: Data
     size: int
 
 
@@ -297,7 +293,7 @@ def number_of(wish: int | Literal["auto"], *, batch_size: int, ranks: int, least
     return even[-1] if even else fitting[0]
 
 
-def micro_batches(data: Any, *, size: int, count: int) -> list[MicroBatch]:
+def micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]]:
     """`size` samples in `count` micro-batches of one size. Where they do not come out even, the last ones are filled
     up with the last sample."""
     each = -(-size // count)
@@ -309,7 +305,7 @@ def micro_batches(data: Any, *, size: int, count: int) -> list[MicroBatch]:
     return found
 
 
-def shares(data: Any, *, size: int, count: int) -> list[Any]:
+def shares(data: Data, *, size: int, count: int) -> list[Data]:
     """The samples in at most `count` pieces, as even as it goes: for an evaluation, which asks for no equal sizes."""
     count = min(size, count)
     stops = [size * place // count for place in range(count + 1)]
@@ -330,12 +326,12 @@ def joined(outputs: Sequence[Any]) -> Any:
     return first
 
 
-def cut(output: Any, size: int) -> Any:
+def cut(output: Data, size: int) -> Data:
     """The first `size` samples of an output."""
     return mapped(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
 
 
-def _slice(data: Any, *, start: int, stop: int, size: int, each: int) -> Any:
+def _slice(data: Data, *, start: int, stop: int, size: int, each: int) -> Data:
     def sliced(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != size:
             return tensor

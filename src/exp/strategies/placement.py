@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from exp.errors import ConfigError, Fault
 from exp.strategies.rank import Rank
@@ -260,8 +260,8 @@ def _number(devices: int | Sequence[int]) -> int:
 
 
 def _accelerator(demand: Demand, devices: Devices, accelerator: str, machine: Machine) -> Accelerator:
-    if accelerator == "cpu" or accelerator == "cuda" or accelerator == "mps":
-        return accelerator
+    if accelerator != "auto":
+        return cast(Accelerator, accelerator)  # one of ACCELERATORS: _word_faults has seen it
     if machine.gpus:
         return "cuda"
     # Ranks cannot talk from Apple's GPU: it is for strategies that are content with one device.

@@ -10,7 +10,6 @@ import datetime
 import os
 import socket
 import sys
-from typing import Any
 
 from exp.errors import RunError
 from exp.strategies.placement import Placement
@@ -36,26 +35,29 @@ def join(
         return
     import torch
     import torch.distributed
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs do not name it
 
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    arguments: dict[str, Any] = {}
+    device = options = store = None
     if placement.accelerator == "cuda":
+        torch.cuda.set_device(torch.device(placement.device(rank.local_rank)))
+    if placement.backend == "nccl":
         device = torch.device(placement.device(rank.local_rank))
-        torch.cuda.set_device(device)
-        if placement.backend == "nccl":
-            arguments["device_id"] = device
-            arguments["pg_options"] = torch.distributed.ProcessGroupNCCL.Options(
-                is_high_priority_stream=high_priority_stream
-            )
+        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority_stream)
     if rank.store is not None:
-        store = torch.distributed.FileStore(rank.store, rank.world_size)
+        store = FileStore(rank.store, rank.world_size)
         store.set_timeout(timeout)
-        arguments["store"] = store
     else:
         _offer_rendezvous(rank)
         _talk_by(network_interface)
     torch.distributed.init_process_group(
-        placement.backend, rank=rank.global_rank, world_size=rank.world_size, timeout=timeout, **arguments
+        placement.backend,
+        rank=rank.global_rank,
+        world_size=rank.world_size,
+        timeout=timeout,
+        store=store,
+        device_id=device,
+        pg_options=options,
     )
 
 
@@ -96,7 +98,7 @@ def _offer_rendezvous(rank: Rank) -> None:
     """SLURM names its nodes and no address: the first of them, and a port made of the job's number."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
     # One port a job, so that two jobs on a node do not meet.
     os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])

@@ -13,9 +13,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -25,11 +27,13 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.strategies import Strategy as LightningStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
+from exp.data.data import Data
 from exp.errors import Fault, RunError
 from exp.models.forward_trace import Call, ForwardTrace
+from exp.precision.plugin import RunPrecision
 from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
 from exp.strategies.rank import Rank
 
@@ -127,7 +131,7 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
     use_distributed_sampler is False because exp's loaders share out the batches themselves.
     """
     # Lightning takes this from RANK or SLURM_PROCID when it is imported, whosever they are.
-    rank_zero_only.rank = rank.global_rank
+    vars(rank_zero_only)["rank"] = rank.global_rank
     return {
         "strategy": _lightning(strategy, placement=placement, rank=rank),
         "accelerator": placement.accelerator,
@@ -173,6 +177,48 @@ def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, 
         # Nobody to share with: the same numbers, without a process group in this process.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
     return strategy.lightning(placement, rank)
+
+
+def module_of(strategy: LightningStrategy) -> LightningModule:
+    """The module that the Trainer connected."""
+    module = strategy.lightning_module
+    assert module is not None, "a strategy acts once the Trainer has connected its module"
+    return module
+
+
+def network_of(strategy: LightningStrategy) -> nn.Module:
+    """The network in a module of exp."""
+    network = module_of(strategy).network
+    assert isinstance(network, nn.Module)
+    return network
+
+
+def precision_of(strategy: LightningStrategy) -> RunPrecision:
+    """The precision plug-in of a run of exp."""
+    precision = strategy.precision_plugin
+    assert isinstance(precision, RunPrecision)
+    return precision
+
+
+def move_all_but_network(module: LightningModule, device: torch.device) -> None:
+    """Moves what a module holds beside its network, such as metrics, where no device need have room for the whole."""
+    network = module.network
+    module.network = nn.Identity()
+    module.to(device)
+    module.network = network
+
+
+def data_of(trainer: Trainer) -> Data:
+    """The data of a run of exp."""
+    return cast(_Fed, trainer).datamodule.data
+
+
+class _Feed(Protocol):
+    data: Data
+
+
+class _Fed(Protocol):
+    datamodule: _Feed
 
 
 class RankEnvironment(ClusterEnvironment):

@@ -25,9 +25,10 @@ norms were 0.27 and 0.19, where the whole network's are 5.37 and 6.72. `test_a_p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,32 +46,36 @@ SEQUENCE = 1
 
 
 def copy(value: Tensor, group: Group) -> Tensor:
-    return _Copy.apply(value, group)
+    return _exchange(value, _same, partial(_sum, group=group))
 
 
 def add_up(value: Tensor, group: Group) -> Tensor:
-    return _AddUp.apply(value, group)
+    return _exchange(value, partial(_sum, group=group), _same)
 
 
 def gather(value: Tensor, group: Group, *, dim: int, size: int | None = None) -> Tensor:
     """size: of the whole along dim; None where the ranks have equal parts."""
-    return _Gather.apply(value, group, dim, size or value.shape[dim] * dist.get_world_size(group))
+    size = size or value.shape[dim] * dist.get_world_size(group)
+    return _exchange(value, partial(join, group=group, dim=dim, size=size), partial(own, group=group, dim=dim))
 
 
 def split(value: Tensor, group: Group, *, dim: int) -> Tensor:
     """Raises: RunError where the ranks would get unequal parts."""
     require_even(value.shape[dim], group, dim=dim)
-    return _Split.apply(value, group, dim)
+    whole = partial(join, group=group, dim=dim, size=value.shape[dim])
+    return _exchange(value, partial(own, group=group, dim=dim), whole)
 
 
 def gather_partial(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    return _GatherPartial.apply(value, group, dim)
+    whole = partial(join, group=group, dim=dim, size=value.shape[dim] * dist.get_world_size(group))
+    return _exchange(value, whole, partial(_sum_own, group=group, dim=dim))
 
 
 def add_up_split(value: Tensor, group: Group, *, dim: int) -> Tensor:
     """Raises: RunError where the ranks would get unequal parts."""
     require_even(value.shape[dim], group, dim=dim)
-    return _AddUpSplit.apply(value, group, dim)
+    whole = partial(join, group=group, dim=dim, size=value.shape[dim])
+    return _exchange(value, partial(_sum_own, group=group, dim=dim), whole)
 
 
 def require_even(size: int, group: Group, *, dim: int) -> None:
@@ -103,86 +108,47 @@ def join(part: Tensor, group: Group, *, dim: int, size: int) -> Tensor:
     return whole[:size].movedim(0, dim).contiguous()
 
 
-def _summed(value: Tensor, group: Group) -> Tensor:
+def _same(value: Tensor) -> Tensor:
+    return value.view_as(value)
+
+
+def _sum(value: Tensor, group: Group) -> Tensor:
     value = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(value, group=group)
     return value
 
 
-def _summed_own(value: Tensor, group: Group, dim: int) -> Tensor:
+def _sum_own(value: Tensor, group: Group, *, dim: int) -> Tensor:
     value = value.movedim(dim, 0).contiguous()
     part = value.new_empty(value.shape[0] // dist.get_world_size(group), *value.shape[1:])
     dist.reduce_scatter_tensor(part, value, group=group)
     return part.movedim(0, dim).contiguous()
 
 
-# The backward of each is the forward of its counterpart, so that it has a backward, too.
+Collective = Callable[[Tensor], Tensor]
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
+class _Exchange(Function):
+    """One collective forward and another backward, which has these two the other way round as its own."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AddUp.apply(gradient, ctx.group), None
-
-
-class _AddUp(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _summed(value, group)
+    def forward(ctx: _Kept, value: Tensor, there: Collective, back: Collective) -> Tensor:
+        ctx.there, ctx.back = there, back
+        return there(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Copy.apply(gradient, ctx.group), None
+    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange(gradient, ctx.back, ctx.there), None, None
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group, dim: int, size: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return join(value, group, dim=dim, size=size)
+class _Kept(Protocol):
+    """What an _Exchange keeps between its forward and its backward."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Split.apply(gradient, ctx.group, ctx.dim), None, None, None
+    there: Collective
+    back: Collective
 
 
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.size = group, dim, value.shape[dim]
-        return own(value, group, dim=dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Gather.apply(gradient, ctx.group, ctx.dim, ctx.size), None, None
-
-
-class _GatherPartial(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return join(value, group, dim=dim, size=value.shape[dim] * dist.get_world_size(group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AddUpSplit.apply(gradient, ctx.group, ctx.dim), None, None
-
-
-class _AddUpSplit(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _summed_own(value, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _GatherPartial.apply(gradient, ctx.group, ctx.dim), None, None
+_exchange: Callable[[Tensor, Collective, Collective], Tensor] = _Exchange.apply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +267,7 @@ def run_on_sequence(layer: nn.LayerNorm | nn.RMSNorm, group: dist.ProcessGroup) 
 def split_input(layer: nn.Module, group: dist.ProcessGroup) -> None:
     """Its first input becomes this rank's part of the sequence."""
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (split(inputs[0], group, dim=SEQUENCE), *inputs[1:])
 
     layer.register_forward_pre_hook(hook)
@@ -310,16 +276,15 @@ def split_input(layer: nn.Module, group: dist.ProcessGroup) -> None:
 def gather_output(layer: nn.Module, group: dist.ProcessGroup) -> None:
     """Its output becomes the whole sequence again."""
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return gather(output, group, dim=SEQUENCE)
 
     layer.register_forward_hook(hook)
 
 
-def _become(layer: nn.Module, kind: type[nn.Module], group: dist.ProcessGroup, **settings: Any) -> None:
+def _become(layer: nn.Module, kind: type[nn.Module], group: dist.ProcessGroup, **settings: bool | int) -> None:
     layer.__class__ = kind
-    layer.group = group
-    for name, value in settings.items():
+    for name, value in {"group": group, **settings}.items():
         setattr(layer, name, value)
 
 
@@ -350,15 +315,20 @@ def carry_out(plan: Plan, network: nn.Module, group: dist.ProcessGroup) -> dict[
 def _carry_out(layer: nn.Module, words: Sequence[str], group: dist.ProcessGroup) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     for word in words:
+        # The plan has seen that each word stands for a layer of its kind.
         if word in ("column", "column_whole", "column_of_sequence"):
+            assert isinstance(layer, nn.Linear)
             cuts |= cut_column(
                 layer, group, takes_sequence=word == "column_of_sequence", gives_whole=word == "column_whole"
             )
         elif word in ("row", "row_to_sequence"):
+            assert isinstance(layer, nn.Linear)
             cuts |= cut_row(layer, group, gives_sequence=word == "row_to_sequence")
         elif word == "vocabulary":
+            assert isinstance(layer, nn.Embedding)
             cuts |= cut_vocabulary(layer, group)
         elif word == "sequence":
+            assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
             run_on_sequence(layer, group)
         elif word == "split_sequence":
             split_input(layer, group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.sharding_faults import sharding_faults
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Planned, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.tensor_layers import Cut, carry_out, join, own
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
@@ -113,8 +112,7 @@ class TensorParallelStrategy(ModelParallel):
         self._is_averaging = True
 
     def place_model(self) -> None:
-        network = self.lightning_module.network
-        assert self.model_group is not None
+        network = network_of(self)
         cuts = carry_out(self.tensor.plan_of(network), network, self.model_group)
         self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
         network.to(self.root_device)
@@ -128,10 +126,7 @@ class TensorParallelStrategy(ModelParallel):
         if self.is_placed:
             super().model_to_device()
             return
-        # A device need not have room for the whole network.
-        for name, part in self.lightning_module.named_children():
-            if f"{name}." != NETWORK:
-                part.to(self.root_device)
+        move_all_but_network(module_of(self), self.root_device)
 
     # --- parts ---
 
@@ -152,10 +147,10 @@ class TensorParallelStrategy(ModelParallel):
 
     # --- several groups ---
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._is_averaging and self.placement.dimensions.data > 1:
-            average_gradients(self.lightning_module.network.parameters(), group=self.data_group)
+            average_gradients(network_of(self).parameters(), group=self.data_group)
         return loss
 
     @contextmanager

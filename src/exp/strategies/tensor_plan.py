@@ -86,6 +86,8 @@ def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault
     sizes: dict[str, int] = {}
     for name, words in plan.layers.items():
         layer = network.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            continue
         if {"column", "column_of_sequence"} & set(words):
             sizes[f"the outputs of {name}"] = layer.out_features
         if {"row", "row_to_sequence"} & set(words):

@@ -117,9 +117,9 @@ def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
         module.forward = _checkpointed(module.forward)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(forward)
-    def checkpointed(*inputs: Any, **named: Any) -> Any:
+    def checkpointed(*inputs: object, **named: Any) -> object:
         return checkpoint(forward, *inputs, use_reentrant=False, **named)
 
     return checkpointed

@@ -9,6 +9,7 @@ not, and it names the optimizer's state where one process counts indices:
 
 from __future__ import annotations
 
+import copy
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from exp.strategies.placement import Placement
+from exp.strategies.strategy import module_of
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -60,11 +62,11 @@ class WholeState(DDPStrategy, ABC):
     """
 
     holds_every_name: bool = True
+    model_group: dist.ProcessGroup
 
     def __init__(self, *, placement: Placement) -> None:
         super().__init__(process_group_backend=placement.backend)
         self.placement = placement
-        self.model_group: dist.ProcessGroup | None = None
         self.host_group: dist.ProcessGroup | None = None
         self.whole: dict[str, Whole] | None = None
         # Names of the whole module's parameters: by optimizer, by group.
@@ -99,17 +101,20 @@ class WholeState(DDPStrategy, ABC):
         return {name: self.part(name, values[name], held) for name, held in like.items() if name in values}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.gather_all(self.lightning_module.state_dict())
+        return self.gather_all(module_of(self).state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module, values = self.lightning_module, checkpoint["state_dict"]
+        module, values = module_of(self), checkpoint["state_dict"]
         if self.whole is not None:
             # What lies in other ranks is theirs to load; what nobody has is torch's to tell.
             unknown = {name: value for name, value in values.items() if name not in self.whole}
             held = module.state_dict()
-            values = type(held)({**unknown, **self.parts_of(values, held)})
-            # By it torch knows that a batch norm without its count is a part, and no old checkpoint's.
-            values._metadata = held._metadata
+            parts = {**unknown, **self.parts_of(values, held)}
+            # With its versions, by which torch knows that a batch norm without its count is a part, and no old
+            # checkpoint's.
+            values = copy.copy(held)
+            values.clear()
+            values.update(parts)
         module.load_state_dict(values, strict=strict)
 
     # --- optimizers ---
@@ -144,7 +149,7 @@ class WholeState(DDPStrategy, ABC):
         }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        held = dict(self.lightning_module.named_parameters())
+        held = dict(module_of(self).named_parameters())
         for optimizer, members, saved in zip(
             self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True
         ):
@@ -165,20 +170,20 @@ class WholeState(DDPStrategy, ABC):
             ]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _whole_entry(self, name: str, value: Any, parameter: Tensor) -> Any:
+    def _whole_entry(self, name: str, value: object, parameter: Tensor) -> object:
         """An entry of a parameter's state: one number a weight is in parts as the weights are; others are counts."""
         if not isinstance(value, Tensor):
             return value
         in_parts = isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
         return self._kept(self.gather(name, value) if in_parts else value)
 
-    def _part_of_entry(self, name: str, value: Any, parameter: Tensor) -> Any:
+    def _part_of_entry(self, name: str, value: object, parameter: Tensor) -> object:
         assert self.whole is not None
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self.whole[name].shape:
             return value
         return self.part(name, value, parameter)
 
-    def _kept(self, whole: Tensor) -> Any:
+    def _kept(self, whole: Tensor) -> Tensor | None:
         """Only where it will be used: on CPU, for the model may be larger than a device."""
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 
@@ -194,13 +199,13 @@ class WholeState(DDPStrategy, ABC):
             return {}
         found = dict(mine)
         for source in range(1, self.placement.model_ranks):
-            received: list[Any] = [None]
+            received: list[dict[str, Any]] = [{}]
             dist.recv_object_list(received, src=source, group=self.host_group)
             found |= received[0]
         return {name: found[name] for name in [*self.whole, *found] if name in found}
 
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return {id(parameter): name for name, parameter in module_of(self).named_parameters()}
 
 
 def _indices(members: list[list[str]]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Signals that end a run: which they are, and the handlers of whoever may be running when one comes."""
+"""Signals that end a run, and their handlers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded() -> tuple[int, ...]:
-    """The signals that end a run: Ctrl-C, a scheduler's, and a closed terminal's, which `nohup` lets it ignore."""
+    """Return the signals that end a run: Ctrl-C, a scheduler's, a closed terminal's, which `nohup` lets it ignore."""
     is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
 
 
 def heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Handler]:
-    """Installs a handler for the signals that end a run. Returns: the handlers that were there before."""
+    """Install a handler for the signals that end a run. Returns: the handlers that were there before."""
     return {signum: signal.signal(signum, handler) for signum in heeded()}
 
 
 def leave_closed_terminal() -> None:
-    """Lets what is still printed fall away where the terminal is gone: a write to it fails, and would end the run."""
+    """Let what is still printed fall away where the terminal is gone: a write to it fails, and would end the run."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -56,7 +56,7 @@ class SignalFlag:
         self._before: dict[int, Handler] = {}
 
     def install(self) -> None:
-        """Takes over the handlers; elsewhere than in the main thread there are none to take, and it does nothing."""
+        """Take over the handlers; elsewhere than in the main thread there are none to take, and it does nothing."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self.received = None
@@ -66,7 +66,7 @@ class SignalFlag:
                 self._before[signum] = signal.signal(signum, self._remember)
 
     def restore(self) -> None:
-        """Puts back what was there before, where nobody else has taken over since. Safe to call twice."""
+        """Put back what was there before, where nobody else has taken over since. Safe to call twice."""
         while self._before:
             signum, handler = self._before.popitem()
             own = signal.SIG_DFL if self.received is not None and not _is_interactive() else self._remember
@@ -89,13 +89,13 @@ class SignalFlag:
 
 
 def _is_supervised() -> bool:
-    """Whether a launcher would end this process by SIGKILL where it does not end by itself."""
+    """Return whether a launcher would end this process by SIGKILL where it does not end by itself."""
     return SUPERVISED in os.environ
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """While nothing is there to save, a signal ends the run at once: as Interrupted, so that it is reported.
+    """End the run at once at a signal, while nothing is there to save: as Interrupted, so that it is reported.
 
     Stopping has handlers of its own between the first batch and the last. Lightning answers a KeyboardInterrupt with
     SystemExit, and leaves SIGINT ignored (seen in 2.6.6).

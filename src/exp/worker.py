@@ -10,7 +10,7 @@ from exp.strategies.rank import Rank
 
 
 def main() -> None:
-    """Reads the command line and lives the rank's life; does not return."""
+    """Run one rank as the command line says; does not return."""
     parser = argparse.ArgumentParser(prog="python -m exp.worker", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory with a frozen config.yaml")
     parser.add_argument("--resume", type=Path, default=None, help="a checkpoint to go on from, instead of the config's")
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
-    """Joins the run's process group and runs it."""
+    """Join the run's process group and run it."""
     from exp.check.plan import adopt, frozen
     from exp.run import run
     from exp.strategies.process_group import join

@@ -1,4 +1,4 @@
-"""Values that wait on their device: of the steps since the last write, and of the epoch of a stage.
+"""Buffers of values on their device: of the steps since the last write, and of a stage's epoch.
 
 They come to the host in one copy.
 
@@ -56,7 +56,7 @@ class StepBuffer:
         self._steps.append(step)
 
     def take(self, strategy: Strategy) -> list[tuple[Recorded, list[float]]]:
-        """The steps with plain floats for values, and their losses, means over ranks. Every rank must call it."""
+        """Return the steps with floats for values, and their losses, means over ranks. Every rank must call it."""
         steps, self._steps = self._steps, []
         if not steps:
             return []
@@ -84,7 +84,7 @@ class StepBuffer:
 
 
 def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Panel]]:
-    """What hooks gave, by tag: the numbers as floats, and the panels, all on the host."""
+    """Bring what hooks gave, by tag, to the host: the numbers as floats, and the panels."""
     panels = {tag: value for tag, value in values.items() if isinstance(value, Panel)}
     numbers = {
         tag: _one_number(tag, value).item() if isinstance(value, Tensor) else _float(tag, value)
@@ -119,14 +119,14 @@ def _float(tag: str, value: SupportsFloat) -> float:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:
-    """All numbers of the tensors, in order. The first is a vector, the others are 0-d."""
+    """Return all numbers of the tensors, in order. The first is a vector, the others are 0-d."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors[0].tolist() + [tensor.item() for tensor in tensors[1:]]
     return gathered(tensors)
 
 
 def gathered(tensors: Sequence[Tensor]) -> list[float]:
-    """The same through one copy to the host, which is one wait for the device: one stack for each kind of tensor."""
+    """Do so by one copy to the host, which is one wait for the device: one stack for each kind of tensor."""
     losses, others = tensors[0], tensors[1:]
     # float64 keeps counts and float32 exact; mps has none.
     dtype = torch.float32 if losses.device.type == "mps" else torch.float64
@@ -144,12 +144,12 @@ def gathered(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Source(Protocol):
-    """Where the outputs are, of a network whose parts lie in several ranks: on one of them."""
+    """The rank that has the outputs, of a network whose parts lie in several ranks."""
 
     has_output: bool
 
     def shared(self, value: Any) -> Any:
-        """What the rank that has the outputs gives, on every rank of the model; each must call it."""
+        """Return what the rank that has the outputs gives, on every rank of the model; each must call it."""
 
 
 class EpochValues(nn.Module):
@@ -189,7 +189,7 @@ class EpochValues(nn.Module):
             metric.update(output, target)
 
     def finish(self, strategy: Strategy) -> dict[str, float]:
-        """The values by tag, over all ranks, and a fresh start. Every rank must call it.
+        """Return the values by tag, over all ranks, and start afresh. Every rank must call it.
 
         Raises: RunError where a metric gives more than one number.
         """
@@ -211,7 +211,7 @@ class EpochValues(nn.Module):
         return result | dict(zip(tags, values[width + 1 :].tolist(), strict=True))
 
     def metric_states(self) -> dict[str, dict[str, Any]]:
-        """What the metrics hold in the middle of an epoch, of all ranks together. Every rank must call it."""
+        """Return what the metrics of all ranks hold in the middle of an epoch. Every rank must call it."""
         states = {}
         if self.source is None or self.source.has_output:
             for name, metric in zip(self.names, self._each, strict=True):
@@ -221,7 +221,7 @@ class EpochValues(nn.Module):
         return states if self.source is None else self.source.shared(states)
 
     def restore_metrics(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Goes on from `metric_states`; on one rank only, for they are those of all ranks."""
+        """Go on from `metric_states`; on one rank only, for they are those of all ranks."""
         for name, metric in zip(self.names, self._each, strict=True):
             for key, value in states[name].items() if name in states else ():
                 is_list = isinstance(metric.metric_state[key], list)

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, checked when they are read, and nothing in them is executed."""
+"""Checkpoint files, written whole or not at all, checked when they are read, and never executed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
     ) -> None:
-        """Raises: OSError with the system's own reason, the older file untouched; RunError for what cannot be read
-        back."""
+        """Write a checkpoint in the place of the older one.
+
+        Raises: OSError with the system's own reason, the older file untouched; RunError for what cannot be read back.
+        """
         if storage_options is not None:
             raise RunError("checkpoints are written to local files; storage_options has no meaning here")
         require_plain(checkpoint)
@@ -47,7 +49,7 @@ class AtomicCheckpointIO(CheckpointIO):
         map_location: str | torch.device | None = None,
         weights_only: bool | None = None,
     ) -> State:
-        """The checkpoint's values, on CPU. Tensors and plain values only, whatever `weights_only` says.
+        """Read a checkpoint, on CPU: tensors and plain values only, whatever `weights_only` says.
 
         Raises: RunError where the file is not there, is damaged, or holds anything else.
         """
@@ -58,7 +60,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> State:
-    """See AtomicCheckpointIO.load_checkpoint."""
+    """Read a run's checkpoint; see AtomicCheckpointIO.load_checkpoint."""
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
@@ -66,7 +68,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
 
 
 def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> Any:
-    """What AtomicCheckpointIO, or torch.save, wrote: tensors and plain values.
+    """Read what AtomicCheckpointIO, or torch.save, wrote: tensors and plain values.
 
     Raises: RunError where the file is not there, is damaged, or holds anything else.
     """
@@ -83,7 +85,7 @@ def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """The same content under another name, whole or not at all; without writing it again where the disk allows it."""
+    """Copy a file, whole or not at all; without writing its content again where the disk allows it."""
     partial = _partial(target)
     partial.unlink(missing_ok=True)
     try:
@@ -99,13 +101,13 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def sweep_partial_files(directory: Path) -> None:
-    """Removes what a killed run left half written."""
+    """Remove what a killed run left half written."""
     for path in directory.glob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
 def require_plain(value: object, *, key: str = "") -> None:
-    """Checks that a checkpoint will be readable, which torch would say only when it is read.
+    """Check that a checkpoint will be readable, which torch would say only when it is read.
 
     Raises: RunError naming the entry that is neither a tensor nor a plain value.
     """

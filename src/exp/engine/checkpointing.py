@@ -1,4 +1,4 @@
-"""Which checkpoints a run writes: last.ckpt and best.ckpt, at points from which it goes on exactly."""
+"""The callback that writes last.ckpt and best.ckpt, at points from which a run goes on exactly."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Checkpointing(Callback):
         return self.directory / "best.ckpt"
 
     def save(self, trainer: Trainer, position: Position, path: Path) -> None:
-        """Writes the state at a position. Every rank must call it.
+        """Write the state at a position. Every rank must call it.
 
         Raises: OSError of the write, on rank 0; RunError of a loss that is not a number.
         """
@@ -153,7 +153,7 @@ class Checkpointing(Callback):
             self._is_better = True
 
     def _bring_best(self, trainer: Trainer) -> None:
-        """A run that goes on in another directory takes along the best.ckpt that lay beside its checkpoint."""
+        """Take along the best.ckpt that lay beside the checkpoint of a run that goes on in another directory."""
         if self.best is None or not self.is_saving_best:
             return
         missing = False

@@ -1,4 +1,4 @@
-"""torch.compile of the network, in place: the same module and state dict, with a compiled call.
+"""Compile the network in place by torch.compile: the same module and state dict, with a compiled call.
 
 Relied on, and tested (torch 2.13): `nn.Module.compile` compiles nothing, in silence, where `forward` is one of torch's
 own; the private `_compiled_call_impl` is what it sets; and with the private `skip_nnmodule_hook_guards` of
@@ -25,7 +25,7 @@ _found: list[bool] = []
 
 
 def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) -> None:
-    """Its calls are compiled from now on; each shape and mode at its first call, which takes seconds.
+    """Compile a network's calls from now on; each shape and mode at its first call, which takes seconds.
 
     backend: torch.compile's, such as inductor. needs: of the objective, some of which a compiled network cannot meet.
     """
@@ -46,7 +46,7 @@ def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) 
 
 
 def forget_compiled() -> None:
-    """Leaves nothing compiled in this process, and torch's switch as it was found.
+    """Forget what was compiled in this process, and leave torch's switch as it was found.
 
     torch counts what it compiled by the code of a class, whose networks of eight widths are all that it compiles.
     """
@@ -56,12 +56,12 @@ def forget_compiled() -> None:
 
 
 def is_compiled(network: nn.Module) -> bool:
-    """Whether compile_network was here."""
+    """Return whether a network was compiled by compile_network."""
     return network._compiled_call_impl is not None
 
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[None]:
-    """Where a network is called that may be compiled: it runs as it is."""
+    """Run a network that may be compiled as it is, within this context."""
     return _eager() if is_compiled(network) else nullcontext()
 
 
@@ -71,5 +71,5 @@ def _eager() -> AbstractContextManager[None]:
 
 
 def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
-    """Around the forward of a step: uncompiled where its terms need what a compiled network cannot give."""
+    """Run a step's forward uncompiled where its terms need what a compiled network cannot give."""
     return _eager() if needs & EAGER and is_compiled(network) else nullcontext()

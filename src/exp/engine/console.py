@@ -1,4 +1,4 @@
-"""What is told of a run: a bar or lines on the screen, and all the rest in train.log."""
+"""Tell of a run: by a bar or lines on the screen, and of all the rest in train.log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
 
 @contextmanager
 def run_log(directory: Path | str, *, rank: Rank) -> Iterator[Path]:
-    """Sends what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
+    """Send what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
 
     On the screen stay warnings and errors of exp's own, of rank 0. Everything is put back at the end.
     """
@@ -98,7 +98,7 @@ LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
 
 
 def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
-    """The callbacks that show how a run goes; on rank 0 alone.
+    """Return the callbacks that show how a run goes; on rank 0 alone.
 
     enabled: trainer.enable_progress_bar; without it the lines go to train.log only.
     """
@@ -194,7 +194,7 @@ class Bar:
 
 
 class View:
-    """What is shown: where the run is, how fast it goes, and its latest values.
+    """A view of a run: where it is, how fast it goes, and its latest values.
 
     tested: batches of the test stage that are done; None while the run trains.
     title: such as `epoch 3/30`. done, total: batches of the epoch; total is None where it is not known.
@@ -225,7 +225,7 @@ class View:
 
 
 def is_shown(tag: str) -> bool:
-    """Loss and metrics of a stage, but not the terms of the loss."""
+    """Return whether a tag is a stage's loss or metric, and not a term of the loss."""
     return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
 
 

@@ -1,4 +1,4 @@
-"""runtime.cuda_graph: the network's forward and backward as two CUDA graphs, which the host starts by one call each.
+"""Replay the network's forward and backward as two CUDA graphs, which the host starts by one call each.
 
 A small network leaves a GPU waiting for the host, which launches one kernel after the other. A graph is captured once
 for the shape of a full batch; the short last batch of an epoch, and evaluation, run as ever. Objective, clipping and
@@ -26,7 +26,7 @@ Shape = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
 
 class GraphedNetwork:
-    """Called in a network's place: replays its graphs in training, for inputs of the shape that it saw first.
+    """A stand-in for a network that replays its graphs in training, for inputs of the shape that it saw first.
 
     capture: torch.cuda.make_graphed_callables, or something like it.
     """
@@ -50,7 +50,7 @@ class GraphedNetwork:
         return self._graphed(*tensors)
 
     def _begin(self, tensors: tuple[Tensor, ...], names: tuple[str, ...], *, count: int) -> None:
-        """Captures. Raises: RunError where an input is no tensor, or the capture fails."""
+        """Capture the graphs. Raises: RunError where an input is no tensor, or the capture fails."""
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise RunError(f"{KEY} takes a network whose inputs are tensors; write {KEY}=false")
         before = [buffer.clone() for buffer in self.network.buffers()]

@@ -1,4 +1,4 @@
-"""exp's data as Lightning asks for it, each training epoch from the position where the run is."""
+"""A LightningDataModule over exp's data: each training epoch starts where the run is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunTrainer(Trainer):
 
 
 class RunData(LightningDataModule):
-    """Gives Lightning this rank's loaders.
+    """The data of a run as Lightning asks for it: this rank's loaders.
 
     rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
     seconds_waited: an attribute, for how long training has waited for its batches, in this process.
@@ -46,19 +46,22 @@ class RunData(LightningDataModule):
         self.seconds_waited = 0.0
 
     def setup(self, stage: str) -> None:
-        """No validation where the data has no val part; Lightning would ask for its loader."""
+        """Leave validation out where the data has no val part; Lightning would ask for its loader."""
         if "val" not in self.data.stages:
             self.trainer.limit_val_batches = 0
 
     def batches(self, stage: Stage) -> int | None:
-        """Global batches of an epoch; None where a stream does not know."""
+        """Return the global batches of an epoch; None where a stream does not know."""
         try:
             return len(self._loader(stage))
         except TypeError:
             return None
 
     def train_dataloader(self) -> Batches:
-        """Raises: RunError where there is nothing to train on; ConfigError where a validation would never be due."""
+        """Return the batches to train on.
+
+        Raises: RunError where there is none; ConfigError where a validation would never be due.
+        """
         batches = self.batches("train")
         if batches == 0:
             raise RunError(
@@ -81,7 +84,7 @@ class RunData(LightningDataModule):
         self._release()
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """The batch itself on CPU: a copy of what lies there already would be all that Lightning's own makes."""
+        """Move a batch; on CPU it stays itself, of which Lightning's own would make a copy."""
         if device.type == "cpu":
             return batch
         return batch._replace(data=moved(batch.data, device))
@@ -116,7 +119,7 @@ class Batches:
         return self._loader
 
     def release(self) -> None:
-        """Lets the loader go, and its workers end.
+        """Let the loader go, and its workers end.
 
         Lightning keeps this object as long as the Trainer lives, and workers that ignore signals would keep the
         interpreter from ending.

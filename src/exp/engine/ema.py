@@ -31,7 +31,7 @@ CURRENT = "current_model_state"
 
 
 class ExponentialMovingAverage(Callback):
-    """After every n-th optimizer step: average = d average + (1 - d) weights; the first one takes the weights.
+    """Average the weights after every n-th optimizer step: average = d average + (1 - d) weights; first the weights.
 
     Floating point buffers, such as BatchNorm's statistics, are averaged alike; integer ones are copied. The average of
     weights in half precision is float32: what one step adds is soon below the last place of bfloat16. Validation
@@ -70,7 +70,7 @@ class ExponentialMovingAverage(Callback):
 
     @property
     def average(self) -> Mapping[str, Tensor]:
-        """The averaged values by the names of the module's state dict; empty before the first update."""
+        """Return the averaged values by the names of the module's state dict; empty before the first update."""
         return self._average
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,7 +157,7 @@ class ExponentialMovingAverage(Callback):
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
-        """The averages into the module; its own values are set aside."""
+        """Put the averages into the module, and set its own values aside."""
         if self._average and not self._current:
             own = _tensors(module)
             self._current = {name: tensor.detach().clone() for name, tensor in own.items()}
@@ -170,7 +170,7 @@ class ExponentialMovingAverage(Callback):
 
 
 def _places(module: LightningModule) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Of parameters and persistent buffers the names in the state dict, and where the module has them: mapping, key.
+    """Yield of parameters and persistent buffers the name in the state dict, and where it is held: mapping, key.
 
     Not by `state_dict()`: hooks may have other tensors in it. Tied ones come under each name.
     """
@@ -189,7 +189,7 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 
 @contextmanager
 def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with these in the place of its own, in their own dtypes: for its state dict, and to load one."""
+    """Hold these tensors in the place of the module's own, in their own dtypes: for its state dict, and to load one."""
     replaced = [(held, key, held[key], tensors[name]) for name, held, key in _places(module) if name in tensors]
     try:
         for held, key, _, tensor in replaced:
@@ -201,7 +201,7 @@ def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state dict that the module would have with these; nothing where there are none."""
+    """Return the state dict that the module would have with these; nothing where there are none."""
     if not tensors:
         return {}
     with _holding(module, tensors):
@@ -209,7 +209,7 @@ def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A copy, in float32 where the tensor is in half precision."""
+    """Copy a tensor, in float32 where it is in half precision."""
     half = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.to(torch.float32) if half else tensor.clone()
 

@@ -1,4 +1,4 @@
-"""The forward of a step: how a batch goes into the network, its values by name, and what terms need."""
+"""Run the forward of a step: call the network with a batch, name its values, give terms what they need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Forward = Callable[[Runner, Any], dict[str, Any]]
 
 
 def input_names(network: nn.Module) -> tuple[str, ...]:
-    """The parameters of a network's forward that a batch's entries may fill by name."""
+    """Return the parameters of a network's forward that a batch's entries may fill by name."""
     return tuple(
         name
         for name, parameter in inspect.signature(network.forward).parameters.items()
@@ -35,7 +35,7 @@ def input_names(network: nn.Module) -> tuple[str, ...]:
 
 
 def network_call(network: nn.Module) -> Callable[[Runner, Mapping[str, Tensor]], Any]:
-    """How a network, or what runs it, is called with a batch that is a mapping: with the entries its forward names.
+    """Return how a network is called with a batch that is a mapping: with the entries that its forward names.
 
     Where it names none of them, with the entry `input` alone.
     """
@@ -56,7 +56,7 @@ def network_call(network: nn.Module) -> Callable[[Runner, Mapping[str, Tensor]],
 
 
 def forward_by_name(network: nn.Module) -> Forward:
-    """One forward pass: what runs the network and a batch's data become the values by name.
+    """Return one forward pass: of what runs the network and a batch's data it makes the values by name.
 
     They are the batch's own entries (`input` and `target` where they have no names), what the network returns by name,
     and `output`, which is all that it returns unless it names one so.
@@ -82,7 +82,7 @@ def forward_by_name(network: nn.Module) -> Forward:
 
 
 def target_of(values: Values) -> Any:
-    """What metrics compare the output with."""
+    """Return what metrics compare the output with."""
     if "target" in values:
         return values["target"]
     raise RunError(
@@ -92,7 +92,7 @@ def target_of(values: Values) -> Any:
 
 
 def _named(data: Any) -> dict[str, Any]:
-    """The values of a batch without names: input and target, or input alone where the data set has no targets."""
+    """Name the values of a batch: input and target, or input alone where the data set has no targets."""
     if type(data) in (tuple, list) and len(data) == 2:
         return {"input": data[0], "target": data[1]}
     if isinstance(data, Tensor):
@@ -114,7 +114,7 @@ def make_passes(
     runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
-    """The passes of one step, made inside `needing`, under the step's autocast; its forward is `passes.run()`.
+    """Return the passes of one step, made inside `needing`, under the step's autocast; its forward is `passes.run()`.
 
     needs: of the objective, or of the terms of one phase. run, runner, loss_scale: as Passes takes them.
     """
@@ -131,7 +131,7 @@ def make_passes(
 
 @contextmanager
 def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
-    """Around a step's forward and objective: gradients are on, also in evaluation, and can be differentiated twice.
+    """Turn gradients on around a step's forward and objective, also in evaluation, to be differentiated twice.
 
     Fused attention has no derivative of its backward, nor have the recurrent layers of oneDNN and cuDNN: such steps
     take the plain kernels, which compute the same.
@@ -148,10 +148,10 @@ def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
 
 
 def _outside_inference(data: Nested) -> Nested:
-    """Evaluation reads its batches in inference mode, whose tensors no gradient can pass."""
+    """Copy the tensors of inference mode, in which evaluation reads its batches: no gradient can pass them."""
     return mapped(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 def detached(output: Nested) -> Nested:
-    """What a network gave, without the graph that led to it."""
+    """Return what a network gave, without the graph that led to it."""
     return mapped(output, Tensor.detach)

@@ -1,4 +1,4 @@
-"""The adapter of Lightning's private training epoch loop: several batches in one call of it, and nothing done in vain.
+"""The adapter of Lightning's private training epoch loop: several batches in one call, and nothing done in vain.
 
 Lightning's own loop                                here
     for each batch: done? validate? stop?               for each execution: done? validate? stop?
@@ -57,7 +57,7 @@ EXECUTION_SECONDS = 0.1
 
 
 def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) -> None:
-    """Puts LeanEpochLoop in the place of the Trainer's own loop; before fit."""
+    """Put LeanEpochLoop in the place of the Trainer's own loop; before fit."""
     own = trainer.fit_loop.epoch_loop
     trainer.fit_loop.epoch_loop = LeanEpochLoop(
         trainer, steps_per_execution=steps_per_execution, min_steps=own.min_steps, max_steps=own.max_steps
@@ -65,7 +65,7 @@ def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) ->
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
-    """Runs up to so many batches in one call of `advance`.
+    """A training epoch loop that runs several batches in one call of `advance`.
 
     steps_per_execution: batches; None takes as many as fit in a tenth of a second, which is one of a large network; 1
         is Lightning's own loop. Where something asks for that, the log says so.
@@ -91,7 +91,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._one_by_one = self.steps_per_execution == 1
 
     def _find_step(self) -> LeanStep | None:
-        """As this execution has it; None where Lightning's own loop is wanted, which then ends the epoch."""
+        """Make the step of this execution; None where Lightning's own loop is wanted, which then ends the epoch."""
         if self._one_by_one or self.restarting:
             return None
         reason = why_one_by_one(self.trainer)
@@ -157,7 +157,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self.scheduler_progress.increment_completed()
 
     def _is_wanted_outside(self) -> bool:
-        """Whether the outer loop has something to do, or might, behind the batch that was done last."""
+        """Return whether the outer loop has something to do, or might, behind the batch that was done last."""
         trainer, progress = self.trainer, self.batch_progress
         return (
             trainer.should_stop
@@ -186,7 +186,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
 
 def _fetch(fetcher: _DataFetcher) -> Batch:
-    """The next batch. Of a stream without a length Lightning reads one ahead, to know the last one: by its own."""
+    """Fetch a batch. Of a stream without a length Lightning reads one ahead, to know the last one: by its own."""
     combined = fetcher.iterator
     cycle = combined._iterator if isinstance(combined, CombinedLoader) else None
     if fetcher.length is None or type(cycle) is not _MaxSizeCycle or len(cycle.iterators) != 1:
@@ -253,13 +253,13 @@ class LeanStep:
         self._window = trainer.accumulate_grad_batches
 
     def place(self, batch: Batch) -> Batch:
-        """The batch in the precision's dtype and on its device."""
+        """Bring a batch into the precision's dtype and onto its device."""
         if self._converts:
             batch = self._precision.convert_input(batch)
         return batch if self._to_device is None else self._to_device(batch)
 
     def run(self, batch: Batch, batch_idx: int, *, is_last: bool) -> None:
-        """Forward and backward, and the optimizer's step at a window's end. is_last: of the epoch."""
+        """Run forward and backward, and the optimizer's step at a window's end. is_last: of the epoch."""
         self._batch: Any = batch
         self._batch_idx = batch_idx
         self.accumulates = not is_last and (batch_idx + 1) % self._window != 0
@@ -303,7 +303,7 @@ class LeanStep:
         return is_own and strategy.is_plain and strategy.model is not self.module
 
     def _forward_through_wrapper(self, batch: Batch, batch_idx: int) -> Any:
-        """DistributedDataParallel calls the module's forward, which is its training step meanwhile."""
+        """Call DistributedDataParallel, which calls the module's forward: its training step meanwhile."""
         own, wrapper = vars(self.module), self._strategy.model
         assert wrapper is not None
         own["forward"] = self.module.training_step
@@ -348,7 +348,7 @@ class LeanStep:
     # --- the step ---
 
     def _compute(self) -> Tensor:
-        """Lightning's closure: forward, zero_grad, backward. Returns the loss, detached."""
+        """Run Lightning's closure: forward, zero_grad, backward. Returns the loss, detached."""
         batch_idx, window = self._batch_idx, self._window
         loss: Tensor
         if self._context is None:
@@ -396,7 +396,7 @@ class LeanStep:
             hook(trainer, module)
 
     def _run_backward(self, loss: Tensor) -> None:
-        """`loss.backward()` of a plain number, without 10 us of looks at what else it might be."""
+        """Call `loss.backward()` of a plain number, without 10 us of looks at what else it might be."""
         if type(loss) is not Tensor or loss.dim() or has_torch_function_unary(loss):
             loss.backward()  # type: ignore[no-untyped-call]  # torch's is not annotated
             return
@@ -406,7 +406,7 @@ class LeanStep:
         _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def _update_directly(self) -> None:
-        """For an optimizer that calls its closure once, first of all: the same without one."""
+        """Step an optimizer that calls its closure once, first of all, without one."""
         precision, optimizer = self._precision, self._optimizer
         self._compute()
         if self._step_unscaled is None:
@@ -433,7 +433,7 @@ class LeanStep:
 
 
 def _steps_plainly(strategy: LightningStrategy) -> bool:
-    """Whether the strategy adds nothing to an optimizer's step."""
+    """Return whether the strategy adds nothing to an optimizer's step."""
     own = type(strategy).optimizer_step
     if isinstance(strategy, ExpDDPStrategy) and own is ExpDDPStrategy.optimizer_step:
         return strategy.is_plain
@@ -443,7 +443,7 @@ def _steps_plainly(strategy: LightningStrategy) -> bool:
 
 
 def why_one_by_one(trainer: RunTrainer) -> str | None:
-    """The reasons in one line; None where there are none."""
+    """Return why a run has to go through Lightning's own loop, in one line; None where it has not."""
     return "; ".join(_reasons(trainer)) or None
 
 
@@ -478,5 +478,5 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
 
 
 def is_own(part: object) -> bool:
-    """Whether exp itself wrote the class: a subclass by someone else may do anything."""
+    """Return whether exp itself wrote the class: a subclass by someone else may do anything."""
     return type(part).__module__.partition(".")[0] == "exp"

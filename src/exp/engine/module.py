@@ -1,4 +1,4 @@
-"""What is trained: network, objective, metrics and optimizer as one LightningModule.
+"""The LightningModule of a run: network, objective, metrics and optimizer.
 
 Private of Lightning (2.6.6), and tested: `_current_fx_name`, `_on_before_batch_transfer`,
 `_apply_batch_transfer_handler` and `_trainer`; docs/lean-loop.md says of each what is relied on.
@@ -39,7 +39,7 @@ TRAIN_METRICS = "exp_train_metrics"
 
 
 class TrainingModule(LightningModule):
-    """One training step is: reseed, forward, objective. Nothing in it waits for the device or logs.
+    """A module whose training step is: reseed, forward, objective. Nothing in it waits for the device or logs.
 
     Behind it, under a loss scale, a schedule with interval=step does wait, to learn whether the optimizer skipped.
 
@@ -117,13 +117,13 @@ class TrainingModule(LightningModule):
         return self._trainer.datamodule.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
 
     def values_of(self, stage: Stage) -> EpochValues:
-        """The sums and metrics of one stage's epoch."""
+        """Return the sums and metrics of one stage's epoch."""
         values = self.epoch_values[f"{stage}_values"]
         assert isinstance(values, EpochValues)
         return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The objective of this rank's share of a batch, 0-d."""
+        """Compute the objective of this rank's share of a batch, 0-d."""
         trainer = self._trainer
         reseed(seed=self.seed, rank=self.rank, epoch=trainer.current_epoch, batch=batch_idx)
         observer = self.observer
@@ -150,7 +150,7 @@ class TrainingModule(LightningModule):
         self._evaluate("test", batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer and, where there is one, its schedule, in Lightning's form."""
+        """Make the optimizer and, where there is one, its schedule, in Lightning's form."""
         steps, epochs = self.lengths()
         optimizer, schedule = self.optimization.make(self.network, total_steps=steps, total_epochs=epochs)
         if schedule is None:
@@ -158,12 +158,12 @@ class TrainingModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.schedule_config(schedule, self.optimization)}
 
     def lengths(self) -> tuple[int | None, int | None]:
-        """Optimizer steps and epochs of the whole run, for schedules; None where they are not limited."""
+        """Return optimizer steps and epochs of the whole run, for schedules; None where they are not limited."""
         trainer = self._trainer
         return total_steps(trainer, self.limits, trainer.datamodule.batches("train")), total_epochs(trainer)
 
     def schedule_config(self, schedule: LRScheduler, optimization: Optimization) -> dict[str, Any]:
-        """When a schedule steps, in Lightning's form."""
+        """Say when a schedule steps, in Lightning's form."""
         config: dict[str, Any] = {"scheduler": schedule, "interval": optimization.interval, "name": None}
         if isinstance(schedule, ReduceLROnPlateau):
             config["monitor"] = optimization.monitor
@@ -176,7 +176,7 @@ class TrainingModule(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips true gradients, of all ranks that hold parts of the model."""
+        """Clip true gradients, of all ranks that hold parts of the model."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         clip(
             parameters,
@@ -187,7 +187,7 @@ class TrainingModule(LightningModule):
         self.observer.after_clipping()
 
     def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
-        """Not where the loss scale had the optimizer skip its step: the schedule counts updates of the weights."""
+        """Step a schedule, unless the loss scale had the optimizer skip its step: it counts updates of the weights."""
         if metric is not None:
             scheduler.step(metric)
             return
@@ -208,7 +208,7 @@ class TrainingModule(LightningModule):
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
-        """The objective of a batch's data, 0-d and not weighted, with something else in the network's place.
+        """Compute the objective of a batch's data, 0-d and not weighted, with something else in the network's place.
 
         A compiled network that it calls runs uncompiled: it is called once in this way, and not as in a step.
         """
@@ -217,7 +217,7 @@ class TrainingModule(LightningModule):
         return loss
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
-        """What the backward of the micro-batch at this place began with, computed again, 0-d, with its graph."""
+        """Compute again what the backward of the micro-batch at this place began with, 0-d, with its graph."""
         trainer = self._trainer
         with trainer.precision_plugin.train_step_context():
             loss = self.training_step(*window.batches[place])
@@ -226,15 +226,15 @@ class TrainingModule(LightningModule):
         return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
-        """The parameters that the step behind a window changes, by name."""
+        """Return the parameters that the step behind a window changes, by name."""
         return {name: one for name, one in self.network.named_parameters() if one.requires_grad}
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
-        """What its steps run, and what the terms that look at it need: the network; of phases, each forward."""
+        """Return what its steps run, and what the terms that look at it need: the network; of phases, each forward."""
         return [(self.network, self.objective.needs)]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The network's own forward."""
+        """Call the network."""
         return self.network(*inputs, **named)
 
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
@@ -248,7 +248,7 @@ class TrainingModule(LightningModule):
             self.observer.evaluated(stage, values)
 
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """The values by name, the objective, and its terms."""
+        """Compute the values by name, the objective, and its terms."""
         if self._needs:
             return self._forward_with_passes(
                 batch, self.objective, network=self.network, run=self._run, runner=self.run_network
@@ -260,7 +260,7 @@ class TrainingModule(LightningModule):
     def _forward_with_passes(
         self, batch: Batch, objective: Objective, *, network: nn.Module, run: Forward, runner: Runner
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """The same for an objective that needs more than the values of one pass. run, runner: as Passes takes them."""
+        """Do so for an objective that needs more than the values of one pass. run, runner: as Passes takes them."""
         precision = self._trainer.precision_plugin
         scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
         with needing(objective.needs, network):
@@ -278,7 +278,7 @@ class TrainingModule(LightningModule):
 def clip(
     parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: str | None, strategy: Strategy
 ) -> Tensor | None:
-    """Clips the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
+    """Clip the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
 
     value: the largest 2-norm of all gradients together, or the largest absolute value of each number; None or 0 clips
         nothing.

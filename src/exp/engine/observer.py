@@ -1,4 +1,4 @@
-"""What a training step gives, and who may look on while it runs."""
+"""The result of a training step, and the observer that it is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exp.types import Stage
 
 
 class StepResult(NamedTuple):
-    """What a training step computed.
+    """The result of a training step.
 
     loss: the objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
         detached. None before a window of phases has run.
@@ -25,7 +25,7 @@ class StepResult(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Which of several passes over a window's micro-batches is under way.
+    """One of several passes over a window's micro-batches.
 
     phase: its name; None in a run without phases, and between two windows.
     places: what its randomness is derived from; see exp.data.randomness.reseed.
@@ -42,7 +42,7 @@ WHOLE_STEP = Turn()
 
 
 class StepObserver:
-    """Looks on while a module trains and is evaluated. This one sees nothing; the engine's calls hooks.
+    """An observer of training and evaluation. This one does nothing; the engine's calls hooks.
 
     watches_forward: whether it has a context to enter around the forward of the micro-batch under way.
     """
@@ -50,26 +50,26 @@ class StepObserver:
     watches_forward = False
 
     def around_forward(self, data: object) -> AbstractContextManager[None]:
-        """Around the forward and the objective of one micro-batch. Asked for where `watches_forward`."""
+        """Return a context around a micro-batch's forward and objective. Asked for where `watches_forward`."""
         return nullcontext()
 
     def after_forward(self, values: Values) -> None:
-        """Behind them. values: by name, as `forward_by_name` gives them."""
+        """See what they gave. values: by name, as `forward_by_name` gives them."""
 
     def after_backward(self) -> None:
-        """The backward of one micro-batch of a phase is done."""
+        """See the backward of one micro-batch of a phase done."""
 
     def after_clipping(self) -> None:
-        """The gradients are as the optimizer takes them."""
+        """See the gradients as the optimizer takes them."""
 
     def after_phase(self) -> None:
-        """The optimizer of a phase has stepped."""
+        """See that the optimizer of a phase has stepped."""
 
     def begin_turn(self, turn: Turn) -> None:
-        """Another pass over the window's micro-batches begins, or, by WHOLE_STEP, the last one has ended."""
+        """Begin another pass over the window's micro-batches, or, by WHOLE_STEP, end the last one."""
 
     def evaluated(self, stage: Stage, values: Values) -> None:
-        """A batch of an evaluation, of which this rank has a share."""
+        """See a batch of an evaluation, of which this rank has a share."""
 
 
 UNOBSERVED = StepObserver()

@@ -1,4 +1,4 @@
-"""The adapter that takes out of Lightning's loop what a step pays for without a use.
+"""The adapter that takes out of Lightning's loop what a step pays for in vain.
 
 Lightning asks every callback and the module for every hook of every batch, whether or not it does anything, and times
 each. It skips what is not callable: so a hook that nobody overrides becomes None.
@@ -46,7 +46,7 @@ class NoProfiler(PassThroughProfiler):
 
 
 def lighten(trainer: RunTrainer, module: LightningModule) -> None:
-    """Removes, before fit or test, the per-batch hooks that nobody overrides, timers that nobody reads, and Lightning's
+    """Remove, before fit or test, the per-batch hooks that nobody overrides, timers that nobody reads, and Lightning's
     own look for signals."""
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler = NoProfiler()
@@ -58,7 +58,7 @@ def lighten(trainer: RunTrainer, module: LightningModule) -> None:
 
 
 def overridden(owner: object, base: type, name: str) -> Callable[..., Any] | None:
-    """The hook, where somebody gave it a body: the owner's class, or the owner itself."""
+    """Return the hook, where somebody gave it a body: the owner's class, or the owner itself."""
     found: Callable[..., Any] | None = getattr(owner, name)
     return None if name not in vars(owner) and getattr(type(owner), name) is getattr(base, name) else found
 

@@ -1,4 +1,4 @@
-"""Several backward passes and several optimizers in one step: the training module of a run with phases.
+"""The training module of a run with phases: several backward passes and several optimizers in one step.
 
 for each micro-batch of a window (trainer.accumulate_grad_batches)        Lightning's loop, as ever
     training_step                         keeps the micro-batch; backward and zero_grad have nothing to do
@@ -77,21 +77,21 @@ class PhasedModule(TrainingModule):
         self._window = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keeps a micro-batch for the phases, which run at the window's end. Returns a 0 that nothing reads."""
+        """Keep a micro-batch for the phases, which run at the window's end. Returns a 0 that nothing reads."""
         self._window.append((batch, batch_idx))
         self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Nothing: the phases have theirs."""
+        """Do nothing: the phases have theirs."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Nothing: each phase begins with it."""
+        """Do nothing: each phase begins with it."""
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Callable[[], object] | None = None
     ) -> None:
-        """Runs the phases over the window's micro-batches."""
+        """Run the phases over the window's micro-batches."""
         if optimizer_closure is not None:
             optimizer_closure()
         window, self._window = self._window, []
@@ -100,7 +100,7 @@ class PhasedModule(TrainingModule):
         self._run_phases(window, together)
 
     def configure_optimizers(self) -> Any:
-        """The optimizers of all phases as one, and a schedule for each phase that has one."""
+        """Make the optimizers of all phases as one, and a schedule for each phase that has one."""
         optimizers, schedules = {}, {}
         steps, epochs = self.lengths()
         for phase in self.phases:
@@ -119,7 +119,7 @@ class PhasedModule(TrainingModule):
         return [together], configs
 
     def lr_scheduler_step(self, scheduler: object, metric: Any) -> None:
-        """Not where the phase's optimizer has just skipped its step."""
+        """Step a phase's schedule, unless its optimizer has just skipped its step."""
         assert isinstance(scheduler, PhaseSchedule)
         name, schedule = scheduler.phase, scheduler.schedule
         if isinstance(schedule, ReduceLROnPlateau):
@@ -174,7 +174,7 @@ class PhasedModule(TrainingModule):
     def _backward_phase(
         self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradients of a phase's loss over a window, in its own parameters; the loss, 0-d, and its terms."""
+        """Compute the gradients of a phase's loss over a window; return the loss, 0-d, and its terms."""
         precision = self._precision
         size = sum(batch.global_size for batch, _ in window)
         loss_sum: Tensor | None = None
@@ -194,7 +194,7 @@ class PhasedModule(TrainingModule):
     def _share(
         self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...], *, size: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """A micro-batch's loss and terms, under the step's precision, as its share of a window of `size` samples."""
+        """Compute a micro-batch's loss and terms as its share of a window of `size` samples."""
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
             if self.observer.watches_forward:
@@ -229,7 +229,7 @@ class PhasedModule(TrainingModule):
     def _forward_phase(
         self, phase: Phase, batch: Batch, values: Values | None = None
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """The values by name, the phase's loss and its terms. values: where the forward was run already."""
+        """Compute the values by name, the phase's loss and its terms. values: where the forward was run already."""
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
@@ -241,7 +241,7 @@ class PhasedModule(TrainingModule):
         return values, loss, parts
 
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """In evaluation: the forward and the terms of every phase, and the loss that is their sum."""
+        """Evaluate: the forward and the terms of every phase, and the loss that is their sum."""
         known: dict[str | None, Values] = {}
         parts: dict[str, Tensor] = {}
         losses = []
@@ -256,7 +256,7 @@ class PhasedModule(TrainingModule):
         return {**values, "output": detached(values["output"])}, torch.stack(losses).sum(), ordered
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
-        """From scaled gradients to a step: true gradients for hooks and clipping."""
+        """Step by scaled gradients, which become true for hooks and clipping."""
         trainer, precision = self._trainer, self._precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
@@ -276,7 +276,7 @@ class PhasedModule(TrainingModule):
 
     @contextmanager
     def _training_only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Lets only these parameters learn, so that no other gets a gradient, or the work for one."""
+        """Let only these parameters learn, so that no other gets a gradient, or the work for one."""
         chosen = {id(parameter) for parameter in parameters}
         others = [parameter for parameter in self._all_trained if id(parameter) not in chosen]
         for parameter in others:

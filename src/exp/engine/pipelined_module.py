@@ -1,4 +1,4 @@
-"""A training module whose network lies in the stages of a pipeline: the schedule makes forward and backward in one.
+"""The training module of a pipeline, whose schedule makes forward and backward in one.
 
 training_step    reseed; keeps the batch; a 0 that nothing reads
 backward         all micro-batches through the schedule; gradients of the rank's own layers, true or scaled
@@ -41,7 +41,7 @@ class PipelinedModule(TrainingModule):
         self._batch: Batch | None = None
 
     def pipeline_over(self, stages: Stages, *, split: Split, count: int) -> None:
-        """Told by the strategy once the network is cut.
+        """Take the stages of a network that the strategy has cut.
 
         stages: of this rank. split: the network's. count: micro-batches of a share.
         """
@@ -51,7 +51,7 @@ class PipelinedModule(TrainingModule):
             self.values_of(stage).source = stages
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keeps the batch for `backward`. Returns a 0 that nothing reads."""
+        """Keep the batch for `backward`. Returns a 0 that nothing reads."""
         trainer = self._trainer
         # Dropout of two stages must not be alike: each rank has a stream of its own.
         reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
@@ -59,7 +59,7 @@ class PipelinedModule(TrainingModule):
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Forward and backward of the batch that training_step kept."""
+        """Run forward and backward of the batch that training_step kept."""
         batch, self._batch = self._batch, None
         assert batch is not None
         precision, trainer = self._trainer.precision_plugin, self._trainer
@@ -89,7 +89,7 @@ class PipelinedModule(TrainingModule):
         self._remember([note for note in notes if note is not None])
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Lightning's, with the gradients averaged over the pipelines between backward and everything else."""
+        """Step as Lightning does, with the gradients averaged over the pipelines behind the backward."""
 
         strategy = self._trainer.strategy
         assert isinstance(strategy, ModelParallel)
@@ -102,7 +102,7 @@ class PipelinedModule(TrainingModule):
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
 
     def _remember(self, notes: list[Any]) -> None:
-        """The losses for Recording, which takes means over all ranks: the rank that has them holds those of all."""
+        """Leave the losses as those of all ranks, of which Recording takes means, on the rank that has them."""
         ranks = len(set(self._stages.owner))
         # One dtype on all ranks, of which only one knows the loss's own.
         zero = torch.zeros((), device=self.device, dtype=torch.float64)
@@ -127,7 +127,7 @@ class PipelinedModule(TrainingModule):
         epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
 
     def _inputs(self, data: object) -> dict[str, Any]:
-        """The network's inputs by name, of a batch's data."""
+        """Return the network's inputs by name, of a batch's data."""
         found: dict[str, Any] = {}
 
         def bind(*arguments: object, **named: object) -> None:
@@ -140,12 +140,12 @@ class PipelinedModule(TrainingModule):
         return inputs
 
     def _values(self, data: object, output: object, size: int) -> Values:
-        """The values by name, of the first `size` samples."""
+        """Return the values by name, of the first `size` samples."""
         return self._run(lambda *_, **__: cut(output, size), cut(data, size))
 
 
 def nothing_of(output: object) -> Tensor:
-    """A 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
+    """Return a 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
     return sum((tensor.sum() for tensor in flatten(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 
 

@@ -1,4 +1,4 @@
-"""How far a run is and how far it goes: its limits, its length in steps, its position.
+"""The position of a run, its limits, and its length in steps.
 
 Lightning restores its counters as they stood in the middle of whatever hook saved them, and continues wrongly from most
 of them (docs/resume.md). Here a checkpoint holds a position, and the counters are made from it anew.
@@ -34,7 +34,7 @@ class Limits:
 
 
 def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
-    """Divides the config's trainer node into the arguments of Lightning's Trainer and the limits that are ours.
+    """Divide the config's trainer node into the arguments of Lightning's Trainer and the limits that are ours.
 
     With a limit by steps or time and none by epochs, epochs are not limited.
 
@@ -52,7 +52,7 @@ def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
 
 
 def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float:
-    """Seconds of a max_time: a number of them, a time such as 1h30m, or one of Lightning's spellings, which are
+    """Return the seconds of a max_time: a number, a time such as 1h30m, or one of Lightning's spellings, which are
     DD:HH:MM:SS and a mapping of days, hours, ...
 
     Raises: ConfigError.
@@ -84,12 +84,12 @@ def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float
 
 
 def total_epochs(trainer: Trainer) -> int | None:
-    """Epochs of the whole run; None where they are not limited."""
+    """Return the epochs of the whole run; None where they are not limited."""
     return None if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
 
 
 def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
-    """Global batches of an epoch that the run takes; None where it is not known.
+    """Return the global batches of an epoch that the run takes; None where it is not known.
 
     batches: that the training data has in an epoch; None where it is not known.
     """
@@ -101,7 +101,7 @@ def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
 
 
 def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
-    """Lightning raises a ValueError for a validation that an epoch is too short for.
+    """Refuse a validation that an epoch is too short for, for which Lightning raises a ValueError.
 
     batches: as epoch_batches takes it.
     Raises: ConfigError.
@@ -119,7 +119,7 @@ def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
 
 
 def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | None:
-    """Optimizer steps of the whole run; None where it has no known end.
+    """Return the optimizer steps of the whole run; None where it has no known end.
 
     batches: global batches that the training data has in an epoch; None where it is not known.
     """
@@ -149,7 +149,7 @@ class Position:
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
-    """In on_train_batch_start: nothing of batch `batch_idx` is done yet.
+    """Return the position in on_train_batch_start: nothing of batch `batch_idx` is done yet.
 
     Between accumulated batches it is the first of them: the parameters have not changed since, and doing the others
     again gives the same gradients.
@@ -164,7 +164,7 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
 
 
 def in_validation(trainer: Trainer) -> Position:
-    """While fit validates: the validation has to be done again."""
+    """Return the position while fit validates: the validation has to be done again."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     complete = is_epoch_complete(trainer)
     again = 0 if complete else batch % trainer.accumulate_grad_batches
@@ -179,7 +179,7 @@ def in_validation(trainer: Trainer) -> Position:
 
 
 def after_fit(trainer: Trainer) -> Position:
-    """In on_train_end. Lightning counts an epoch as done, too, when it stopped in the middle of it."""
+    """Return the position in on_train_end. Lightning counts an epoch as done, too, when it stopped in its middle."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     if is_epoch_complete(trainer):
         return Position(epoch=trainer.current_epoch, batch=0, step=trainer.global_step, batches=batches)
@@ -190,17 +190,17 @@ def after_fit(trainer: Trainer) -> Position:
 
 
 def is_epoch_complete(trainer: Trainer) -> bool:
-    """Whether the batch that was done last is the last one of its epoch."""
+    """Return whether the batch that was done last is the last one of its epoch."""
     return trainer.is_last_batch or trainer.fit_loop.batch_idx + 1 == trainer.num_training_batches
 
 
 def next_batch(trainer: Trainer) -> tuple[int, int]:
-    """The epoch and the batch in it that the training loader has to give next, when it is asked for an iterator."""
+    """Return the epoch and the batch in it that the training loader has to give next, when asked for an iterator."""
     return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def fit_loop_state(trainer: Trainer, position: Position) -> dict[str, Any]:
-    """The state that makes Lightning's fit loop go on at a position."""
+    """Return the state that makes Lightning's fit loop go on at a position."""
     state = trainer.fit_loop.state_dict()
     inside = position.batch > 0
     # Inside an epoch: it has started and is not processed, so no on_train_epoch_start. At its start: nothing is open,
@@ -229,7 +229,7 @@ def fit_loop_state(trainer: Trainer, position: Position) -> dict[str, Any]:
 
 
 def forget_restart(trainer: Trainer) -> None:
-    """In on_train_start: the rest of the epoch is an epoch like any other.
+    """Have Lightning take the rest of an epoch for an epoch like any other; in on_train_start.
 
     Lightning takes all of it for a restart, and leaves out the update of a schedule on plateau at its end.
     """

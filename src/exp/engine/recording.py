@@ -1,4 +1,4 @@
-"""The one callback that runs the hooks and feeds the loggers.
+"""The callback that runs the hooks and feeds the loggers.
 
 for each training batch                                      what Recording does
     on_train_batch_start                                     hooks that are due: at their modules, around_forward
@@ -40,7 +40,7 @@ STATE = "exp_recording"
 
 
 class Recording(Callback):
-    """Runs hooks, collects what they and the steps give, and writes it to every logger of the Trainer.
+    """A callback that runs hooks, collects what they and the steps give, and writes it to every logger of the Trainer.
 
     It must stand before callbacks that look at `trainer.callback_metrics`.
 
@@ -64,7 +64,7 @@ class Recording(Callback):
         self._start_window()
 
     def _start_window(self) -> None:
-        """A window is the batches of one optimizer step."""
+        """Start a window: the batches of one optimizer step."""
         self._values: Found | None = None
         self._size = 0
         # What each phase behind the first gave.
@@ -178,13 +178,13 @@ class Recording(Callback):
     # --- what leaves the device ---
 
     def _is_flush(self, index: int) -> bool:
-        """Every log_every_n_steps steps, and early in a run oftener: at steps 1, 2, 4, 8 ... of it."""
+        """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""
         done = index - self._first
         every = self._trainer.log_every_n_steps or 50
         return index % every == 0 or (done < every and done & (done - 1) == 0)
 
     def flush(self, trainer: Trainer) -> None:
-        """Writes the steps that wait. Every rank must call it at the same step.
+        """Write the steps that wait. Every rank must call it at the same step.
 
         Raises: RunError at a loss that is not a number.
         """
@@ -209,7 +209,7 @@ class Recording(Callback):
                 precision.written(values, step=step.index)
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """What optimizer step `index` gave, by tag, to the loggers: Lightning's own take numbers, ours panels, too."""
+        """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
         if self._trainer.is_global_zero:
             shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
             for logger in self._trainer.loggers:
@@ -252,7 +252,7 @@ class Recording(Callback):
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """To callbacks and schedules. Past self.log, which would cost half a millisecond a value.
+        """Give values to callbacks and schedules, past self.log, which would cost half a millisecond a value.
 
         Relied on, and tested: `trainer.callback_metrics` is the dict that Lightning keeps (seen in 2.6.6).
         """
@@ -282,12 +282,15 @@ class Recording(Callback):
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
-    """The form in which Lightning's own callbacks compare values; in the precision of a report."""
+    """Make of values what Lightning's own callbacks compare; in the precision of a report."""
     return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}
 
 
 def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
-    """Raises: RunError where the loss of a step is not a number, or infinite and no loss scale will fall for it."""
+    """Refuse a loss that is not a number, or infinite where no loss scale will fall for it.
+
+    Raises: RunError.
+    """
     if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
         return
     name = "not a number" if math.isnan(loss) else "infinite"

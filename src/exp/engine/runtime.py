@@ -17,9 +17,25 @@ from exp.engine.compilation import compile_network
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 
+# Multiply-adds of one forward. Below it an operator is over before a second thread has begun: the digits MLP (52,000
+# parameters, batch 64) took 8 ms a step with one thread and 99 ms with two, on two cores that others used as well.
+SMALL_FORWARD = 2**28
+
+
+def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
+    """Do what the config's `runtime` says, before the module is placed on a device."""
+    if runtime["channels_last"]:
+        put_channels_last(module.network)
+    if runtime["cuda_graph"]:
+        # Past nn.Module: the state dict has the network once.
+        vars(module)["run_network"] = GraphedNetwork(module.network)
+    if runtime["compile"]:
+        for network, needs in module.runs():
+            compile_network(network, backend=runtime["compile_backend"], needs=needs)
+
 
 def put_channels_last(network: nn.Module) -> None:
-    """In place: its weights `[C, C', H, W]`, and from now on every input `[B, C, H, W]` that it is called with."""
+    """Lay a network's weights `[C, C', H, W]` out, and from now on every input `[B, C, H, W]` of it."""
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
 
@@ -36,13 +52,8 @@ def _laid_out(value: object) -> object:
     return value
 
 
-# Multiply-adds of one forward. Below it an operator is over before a second thread has begun: the digits MLP (52,000
-# parameters, batch 64) took 8 ms a step with one thread and 99 ms with two, on two cores that others used as well.
-SMALL_FORWARD = 2**28
-
-
 def set_threads(requested: int | None, *, network: nn.Module, input_shape: Sequence[int], batch_size: int) -> int:
-    """Sets the threads of this process's operators, and returns how many.
+    """Set the threads of this process's operators, and return how many.
 
     requested: None takes one thread for a small network, and leaves torch's choice otherwise (OMP_NUM_THREADS or the
         cores; a rank's launcher has shared them out).
@@ -55,15 +66,3 @@ def set_threads(requested: int | None, *, network: nn.Module, input_shape: Seque
     elif bound < SMALL_FORWARD:
         torch.set_num_threads(1)
     return torch.get_num_threads()
-
-
-def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
-    """Before the module is placed on a device. runtime: the config's node."""
-    if runtime["channels_last"]:
-        put_channels_last(module.network)
-    if runtime["cuda_graph"]:
-        # Past nn.Module: the state dict has the network once.
-        vars(module)["run_network"] = GraphedNetwork(module.network)
-    if runtime["compile"]:
-        for network, needs in module.runs():
-            compile_network(network, backend=runtime["compile_backend"], needs=needs)

@@ -1,4 +1,4 @@
-"""Calls the hooks of a run at their places in a step and in an evaluation."""
+"""Call the hooks of a run at their places in a step and in an evaluation."""
 
 from __future__ import annotations
 
@@ -39,11 +39,6 @@ Found = dict[str, Tensor | float | Panel]
 
 class Due:
     """The hooks of one step, by the methods that they override."""
-
-    __slots__ = (
-        "after_backward", "after_clipping", "after_forward", "after_step", "around_forward", "at_modules",
-        "before_update", "keeps_batches", "passed", "watches_forward",
-    )  # fmt: skip
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.passed = _overriding(hooks, "passed")
@@ -97,13 +92,13 @@ class StepHooks(StepObserver):
         self._unclipped: Found | None = None
 
     def __deepcopy__(self, memo: object) -> StepObserver:
-        """Nobody looks on at a copy of a module, as callbacks that average weights make one."""
+        """Leave a copy of a module without an observer: callbacks that average weights make one."""
         return UNOBSERVED
 
     # --- the run ---
 
     def attach(self, trainer: Trainer, module: TrainingModule) -> None:
-        """In fit all of them; in another stage those that act in one."""
+        """Attach the hooks: in fit all of them; in another stage those that act in one."""
         self._trainer, self._module = cast(RunTrainer, trainer), module
         self._forget_step()
         self.turn, self._same = WHOLE_STEP, {}
@@ -147,7 +142,7 @@ class StepHooks(StepObserver):
     # --- the step, as Recording tells of it ---
 
     def start_batch(self, batch: Batch, batch_idx: int, *, index: int) -> None:
-        """A micro-batch of optimizer step `index` is there."""
+        """Take a micro-batch of optimizer step `index`."""
         if not self._is_within_step:
             kind = tuple([hook.due(index) for hook in self._all])
             due = self._kinds.get(kind)
@@ -168,7 +163,7 @@ class StepHooks(StepObserver):
             self._passed("batch")
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step, also where nothing of it is recorded."""
+        """Call the hooks before an optimizer steps, also where nothing of it is recorded."""
         if not self._due.before_update:
             return
         step = self._step_now()
@@ -179,7 +174,7 @@ class StepHooks(StepObserver):
             hook.before_update(step, update)
 
     def before_step(self) -> Found:
-        """The gradients are true. Returns what the hooks give for them, and what they gave in the forward."""
+        """Return what the hooks give for true gradients, and what they gave in the forward."""
         found, self._early = self._early, {}
         due = self._due
         for hook in due.at_modules:
@@ -191,14 +186,14 @@ class StepHooks(StepObserver):
         return found
 
     def end_batch(self) -> None:
-        """After each micro-batch."""
+        """End a micro-batch."""
         if self._due.before_update and not self._module.phases:
             self._losses += self._last_loss()
         for hook in self._due.at_modules:
             hook.disengage()
 
     def end_step(self) -> Found:
-        """The parameters are updated. Returns what the hooks give."""
+        """Return what the hooks give for updated parameters, and end the step."""
         due = self._due
         if due.passed and not self._module.phases:
             self._passed("optimizer")
@@ -257,7 +252,7 @@ class StepHooks(StepObserver):
             hook.passed(boundary, step)
 
     def _call(self, hooks: Sequence[Hook], method: str, *arguments: object, into: Found) -> None:
-        """What these hooks give for the step goes into a mapping, by tags that end with the phase under way."""
+        """Put what these hooks give for the step into a mapping, by tags that end with the phase under way."""
         step, phase = self._step_now(), self.turn.phase
         step.phase = phase
         if phase is not None:
@@ -275,7 +270,7 @@ class StepHooks(StepObserver):
         self._batches, self._losses = [], []
 
     def _last_loss(self) -> list[Tensor]:
-        """Of the training step that was last; of phases, of the last that ran."""
+        """Return the loss of the training step that was last; of phases, of the last that ran."""
         loss = self._module.last.loss
         return [] if loss is None else [loss]
 
@@ -297,7 +292,7 @@ class StepHooks(StepObserver):
         return step
 
     def _bring_up(self, step: Step) -> None:
-        """To the micro-batch that came last."""
+        """Bring a step up to the micro-batch that came last."""
         step.batch_idx, step.batch_size = self._batch_idx, self._size
         step.samples_seen, step.seconds_waited = self._samples, self._trainer.datamodule.seconds_waited
         step.data, step.weight, step.batches = self._data, self._weight, self._batches
@@ -331,7 +326,7 @@ class StepHooks(StepObserver):
             hook.evaluated(stage, values)
 
     def finish(self, stage: Stage, trainer: Trainer) -> Found:
-        """At the end of an evaluation: what the hooks give for it. Every rank must call it."""
+        """Return what the hooks give for an evaluation, at its end. Every rank must call it."""
         gather = partial(gather_data, strategy=trainer.strategy)
         found: Found = {}
         for hook in self._finishing:
@@ -346,7 +341,7 @@ def _overriding(hooks: Sequence[Hook], method: str) -> list[Hook]:
 def given(
     hook: Hook, method: str, arguments: tuple[object, ...], *, owners: dict[str, Hook], ending: str = ""
 ) -> Values:
-    """What a method of a hook returns, by tag, held to tags of its own.
+    """Call a method of a hook, and hold what it returns to tags of its own.
 
     owners: whose each tag is, in which new ones are entered. ending: is added to each tag.
     Raises: RunError where it is no mapping, or a tag is another's; whatever the method raises, with the hook's name.

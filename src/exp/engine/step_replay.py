@@ -1,4 +1,4 @@
-"""A step's forward and backward run again, apart from the run, with a look at every module."""
+"""Run a step's forward and backward again, apart from the run, with a look at every module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def update_of(
     losses: Sequence[Tensor],
     turn: Turn,
 ) -> Update:
-    """What a hook is told before this optimizer steps. losses: of the micro-batches."""
+    """Make what a hook is told before this optimizer steps. losses: of the micro-batches."""
     trainer = module.trainer
     precision = trainer.precision_plugin
     own = precision if isinstance(precision, RunPrecision) else None
@@ -51,7 +51,7 @@ def update_of(
 
 
 def trace_again(module: TrainingModule, window: Window) -> Trace:
-    """Runs the micro-batches of a window, and traces them up to the first that is not finite.
+    """Run the micro-batches of a window, and trace them up to the first that is not finite.
 
     Parameters, their gradients and the optimizer are left alone; buffers are not. Every random number is the step's
     own. A compiled network runs uncompiled, and one in CUDA graphs outside them.
@@ -82,7 +82,7 @@ def trace_again(module: TrainingModule, window: Window) -> Trace:
 def _backward_again(
     module: TrainingModule, window: Window, place: int, tracer: Tracer, named: Mapping[str, nn.Parameter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one micro-batch, 0-d and detached, and the gradients of the named parameters that have one."""
+    """Return the loss of one micro-batch, 0-d and detached, and the gradients of the named parameters that have one."""
     with torch.enable_grad(), _apart(module):
         with tracer.forward():
             loss = module.scaled_loss(window, place)
@@ -97,7 +97,7 @@ def _backward_again(
 
 @contextmanager
 def _apart(module: TrainingModule) -> Iterator[None]:
-    """Nobody looks on, and the layers are called one by one, so that the tracer's hooks see them."""
+    """Run without an observer, and the layers one by one, so that the tracer's hooks see them."""
     runner, observer = module.run_network, module.observer
     module.observer = UNOBSERVED
     if isinstance(runner, GraphedNetwork):
@@ -116,7 +116,7 @@ def _broken(module: TrainingModule) -> list[str]:
 
 
 def _broken_entries(data: Any) -> list[str]:
-    """The names of a batch's entries, or their places, that hold numbers that are none."""
+    """Return the names of a batch's entries, or their places, that hold numbers that are none."""
     if isinstance(data, Tensor):
         data = {"input": data}
     elif not isinstance(data, Mapping):

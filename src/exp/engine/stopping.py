@@ -1,4 +1,4 @@
-"""What ends a run before its last epoch: max_steps, max_time, and signals. All ranks stop at the same batch."""
+"""End a run before its last epoch: at max_steps, max_time, and signals. All ranks stop at the same batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Stopping(Callback):
-    """Ends fit at a limit, and any stage at a signal.
+    """A callback that ends fit at a limit, and any stage at a signal.
 
     At a limit the run ends as at its last epoch: the validation, the epoch's end, a checkpoint. After a signal the
     state is saved where the run stands, and Interrupted leaves, before a validation that may take long.
@@ -61,7 +61,7 @@ class Stopping(Callback):
             log.warning("%s", self._complete(trainer))
 
     def _complete(self, trainer: Trainer) -> str:
-        """Which limit leaves nothing to train, and how to train longer. The limits count the whole run."""
+        """Say which limit leaves nothing to train, and how to train longer. The limits count the whole run."""
         steps, limits = trainer.global_step, self.limits
         if limits.max_steps is not None and steps >= limits.max_steps:
             done, longer = f"{steps} steps of trainer.max_steps={limits.max_steps}", f"max_steps={2 * steps}"
@@ -90,7 +90,7 @@ class Stopping(Callback):
 
     @property
     def seconds(self) -> float:
-        """Wall time of training so far, before a resume included."""
+        """Return the wall time of training so far, before a resume included."""
         return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
 
     # --- a signal ---
@@ -135,7 +135,7 @@ class Stopping(Callback):
         self._last_agreed = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
-        """Whether a signal came to any rank, and whether rank 0 says that the time is over."""
+        """See whether a signal came to any rank, and whether rank 0 says that the time is over."""
         if trainer.world_size == 1:
             if self._signals.received is not None:
                 self._agreed = self._signals.received

@@ -1,4 +1,4 @@
-"""Why a rank ended: written by the rank itself as one JSON file, read by the process that started it.
+"""The reason why a rank ended: written by the rank as one JSON file, read by the process that started it.
 
 The first cause is found among several: a rank that dies takes its neighbours with it, and they say "connection closed".
 """
@@ -34,7 +34,7 @@ TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why one rank ended otherwise than well.
+    """The reason why one rank ended otherwise than well.
 
     time: seconds since the epoch, of this machine's clock.
     kind: config (a fault in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
@@ -53,7 +53,7 @@ class Failure:
     checkpoint: str | None = None
 
     def error(self) -> ExpError:
-        """The exception that the parent raises for it."""
+        """Return the exception that the parent raises for it."""
         if self.kind == "interrupted" and self.signum is not None:
             return Interrupted(signum=self.signum, checkpoint=self.checkpoint, detail=self.detail)
         if self.kind == "config" and self.faults:
@@ -64,7 +64,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """What a rank has to say about the exception that ends it."""
+    """Return what a rank has to say about the exception that ends it."""
     now = time.time()
     if isinstance(error, Interrupted):
         return Failure(
@@ -95,7 +95,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
 
 
 def death(*, rank: int, returncode: int, detail: str) -> Failure:
-    """What the parent knows of a rank that said nothing. returncode: subprocess's, -9 for a killed one."""
+    """Return what the parent knows of a rank that said nothing. returncode: subprocess's, -9 for a killed one."""
     if returncode < 0:
         number = -returncode
         reason = f"was killed by {_signal_name(number)}"
@@ -110,12 +110,12 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
 
 
 def write_failure(failure: Failure, directory: Path) -> None:
-    """Writes it whole or not at all."""
+    """Write a failure whole or not at all."""
     write_whole(directory / f"rank{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(directory: Path, *, rank: int) -> Failure | None:
-    """What the rank wrote; None where it wrote nothing."""
+    """Read what the rank wrote; None where it wrote nothing."""
     path = directory / f"rank{rank}.json"
     if not path.is_file():
         return None
@@ -123,7 +123,7 @@ def read_failure(directory: Path, *, rank: int) -> Failure | None:
 
 
 def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
-    """The failure that the others follow from.
+    """Find the failure that the others follow from.
 
     A death beats a report, because neighbours report it before the parent can see it; the earliest report wins among
     the others; a neighbour's complaint counts where there is nothing else. Where it is a complaint that a rank did not

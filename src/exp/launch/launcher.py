@@ -1,4 +1,4 @@
-"""Starts a frozen run: one fresh interpreter a rank, watched until all of them have ended.
+"""Start a frozen run: one fresh interpreter a rank, watched until all of them have ended.
 
 Signatures the rest of exp uses (the run directory holds the frozen config.yaml):
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def in_process(placement: Placement, *, max_restarts: int = 0) -> bool:
-    """Whether the run needs no process of its own: one rank, no process group, and nobody who would start it again."""
+    """Return whether a run needs no process of its own: one rank, no process group, nobody who would restart it."""
     return placement.world_size == 1 and placement.backend is None and max_restarts == 0
 
 
@@ -50,7 +50,7 @@ def launch(
     grace_seconds: float = 30.0,
     worker: str = "exp.worker",
 ) -> None:
-    """Starts the ranks of a frozen run on this machine and returns when all of them have ended well.
+    """Start the ranks of a frozen run on this machine and return when all of them have ended well.
 
     Each is `python -m <worker> DIRECTORY`, with `--resume CHECKPOINT` when it is started again. The ranks see nothing
     of another job's variables, and nothing of theirs stays in this process.
@@ -83,7 +83,7 @@ def launch(
 
 
 def last_checkpoint(directory: Path) -> Path | None:
-    """checkpoints/last.ckpt of a run directory; None where there is none yet."""
+    """Return checkpoints/last.ckpt of a run directory; None where there is none yet."""
     last = directory / LAST_CHECKPOINT
     return last if last.is_file() else None
 

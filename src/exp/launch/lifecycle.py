@@ -1,4 +1,4 @@
-"""What surrounds a run in each of its ranks: end with the parent, say why it failed, leave together."""
+"""Surround a run in each of its ranks: end with the parent, say why it failed, leave together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def live(body: Callable[[Rank], None]) -> NoReturn:
-    """Runs `body` as this process's rank, and ends the process.
+    """Run `body` as this process's rank, and end the process.
 
     Exit status: 0 done, 1 failed, 2 a fault in the config, 129, 130 and 143 interrupted with the state saved. The
     process is left by os._exit: threads of collectives may keep an interpreter from ending, or abort it (seen with
@@ -69,7 +69,7 @@ def _status_of(body: Callable[[Rank], None]) -> int:
 
 
 def _tell(failure: Failure, error: BaseException) -> None:
-    """To exp's launcher by a file; to torchrun by its own, and to whoever reads the output."""
+    """Tell exp's launcher by a file, torchrun by its own, and whoever reads the output."""
     if EXCHANGE in os.environ:
         write_failure(failure, Path(os.environ[EXCHANGE]))
         if failure.rank == 0:
@@ -84,7 +84,7 @@ def _tell(failure: Failure, error: BaseException) -> None:
 
 
 def _install_first_handlers() -> None:
-    """Until the engine has its own, a signal ends a rank at once: nothing has been done that could be saved."""
+    """End a rank at once at a signal, until the engine has handlers: nothing has been done that could be saved."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(signum=signum, checkpoint=None)
@@ -101,7 +101,7 @@ def _write_stack_on_request(rank: Rank) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed takes its ranks along."""
+    """End this rank with its parent, where that is killed."""
     if PARENT not in os.environ:
         return
     parent = int(os.environ[PARENT])

@@ -1,4 +1,4 @@
-"""Fresh interpreters for the ranks of one machine, each in a clean environment and in a session of its own."""
+"""Start fresh interpreters for the ranks of one machine, each in a clean environment and a session of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankProcess:
 def rank_environment(
     *, rank: int, world_size: int, exchange: Path, threads: int | None, outer: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment of one rank: the outer one without another job's variables, and torchrun's names for this one.
+    """Return a rank's environment: the outer one without another job's variables, and torchrun's names for this one.
 
     threads: of each rank's operators; None shares the cores evenly, or leaves OMP_NUM_THREADS where it is set.
     """
@@ -71,7 +71,7 @@ def rank_environment(
 def start_ranks(
     *, directory: Path, world_size: int, exchange: Path, threads: int | None, command: Sequence[str]
 ) -> list[RankProcess]:
-    """Starts the ranks, rank 0 on this process's output, the others on train.rank<n>.log in the run directory."""
+    """Start the ranks, rank 0 on this process's output, the others on train.rank<n>.log in the run directory."""
     started: list[RankProcess] = []
     try:
         for rank in range(world_size):
@@ -87,7 +87,7 @@ def start_ranks(
 
 
 def import_path() -> list[str]:
-    """Folders that this process imports from and a fresh one would not: the ranks must find the same modules."""
+    """Return the folders from which this process alone imports: the ranks must find the same modules."""
     own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     standard = sysconfig.get_path("stdlib")
     return [

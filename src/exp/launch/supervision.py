@@ -1,4 +1,4 @@
-"""Watches the ranks of one launch until all have ended: a failure ends the others, a signal is passed on once."""
+"""Watch the ranks of one launch until all have ended: a failure ends the others, a signal is passed on once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOG_TAIL_LINES = 20
 
 @contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collects the signals that end a run for `supervise`, and puts the handlers back; none outside the main thread."""
+    """Collect the signals that end a run for `supervise`, and put the handlers back; none outside the main thread."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -61,14 +61,14 @@ class Grace:
         self._ends: float | None = None
 
     def begin(self) -> None:
-        """From now on; a second call changes nothing."""
+        """Begin now; a second call changes nothing."""
         if self._ends is None:
             self._written = self._seen()
             self._ends = time.monotonic() + self.seconds
 
     @property
     def is_over(self) -> bool:
-        """Whether it has begun, and ended."""
+        """Return whether it has begun, and ended."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
         before, self._written = self._written, self._seen()
@@ -87,7 +87,7 @@ class Grace:
 
 
 def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> Failure | None:
-    """Waits until every rank has ended, and says why the run failed; None where it did not.
+    """Wait until every rank has ended, and say why the run failed; None where it did not.
 
     received: signals that came to this process; the first is passed on, the second ends the ranks at once.
     grace: how long ranks have to leave after the first.
@@ -120,7 +120,7 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
 
 
 def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> list[Failure]:
-    """What the ranks that ended have to say, once one of them has ended otherwise than well.
+    """Hear what the ranks that ended have to say, once one of them has ended otherwise than well.
 
     The others get a moment: interrupted ranks leave together when all have saved, and a complaint about a neighbour may
     come before the death that it is about.
@@ -146,7 +146,7 @@ def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[in
 
 
 def _after_signal(failures: Sequence[Failure], signum: int, *, hanging: str) -> Failure:
-    """What a signal came to: a failure while saving is told, everything else is an interruption."""
+    """Say what a signal came to: a failure while saving is told, everything else is an interruption."""
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
         return first_cause(errors, silent=())
@@ -165,7 +165,7 @@ def _after_signal(failures: Sequence[Failure], signum: int, *, hanging: str) -> 
 
 
 def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
-    """Of the ranks that have ended otherwise than well."""
+    """Return the failures of the ranks that have ended otherwise than well."""
     found = []
     for rank in ranks:
         returncode = rank.process.poll()
@@ -177,7 +177,7 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:
-    """Ends what still runs, with its children: SIGTERM, two seconds, SIGKILL. Leaves no zombie."""
+    """End what still runs, with its children: SIGTERM, two seconds, SIGKILL. Leaves no zombie."""
     _signal_ranks(ranks, signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -200,7 +200,7 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
 
 
 def _hanging(ranks: Sequence[RankProcess], silent: Sequence[int], exchange: Path, grace: Grace) -> str:
-    """Which ranks did not leave after a signal, and where each of them is."""
+    """Say which ranks did not leave after a signal, and where each of them is."""
     if not silent:
         return ""
     stacks = _stacks([ranks[rank] for rank in silent], exchange)
@@ -209,7 +209,7 @@ def _hanging(ranks: Sequence[RankProcess], silent: Sequence[int], exchange: Path
 
 
 def _stacks(ranks: Sequence[RankProcess], exchange: Path) -> list[str]:
-    """Where ranks hang: each writes its stack on SIGUSR2, whatever it is doing."""
+    """Return where ranks hang: each writes its stack on SIGUSR2, whatever it is doing."""
     paths = [exchange / f"rank{rank.rank}.stack" for rank in ranks]
     for rank, path in zip(ranks, paths, strict=True):
         if path.is_file():  # before it is there, the signal would end the rank

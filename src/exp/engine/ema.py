@@ -31,7 +31,7 @@ CURRENT = "current_model_state"
 
 
 class ExponentialMovingAverage(Callback):
-    """Average the weights after every n-th optimizer step: average = d average + (1 - d) weights; first the weights.
+    """An average of the weights: after every n-th optimizer step d average + (1 - d) weights; at first the weights.
 
     Floating point buffers, such as BatchNorm's statistics, are averaged alike; integer ones are copied. The average of
     weights in half precision is float32: what one step adds is soon below the last place of bfloat16. Validation

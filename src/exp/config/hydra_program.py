@@ -40,8 +40,8 @@ def argument_parser(program: str, *, version: str = HYDRA_VERSION) -> argparse.A
         raise ConfigError([Fault(key="command line", got=message, expected="the flags of --help, and key=value")])
 
     (action,) = [action for action in parser._actions if "--version" in action.option_strings]
-    action.version = version  # type: ignore[attr-defined]
-    parser.error = error  # type: ignore[method-assign, assignment]
+    action.version = version  # type: ignore[attr-defined]  # of the action "version" alone
+    parser.error = error  # type: ignore[method-assign, assignment]  # the one way to its words
     return parser
 
 

@@ -165,8 +165,8 @@ def can_hold(optimizer: Optimizer) -> bool:
 
 def hold(optimizer: Optimizer, flag: Tensor) -> None:
     """Every step of the optimizer changes nothing while `flag` is not 0, until `release`. Not under a loss scale."""
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.found_inf = flag  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused optimizers
+    optimizer.found_inf = flag  # type: ignore[attr-defined]  # as well
 
 
 def release(optimizer: Optimizer) -> None:

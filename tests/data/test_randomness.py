@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from exp.data.randomness import (
-    generators_kept,
     initialisation,
     permutation,
+    preserve_generators,
     reseed,
     reseed_sample,
     sample_generator,
@@ -83,7 +83,7 @@ def test_reading_in_this_process_leaves_the_generators_where_they_were():
     reseed(seed=0, rank=0, epoch=0, batch=0)
     expected = draws()
     reseed(seed=0, rank=0, epoch=0, batch=0)
-    with generators_kept():
+    with preserve_generators():
         reseed_sample(seed=1, epoch=1, index=1)
         draws()
     assert draws() == expected

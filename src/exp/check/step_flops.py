@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.data.randomness import generators_kept
+from exp.data.randomness import preserve_generators
 from exp.engine.forward import forward_by_name, make_passes, needing
 from exp.models.flops import FlopCount, counted
 from exp.models.named_forward import with_forward
@@ -38,7 +38,7 @@ def flops_of_a_sample(
     network: on the meta device, every layer sized.
     Raises: whatever the network or the objective raises for tensors that hold no numbers.
     """
-    with generators_kept(), torch.device(META):
+    with preserve_generators(), torch.device(META):
         network.train()
         fake = moved(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))

@@ -11,11 +11,11 @@ from torch.utils.data import IterableDataset, default_collate
 from exp.data.faults import data_fault
 from exp.data.in_memory import Indexed, IndexedLoader, samples_in
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
-from exp.data.randomness import generators_kept
-from exp.data.spec import Declared, read_spec, stated_classes
+from exp.data.randomness import preserve_generators
+from exp.data.spec import DeclaredSpec, read_spec, stated_classes
 from exp.data.splits import make_splits
-from exp.data.streams import ShareOfStream, StreamLoader, opened
-from exp.data.workers import Collate, Fetching, SampleSource, Transform, WorkerLoader, transformed
+from exp.data.streams import ShareOfStream, StreamLoader, open_stream
+from exp.data.workers import Collate, FetchOptions, SampleSource, Transform, WorkerLoader, apply_transforms
 from exp.errors import RunError
 from exp.types import DataSpec, Stage
 
@@ -80,9 +80,9 @@ class Data:
         self._transforms = tuple((transforms or {}).values())
         self._train_transforms = tuple((train_transforms or {}).values())
         self._collate = collate or default_collate
-        self._fetching = Fetching(
+        self._options = FetchOptions(
             num_workers=num_workers,
-            pin_memory=pinned(pin_memory),
+            pin_memory=use_pinned_memory(pin_memory),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
@@ -90,7 +90,7 @@ class Data:
         self.input_mean, self.input_std = input_mean, input_std
         self._parts = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self._check_batches()
-        declared = Declared(
+        declared = DeclaredSpec(
             input_shape=None if input_shape is None else tuple(input_shape),
             input_dtype=input_dtype,
             num_classes=num_classes,
@@ -134,12 +134,12 @@ class Data:
                 rank=rank,
                 world_size=world_size,
             )
-            return StreamLoader(stage=stage, stream=stream, fetching=self._fetching)
+            return StreamLoader(stage=stage, stream=stream, options=self._options)
         sampler = ShareSampler(batches=self._batches_of(stage), rank=rank, world_size=world_size)
         if self._by_index(stage):
-            return IndexedLoader(stage=stage, dataset=dataset, sampler=sampler, pin_memory=self._fetching.pin_memory)
+            return IndexedLoader(stage=stage, dataset=dataset, sampler=sampler, pin_memory=self._options.pin_memory)
         source = SampleSource(dataset=dataset, transforms=transforms, seed=self.seed)
-        return WorkerLoader(stage=stage, source=source, sampler=sampler, fetching=self._fetching, collate=self._collate)
+        return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, collate=self._collate)
 
     def _transforms_of(self, stage: Stage) -> tuple[Transform, ...]:
         return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
@@ -172,12 +172,12 @@ class Data:
                     cure="Make the batch smaller, or keep the short one with data.drop_last=false",
                 )
 
-    def _spec(self, declared: Declared) -> DataSpec:
+    def _spec(self, declared: DeclaredSpec) -> DataSpec:
         stage, part = next(iter(self._parts.items()))
         if isinstance(part, IterableDataset) and declared.whole is not None:
             # A stream may be slow to open, and may be read once only.
             return declared.whole
-        with generators_kept():
+        with preserve_generators():
             batch = self._first(stage, part)
         return read_spec(declared, batch, num_classes=stated_classes(self._parts, declared.num_classes))
 
@@ -187,14 +187,14 @@ class Data:
             return part.gather(torch.zeros(1, dtype=torch.int64))
         transforms = self._transforms_of(stage)
         if isinstance(part, IterableDataset):
-            sample = next(opened(part, epoch=0), None)
+            sample = next(open_stream(part, epoch=0), None)
             if sample is None:
                 raise data_fault(stage, got="an empty stream", expected="at least one sample")
-            return self._collate([transformed(sample, transforms)])
+            return self._collate([apply_transforms(sample, transforms)])
         return self._collate([SampleSource(dataset=part, transforms=transforms, seed=self.seed)[0, 0]])
 
 
-def pinned(wanted: bool | None) -> bool:
+def use_pinned_memory(wanted: bool | None) -> bool:
     """Whether batches are made in pinned memory; None means where there is a CUDA device.
 
     Raises: ConfigError where it is asked for without one.

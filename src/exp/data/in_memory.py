@@ -33,7 +33,7 @@ class Indexed(Protocol):
 
 
 @runtime_checkable
-class Renewed(Protocol):
+class EpochDependent(Protocol):
     """Data in memory whose samples differ from epoch to epoch, such as a text cut at another offset."""
 
     def at_epoch(self, *, seed: int, epoch: int) -> Indexed:
@@ -41,7 +41,7 @@ class Renewed(Protocol):
 
 
 @runtime_checkable
-class Divided(Protocol):
+class SelfSplitting(Protocol):
     """A data set that makes its own parts, where a random choice of samples would not do."""
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> Mapping[Stage, AnyDataset]:
@@ -49,7 +49,7 @@ class Divided(Protocol):
 
 
 @runtime_checkable
-class Prepared(Protocol):
+class FittedToTraining(Protocol):
     """A part that takes something from the training part, such as a mean or a vocabulary."""
 
     def prepare(self, train: object) -> Indexed:
@@ -122,7 +122,7 @@ class IndexedLoader(Loader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         dataset = self.dataset
-        if self.stage == "train" and isinstance(dataset, Renewed):
+        if self.stage == "train" and isinstance(dataset, EpochDependent):
             dataset = dataset.at_epoch(seed=self.batches.seed, epoch=epoch)
         order = self.batches.order(epoch)
         full = self.batches.length // self.batches.batch_size

@@ -56,7 +56,7 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> np.random.Generato
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Restores the generators afterwards, so that reading data in this process does not change a model's dropout."""
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:

@@ -35,7 +35,7 @@ def data_file(path: str, *, directory: str) -> Path:
     )
 
 
-def found_files(files: str | Sequence[str] | None, *, directory: str) -> list[Path]:
+def find_files(files: str | Sequence[str] | None, *, directory: str) -> list[Path]:
     """The files of a pattern, or of several, sorted by name; None is the top level of Python's standard library.
 
     Raises: ConfigError where a pattern finds none.

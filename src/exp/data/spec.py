@@ -13,7 +13,7 @@ from exp.types import DataSpec, Stage, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Declared:
+class DeclaredSpec:
     """The four keys of the data node; None where the data is to say."""
 
     input_shape: tuple[int, ...] | None
@@ -34,7 +34,7 @@ class Declared:
         )
 
 
-def read_spec(declared: Declared, batch: object, *, num_classes: int | None) -> DataSpec:
+def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None) -> DataSpec:
     """The spec of the data, checked against what is declared.
 
     batch: a batch of one sample, as a model would get it. num_classes: what the data set says of itself; None where

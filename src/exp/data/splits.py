@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from exp.data.faults import data_fault, share_faults
-from exp.data.in_memory import AnyDataset, Divided, Indexed, Prepared, Selection, Tensors, as_indexed, samples_in
+from exp.data.in_memory import (
+    AnyDataset,
+    FittedToTraining,
+    Indexed,
+    Selection,
+    SelfSplitting,
+    Tensors,
+    as_indexed,
+    samples_in,
+)
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
 from exp.types import STAGES, Stage
@@ -48,14 +57,14 @@ def make_splits(
                     cure=f"Leave it out of the parts with data.parts.{name}=0",
                 )
             parts[name] = part
-    return prepared({stage: parts[stage] for stage in STAGES if stage in parts})
+    return fit_to_training({stage: parts[stage] for stage in STAGES if stage in parts})
 
 
-def prepared(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
+def fit_to_training(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
     """The parts, each made ready with what the training part knows."""
     ready = dict(parts)
     for stage, part in parts.items():
-        if isinstance(part, Prepared):
+        if isinstance(part, FittedToTraining):
             if "train" not in parts:
                 raise data_fault(
                     "train",
@@ -66,7 +75,7 @@ def prepared(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
     return ready
 
 
-def checked_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
+def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     """The sizes of the parts that are asked for, in the order train, val, test; parts of size 0 left out.
 
     Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
@@ -111,8 +120,8 @@ def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) 
 
     Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
     """
-    wanted = checked_sizes(sizes)
-    if isinstance(dataset, Divided):
+    wanted = read_sizes(sizes)
+    if isinstance(dataset, SelfSplitting):
         return dict(dataset.divide(wanted))
     if isinstance(dataset, IterableDataset):
         raise data_fault(

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, _utils, get_worker_info
 from exp.data.in_memory import samples_in
 from exp.data.loader import Loader, batch_count, share
 from exp.data.randomness import reseed_sample, sample_generator
-from exp.data.workers import Collate, Fetching, Transform, as_batch, kept_apart, transformed
+from exp.data.workers import Collate, FetchOptions, Transform, apply_transforms, as_batch, isolate_generators
 from exp.types import Batch, Stage
 
 
@@ -68,7 +68,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     def _seeded(self) -> Iterator[object]:
         """The stream, with the generators set to (seed, epoch, index) before each sample is read."""
         reseed_sample(seed=self.seed, epoch=self.epoch, index=0)
-        iterator, index = opened(self.dataset, epoch=self.epoch), 0
+        iterator, index = open_stream(self.dataset, epoch=self.epoch), 0
         while True:
             reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
             try:
@@ -96,17 +96,17 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
 
     def _sample(self, index: int, sample: object) -> object:
         reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
-        return transformed(sample, self.transforms)
+        return apply_transforms(sample, self.transforms)
 
 
 class StreamLoader(Loader):
     """This rank's shares of the global batches of a stream."""
 
-    def __init__(self, *, stage: Stage, stream: ShareOfStream, fetching: Fetching) -> None:
+    def __init__(self, *, stage: Stage, stream: ShareOfStream, options: FetchOptions) -> None:
         super().__init__(stage=stage)
         self.stream = stream
         # A stream is copied into its workers once an epoch, with that epoch in it: they cannot persist.
-        self._fetching = replace(fetching, persistent_workers=False)
+        self._options = replace(options, persistent_workers=False)
 
     def _length(self) -> int | None:
         try:
@@ -117,12 +117,12 @@ class StreamLoader(Loader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         stream = replace(self.stream, epoch=epoch, start=start)
-        iterator = iter(self._fetching.dataloader(stream, batch_size=None))
-        for data, size, global_size in kept_apart(iterator, in_process=not self._fetching.num_workers):
+        iterator = iter(self._options.dataloader(stream, batch_size=None))
+        for data, size, global_size in isolate_generators(iterator, in_process=not self._options.num_workers):
             yield Batch(as_batch(data), size, global_size, stream.world_size)
 
 
-def opened(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:
+def open_stream(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:
     """The samples of one epoch."""
     if isinstance(dataset, Epochs):
         dataset.set_epoch(epoch)

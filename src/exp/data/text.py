@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Entries
 from exp.data.randomness import seed_for
-from exp.data.sources import found_files
+from exp.data.sources import find_files
 from exp.data.splits import lengths
 from exp.types import Stage
 
@@ -90,7 +90,7 @@ class Text(Characters):
         block_size: int = 64,
         vocabulary_size: int | None = None,
     ) -> None:
-        text = "".join(read_text(path) for path in found_files(files, directory=directory))
+        text = "".join(read_text(path) for path in find_files(files, directory=directory))
         super().__init__(codes=code_points(text), block_size=block_size, vocabulary_size=vocabulary_size)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from exp.data.faults import data_fault
 from exp.data.in_memory import samples_in
 from exp.data.loader import Loader, ShareSampler
-from exp.data.randomness import generators_kept, reseed_sample
+from exp.data.randomness import preserve_generators, reseed_sample
 from exp.signals import heed
 from exp.types import Batch, Stage
 
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fetching:
+class FetchOptions:
     """How samples are fetched: DataLoader's own words, null for its default."""
 
     num_workers: int = 0
@@ -82,22 +82,22 @@ class SampleSource(Dataset[object]):
     def __getitem__(self, position: tuple[int, int]) -> object:
         epoch, index = position
         reseed_sample(seed=self.seed, epoch=epoch, index=index)
-        return transformed(self.dataset[index], self.transforms)
+        return apply_transforms(self.dataset[index], self.transforms)
 
 
 class WorkerLoader(Loader):
     """Sends (epoch, index) pairs to the workers, so that a batch does not depend on who fetches it."""
 
     def __init__(
-        self, *, stage: Stage, source: SampleSource, sampler: ShareSampler, fetching: Fetching, collate: Collate
+        self, *, stage: Stage, source: SampleSource, sampler: ShareSampler, options: FetchOptions, collate: Collate
     ) -> None:
         super().__init__(stage=stage)
-        self._source, self._sampler, self._fetching, self._collate = source, sampler, fetching, collate
+        self._source, self._sampler, self._options, self._collate = source, sampler, options, collate
 
     @functools.cached_property
     def _dataloader(self) -> DataLoader[object]:
         # One for all epochs, so that workers can persist.
-        return self._fetching.dataloader(self._source, batch_sampler=self._sampler, collate_fn=self._collate)
+        return self._options.dataloader(self._source, batch_sampler=self._sampler, collate_fn=self._collate)
 
     def _length(self) -> int:
         return len(self._sampler.batches)
@@ -105,19 +105,19 @@ class WorkerLoader(Loader):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         sampler = self._sampler
         sampler.epoch, sampler.start = epoch, start
-        fetched = kept_apart(iter(self._dataloader), in_process=not self._fetching.num_workers)
+        fetched = isolate_generators(iter(self._dataloader), in_process=not self._options.num_workers)
         for batch, data in enumerate(fetched, start):
             size = sampler.batches.size(batch)
             yield Batch(as_batch(data), sampler.share_of(size).size, size, sampler.world_size)
 
 
-def kept_apart(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
+def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
     """Yields the iterator's items. Where it runs in this process, the random generators are restored after each."""
     if not in_process:
         yield from iterator
         return
     while True:
-        with generators_kept():
+        with preserve_generators():
             try:
                 item = next(iterator)
             except StopIteration:
@@ -130,7 +130,7 @@ def ignore_signals(worker: int) -> None:
     heed(signal.SIG_IGN)
 
 
-def transformed(sample: object, transforms: Sequence[Transform]) -> object:
+def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
     """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping."""
     if not transforms:
         return sample

@@ -25,7 +25,7 @@ from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel
 from exp.hooks.step import Step
-from exp.optim.phase import stepping
+from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks
 from exp.types import Batch, Stage
@@ -282,7 +282,7 @@ class StepHooks(StepObserver):
                 epoch=self._trainer.current_epoch,
                 accumulated=self._trainer.accumulate_grad_batches,
                 # Callbacks may replace and set them between two steps.
-                optimizers=stepping(self._trainer.optimizers),
+                optimizers=each_optimizer(self._trainer.optimizers),
                 clips=bool(self._trainer.gradient_clip_val),
                 **(self._same or self._same_for_all_steps()),
             )

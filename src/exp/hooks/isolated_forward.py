@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from exp.data.randomness import generators_kept
+from exp.data.randomness import preserve_generators
 from exp.errors import Fault
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def running(network: nn.Module, state: dict[str, Tensor]) -> Callable[..., Any]:
 @contextmanager
 def apart(network: nn.Module) -> Iterator[None]:
     """Gives every generator of random numbers back as it was, and takes the kernels that any transform understands."""
-    with generators_kept(), ExitStack() as stack:
+    with preserve_generators(), ExitStack() as stack:
         for device in {parameter.device for parameter in network.parameters()}:
             stack.enter_context(_generator_kept(device))
         # Fused attention has no rule for torch.func.vmap; the plain one computes the same.

@@ -55,7 +55,7 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def checked_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
+def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
     """The target as the loss needs it: for an elementwise loss of the output's own shape, in its dtype.
 
     Raises: RunError where the shapes differ.

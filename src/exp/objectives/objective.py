@@ -14,7 +14,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.objectives.loss_inputs import Values, checked_target, full, pick
+from exp.objectives.loss_inputs import Values, full, match_target, pick
 from exp.objectives.term import AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.spelling import nearest
@@ -53,7 +53,7 @@ class Term(AbstractTerm):
         """
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
         output = full(pick(values, self.output, "output"))
-        target = checked_target(module, output, full(pick(values, self.target, "target")))
+        target = match_target(module, output, full(pick(values, self.target, "target")))
         if self.is_by_weight and batch is not None and batch.world_size > 1:
             return shared_mean(cast(ByWeight, module), output, target, batch)
         loss: Tensor = module(output, target) if passes is None else module(output, target, passes)

@@ -29,7 +29,7 @@ class DerivativeTerm(AbstractTerm):
     ) -> None:
         super().__init__(weight=weight)
         self.output, self.input = output, input
-        self.precision = checked_precision(precision)
+        self.precision = read_precision(precision)
         if precision == "full":
             self.needs = self.needs | {"forward_passes"}
 
@@ -91,7 +91,7 @@ class WGANGP(AbstractTerm):
         super().__init__(weight=weight)
         self.critic, self.real, self.fake, self.output = critic, real, fake, output
         self.parts = (critic,)
-        self.precision = checked_precision(precision)
+        self.precision = read_precision(precision)
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the two differ in shape."""
@@ -156,7 +156,7 @@ class JacobianNorm(DerivativeTerm):
         return output.shape[1] * torch.stack(squares).mean()
 
 
-def checked_precision(precision: Precision) -> Precision:
+def read_precision(precision: Precision) -> Precision:
     """Raises: ValueError where it is none."""
     if precision not in ("step", "full"):
         raise ValueError(f"precision is {precision!r}; it must be step (the run's own) or full (float32)")

@@ -130,7 +130,7 @@ class PhaseSchedule:
         self.schedule.load_state_dict(state_dict)
 
 
-def stepping(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """The optimizers that step: those of the phases in the place of the one that the Trainer knows."""
     return [
         one

@@ -89,9 +89,9 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     expected: dict[str, Record] = {}
     found: dict[str, Record] = {}
     device = next((p.device for p in reference.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), silent_dropout(reference, chosen):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), dropout_off(reference, chosen):
         torch.manual_seed(seed)
-        handles = outputs_of(reference, expected)
+        handles = record_outputs(reference, expected)
         # torch lets convolutions take TensorFloat-32 unless told otherwise; the reference must be float32.
         with TensorFloat32(allowed=False):
             value32 = loss(reference)
@@ -100,7 +100,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
             handle.remove()
         precision.convert_module(chosen)
         try:
-            outputs_of(chosen, found, reference=_in_float32(reference, device.type))
+            record_outputs(chosen, found, reference=_in_float32(reference, device.type))
             torch.manual_seed(seed)
             with precision.forward_context():
                 value = loss(chosen)
@@ -108,8 +108,8 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
         finally:
             precision.teardown()
     half = precision.word.compute
-    gradients(reference, expected, scale=1.0)
-    gradients(chosen, found, scale=scale)
+    record_gradients(reference, expected, scale=1.0)
+    record_gradients(chosen, found, scale=scale)
     layers = tuple(
         _layer(name, record, expected[name], half=half, scale=scale, dtype=precision.kept.get(name, record.dtype))
         for name, record in found.items()
@@ -197,7 +197,7 @@ def _lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
     return int(((value.abs() < smallest) & counted).sum()), int(counted.sum())
 
 
-def outputs_of(
+def record_outputs(
     network: nn.Module, records: dict[str, Record], *, reference: Reference | None = None
 ) -> list[RemovableHandle]:
     """Records the outputs of every layer: what has no modules in it, or parameters of its own. Returns: handles."""
@@ -234,7 +234,7 @@ def _record(
         record.reference_outputs.append(_host(value) if other is None else _host(other))
 
 
-def gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:
+def record_gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:
     """Fills in the layers' gradients, divided by the scale: of their own parameters, or of their outputs."""
     modules = dict(network.named_modules())
     for name, record in records.items():
@@ -243,7 +243,7 @@ def gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float
 
 
 @contextmanager
-def silent_dropout(*networks: nn.Module) -> Iterator[None]:
+def dropout_off(*networks: nn.Module) -> Iterator[None]:
     """Turns dropout off: two precisions would draw different masks."""
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     silent = [m for network in networks for m in network.modules() if isinstance(m, layers) and m.training]

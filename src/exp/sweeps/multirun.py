@@ -53,21 +53,21 @@ def sweep(
         run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
-        return _told(jobs, directory, error.exit_status)
+        return _finish(jobs, directory, error.exit_status)
     except (KeyboardInterrupt, SystemExit) as error:
         status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130
-        return _told(jobs, directory, status)
+        return _finish(jobs, directory, status)
     except Exception as error:
-        _told(jobs, directory, 1)
+        _finish(jobs, directory, 1)
         if not jobs.rows:
             _remove_unused(directory)
         if isinstance(error, HydraException):
             raise ConfigError([fault_of(error)]) from error
         raise
-    return _told(jobs, directory, 0)
+    return _finish(jobs, directory, 0)
 
 
-def _told(jobs: Sweep, directory: Path, status: int) -> int:
+def _finish(jobs: Sweep, directory: Path, status: int) -> int:
     jobs.collect()
     if jobs.rows:
         print()

@@ -47,7 +47,6 @@ class Sweep:
 
     Plain data, so that a launcher of other processes can carry it.
 
-
     run: what runs one job, exp.run.fit. validate: what checks one job, exp.check.plan.validate.
     """
 

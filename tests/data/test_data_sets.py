@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exp.data import digits, sources, tables
+from exp.data import dataset_files, digits, tables
 from exp.data.data import Data
 from exp.data.digits import Digits
 from exp.data.tables import BreastCancer, Diabetes, Table, Wine
@@ -69,7 +69,7 @@ def test_the_column_names_are_in_the_files_order():
 @pytest.mark.parametrize("ours", [Digits, BreastCancer, Wine, Diabetes])
 def test_scikit_learn_itself_is_asked_where_its_files_have_moved(ours, monkeypatch, caplog):
     expected = ours().entries
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(dataset_files.importlib.util, "find_spec", lambda name: None)
     for mine, theirs in zip(ours().entries, expected, strict=True):
         assert torch.equal(mine, theirs)
     assert "importing sklearn.datasets" in caplog.text

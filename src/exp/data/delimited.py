@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, name_cure
-from exp.data.sources import data_file
 from exp.data.tables import Table
 
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.

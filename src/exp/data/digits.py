@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from exp.data.dataset_files import shipped_columns
 from exp.data.in_memory import Tensors
-from exp.data.sources import shipped_columns
 
 # Of the pixels, which run from 0 to 16: about their mean and standard deviation, as round numbers that no part's
 # statistics leak into.

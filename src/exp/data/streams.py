@@ -3,6 +3,9 @@
 So every rank has the same number of batches whatever the stream's length, which need not be known, and each sample
 counts once. Reading costs more than it would in shards, but what is costly, the transforms and the collation, is done
 only for a rank's own samples. With workers, each one reads the stream, too, and makes every num_workers-th batch.
+
+Private name of torch (seen in 2.11 to 2.13, and tested): torch.utils.data._utils.worker._worker_info, which
+get_worker_info reads.
 """
 
 from __future__ import annotations
@@ -130,8 +133,5 @@ def open_stream(dataset: IterableDataset[object], *, epoch: int) -> Iterator[obj
 
 
 def hide_worker() -> None:
-    """Lets a stream that shards itself over workers believe that it is read by one process.
-
-    torch keeps what get_worker_info gives in this private place (seen in torch 2.11 to 2.13; a test holds it there).
-    """
+    """Lets a stream that shards itself over workers believe that it is read by one process."""
     _utils.worker._worker_info = None

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exp.data.dataset_files import shipped_columns
 from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Tensors
-from exp.data.sources import shipped_columns
 
 
 class Table(Tensors):

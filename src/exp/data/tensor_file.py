@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, name_cure
 from exp.data.in_memory import Tensors, classes_in
-from exp.data.sources import data_file
 
 
 class TensorFile(Tensors):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.dataset_files import find_files
 from exp.data.faults import data_fault, unlike_training
 from exp.data.in_memory import Entries
 from exp.data.randomness import seed_for
-from exp.data.sources import find_files
 from exp.data.splits import lengths
 from exp.types import Stage
 

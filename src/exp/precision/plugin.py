@@ -293,32 +293,22 @@ def build_precision(
     *,
     device_type: str,
     keep: Mapping[str, str] | None = None,
-    init_scale: float = 65536.0,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    enabled: bool = False,
     matmul: str | None = None,
+    enabled: bool = False,
+    **scale: float,
 ) -> RunPrecision:
     """The plugin for a word of `precision.word`.
 
     device_type: torch's, such as cpu or cuda.
     keep: pattern of module names or name of a type to fp32 or fp64, as precision.keep.
-    init_scale, growth_factor, backoff_factor, growth_interval, enabled: of the loss scale (precision.scaler), which
-        only fp16 has.
     matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
+    enabled: whether there is a loss scale, which only fp16 has.
+    scale: init_scale, growth_factor, backoff_factor and growth_interval of torch.amp.GradScaler, as precision.scaler.
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
     meaning = read_word(word)
     if meaning.needs_scaler:
-        scaler = CountingScaler(
-            device=device_type,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        scaler = CountingScaler(device=device_type, enabled=enabled, **scale)
         return ScaledPrecision(word=meaning, device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
     if enabled:
         meaning.refuse_scaler()

@@ -398,7 +398,7 @@ class LeanStep:
     def _run_backward(self, loss: Tensor) -> None:
         """Call `loss.backward()` of a plain number, without 10 us of looks at what else it might be."""
         if type(loss) is not Tensor or loss.dim() or has_torch_function_unary(loss):
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's is not annotated
+            loss.backward()
             return
         one = self._ones.get((loss.dtype, loss.device))
         if one is None:

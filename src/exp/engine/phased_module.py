@@ -182,7 +182,7 @@ class PhasedModule(TrainingModule):
         with self._training_only(self._trained[phase.name]):
             for batch, batch_idx in window:
                 loss, parts = self._share(phase, batch, batch_idx, turn, size=size)
-                precision.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is not annotated
+                precision.scale(loss).backward()
                 self.observer.after_backward()
                 loss = loss.detach()
                 loss_sum = loss if loss_sum is None else loss_sum + loss

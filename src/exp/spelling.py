@@ -21,6 +21,15 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float 
     return [name for unlike, name in ranked if -unlike >= likeness][:count]
 
 
+def is_slip(word: str, known: Iterable[str]) -> bool:
+    """Whether a word is one of the known names but for one letter: too many, too few, another, or two swapped."""
+    for name in known:
+        longest = max(len(word), len(name))
+        if longest > 2 and SequenceMatcher(None, word, name).ratio() >= 1 - 1 / longest:
+            return True
+    return False
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The cure of a typo, `Did you mean lr?`, or None where nothing is near."""
     found = nearest(word, known)

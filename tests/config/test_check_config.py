@@ -155,7 +155,7 @@ def test_what_a_data_set_leaves_open_is_filled_in_before_others_are_checked(empt
     config = compose(["data=text"])
     assert config.data.input_shape is None
     config = resolve(config).config
-    assert list(config.data.input_shape) == [config.data.dataset.block_size]
+    assert list(config.data.input_shape) == [64]
     assert config.model.layers.tokens.num_embeddings == config.data.num_classes > 1
 
 

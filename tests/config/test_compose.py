@@ -132,7 +132,7 @@ WRONG = [
     ("extras.print_config=true", "extras.print_config", "print_config=true"),
     ("hparams_search=mnist_optuna", "hparams_search", "-m optimizer.lr"),
     ("task_name=x", "task_name", "name=x"),
-    ("debug=default", "debug", "debug=fast"),
+    ("debug=default", "debug", "debug=one_batch"),
     ("hydra.callbacks.x._target_=os.system", "hydra.callbacks.x._target_", "run before the check"),
     ("hydra/callbacks=x", "hydra/callbacks", "hydra/launcher or hydra/sweeper"),
     ("hydra.sweeper._target_=os.system", "hydra.sweeper._target_", "not of an installed Hydra plug-in"),

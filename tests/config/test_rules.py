@@ -46,7 +46,7 @@ def test_what_the_data_has_not_filled_in_yet_is_no_fault_of_its_own(capsys):
     assert "trainer.max_time" in text
 
 
-@pytest.mark.parametrize("command", ["data.dataset.foo=1", "trainer.reload_dataloaders_every_n_epochs=1"])
+@pytest.mark.parametrize("command", ["data.dataset.foo=1", "trainer.reload_dataloaders_every_n_epoch=1"])
 def test_a_habit_is_proposed_for_a_word_like_it_in_its_own_place(capsys, command):
     text = refusal(capsys, command)
     assert "Write data=" not in text

@@ -43,7 +43,7 @@ def test_the_last_file_that_set_a_key_is_named():
     assert source_of(config, "seed") == "conf/experiment/e.yaml"
     assert source_of(config, "optimizer.lr") == "command line"
     assert source_of(config, "optimizer.extra.a.b") == "command line"
-    assert source_of(config, "optimizer.weight_decay").endswith("conf/optimizer/adamw.yaml")
+    assert source_of(config, "optimizer._target_").endswith("conf/optimizer/adamw.yaml")
     assert source_of(config, "name").endswith("conf/train.yaml")
 
 

@@ -10,6 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 import exp
+from exp.check.signature import signature_of
+from exp.config.targets import resolve
 
 CONF = Path(exp.__file__).parent / "conf" / "hooks"
 RUN = [
@@ -43,7 +45,8 @@ WITHOUT_NORM = ["per_sample_gradients"]
 def trained(ranks, names: list[str], *more: str):
     hooks = [f"hooks=[{','.join(names)}]"]
     for name in names:
-        if "every_n_steps" in OmegaConf.load(CONF / f"{name}.yaml")[name]:
+        target = OmegaConf.load(CONF / f"{name}.yaml")[name]._target_
+        if "every_n_steps" in signature_of(resolve(target)).parameters:
             hooks.append(f"hooks.{name}.every_n_steps=2")
     run = ranks.train(*RUN, *hooks, *more)
     losses = {tag: run.values[tag] for tag in ("loss/train", "loss/val", "accuracy/val", "loss/test")}

@@ -85,3 +85,10 @@ def test_the_run_goes_on_in_another_precision_and_says_so(finished, caplog):
     report = exp.fit(exp.compose([f"resume={last}", *same, "trainer.max_epochs=4", "precision=fp16"]))
     assert "precision.word was bf16_true and is fp16" in caplog.text
     assert report.epochs == 4
+
+
+def test_a_default_that_is_written_out_is_no_other_value(finished):
+    written = ["optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "scheduler.warmup_steps=0"]
+    assert not notes(f"resume={finished}", "model=lenet", "trainer.max_epochs=4", *written)
+    told = faults(f"resume={finished}", "model=lenet", "trainer.max_epochs=4", "optimizer.weight_decay=0.1")["resume"]
+    assert "optimizer.weight_decay was 0.01 and is 0.1" in told

@@ -31,11 +31,25 @@ def test_there_is_an_option_for_each_word() -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_an_option_sets_every_scalar_so_that_it_replaces_another(word: str) -> None:
-    option = read(f"precision/{word}.yaml")
-    assert leaves(option) | {"keep"} == leaves(read("train.yaml")["precision"])
-    assert option["word"] == word
-    build_precision(word, device_type="cpu", **option["scaler"])
+def test_an_option_sets_the_word_alone_so_that_it_replaces_another(word: str) -> None:
+    assert read(f"precision/{word}.yaml") == {"word": word}
+    plugin = build_precision(word, device_type="cpu", **read("train.yaml")["precision"]["scaler"])
+    assert plugin.is_scaled == (word == "fp16")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_command_line_replaces_what_an_experiment_picked(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the experiment's option sets, the other one sets as well: nothing of the first is left over."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    for other in WORDS:
+        text = f"# @package _global_\n# Picks a precision: experiment=e\ndefaults:\n  - /precision/{other}\nseed: 3\n"
+        (tmp_path / "conf/experiment/e.yaml").write_text(text)
+        replaced = exp.compose(["experiment=e", f"precision={word}"])
+        assert replaced.precision == exp.compose([f"precision={word}"]).precision
+        assert replaced.seed == 3
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -48,15 +62,15 @@ def test_the_two_spellings_are_one_command(word: str) -> None:
 
 
 def test_nothing_chosen_is_fp32() -> None:
-    assert read("train.yaml")["precision"] == {**read("precision/fp32.yaml"), "keep": {}}
+    assert exp.compose([]).precision == exp.compose(["precision=fp32"]).precision
 
 
-@pytest.mark.parametrize("name", ["fast", "overfit", "limit", "profiler", "short"])
+@pytest.mark.parametrize("name", ["one_batch", "overfit", "few_batches", "profiler", "few_epochs"])
 def test_a_debug_switch_leaves_all_but_the_trainer_alone(name: str) -> None:
     path = CONF / "debug" / f"{name}.yaml"
     # Hydra looks for the header in the first line only, and ignores one below another comment in silence.
     assert path.read_text().startswith("# @package _global_\n")
     option = yaml.safe_load(path.read_text())
-    known = leaves(read("trainer/default.yaml"))
-    assert {leaf.removeprefix("trainer.") for leaf in leaves(option) if leaf.startswith("trainer.")} <= known
+    known = leaves(read("train.yaml")["trainer"], "trainer")
+    assert {leaf for leaf in leaves(option) if leaf.startswith("trainer.")} <= known
     assert {leaf for leaf in leaves(option) if not leaf.startswith("trainer.")} <= {"data.shuffle"}

@@ -37,7 +37,7 @@ def with_hook(tmp_path, name, value):
 
 def test_a_hooks_numpy_number_reaches_the_report(tmp_path):
     with_hook(tmp_path, "numpy_hook", "np.float32(2.5)")
-    report = exp.fit(exp.compose(["+hooks=odd", "debug=fast"]))
+    report = exp.fit(exp.compose(["+hooks=odd", "debug=one_batch"]))
     assert report.metrics["odd/value"] == 2.5
 
 
@@ -45,14 +45,14 @@ def test_a_hooks_numpy_number_reaches_the_report(tmp_path):
 def test_a_hook_that_gives_no_number_is_named_by_its_tag(tmp_path, name, value):
     with_hook(tmp_path, name, value)
     with pytest.raises(exp.RunError, match="odd/value"):
-        exp.fit(exp.compose(["+hooks=odd", "debug=fast"]))
+        exp.fit(exp.compose(["+hooks=odd", "debug=one_batch"]))
     (path,) = tmp_path.glob("outputs/train/*/*/report.json")
     assert json.loads(path.read_text())["status"] == "failed"
 
 
 def test_torchrun_is_told_what_to_start(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert main(["debug=fast"]) == 2
+    assert main(["debug=one_batch"]) == 2
     assert "exp.worker" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -23,7 +23,7 @@ from exp.report import Ongoing, as_markdown, read_report
 from exp.signals import heeded
 from exp.train import main
 
-SMALL = ("debug=fast", "trainer.enable_progress_bar=false")
+SMALL = ("debug=one_batch", "trainer.enable_progress_bar=false")
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_ctrl_c_while_hydra_is_being_imported_is_one_line(module):
 
         sys.meta_path.insert(0, Pressed())
         from exp.{module} import main
-        sys.exit(main(["debug=fast"]))
+        sys.exit(main(["debug=one_batch"]))
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200, check=False

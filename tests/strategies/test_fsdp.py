@@ -149,7 +149,7 @@ def test_memory_of_a_rank(ranks):
 
 
 def test_the_command(tmp_path, commands):
-    command = ["strategy=fsdp", "model=transformer", "debug=fast", "launch.accelerator=cpu", "launch.devices=2"]
+    command = ["strategy=fsdp", "model=transformer", "debug=one_batch", "launch.accelerator=cpu", "launch.devices=2"]
     done = commands.run(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr

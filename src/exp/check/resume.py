@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from exp.check.phase_rules import whole_phase
+from exp.check.signature import with_defaults
 from exp.config.freeze import read_overrides
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
@@ -36,8 +38,8 @@ NUMERIC = (
     "trainer.gradient_clip_algorithm",
     "trainer.limit_train_batches",
 )
-# Of these nodes: what no step depends on, and the class where a name says the same.
-BESIDE = ("precision.report", "strategy.verify", "strategy._target_")
+# Of these nodes: what no step depends on, and what a name or word says as well.
+BESIDE = ("precision.report", "precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +61,14 @@ def examine_resume(config: Mapping[str, Any]) -> Resuming:
     checkpoint = read_checkpoint(path)
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
-    before = yaml.safe_load(checkpoint[CONFIG])
+    # A checkpoint of before there were phases had none.
+    before = _whole({"phases": {}, **yaml.safe_load(checkpoint[CONFIG])})
+    config = _whole(config)
     faults = _other_values(before, config, "model", path)
     if config["train"]:
         faults += _other_values(before, config, "optimizer", path)
         faults += _other_values(before, config, "scheduler", path)
-        # A checkpoint of before there were phases had none.
-        faults += _other_values({"phases": {}, **before}, config, "phases", path)
+        faults += _other_values(before, config, "phases", path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
     return Resuming(faults=tuple(faults), notes=_notes(before, config, path) if config["train"] else ())
 
@@ -120,6 +123,13 @@ def _epochs(trainer: Mapping[str, Any], *, done: int) -> list[Fault]:
             cure=f"It counts the whole run: trainer.max_epochs={done + most} does {most} more",
         )
     ]
+
+
+def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the defaults of its classes and phases, so that one that is written out makes no difference."""
+    phases = {name: whole_phase(phase) for name, phase in config["phases"].items()}
+    allow = config["security"]["allow"] if "security" in config else []
+    return dict(with_defaults({**config, "phases": phases}, allow=allow))
 
 
 def _leaves(node: Any, key: str) -> dict[str, Any]:

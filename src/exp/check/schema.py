@@ -180,7 +180,7 @@ SCHEMA: dict[str, Any] = {
             "growth_factor": number(above=1.0),
             "backoff_factor": number(0.0, 1.0),
             "growth_interval": integer(1),
-            "enabled": boolean(),
+            "enabled": maybe(boolean()),
         },
     },
     "checkpoint": {"every_n_steps": maybe(integer(1)), "save_best": boolean(), "save_last": boolean()},

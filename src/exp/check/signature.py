@@ -9,11 +9,13 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from exp.config.reading import UNKNOWN, is_node
+from exp.config.targets import resolve
+from exp.errors import ConfigError, MissingExtraError
 
 EMPTY = inspect.Parameter.empty
 SEQUENCES = (
@@ -25,6 +27,7 @@ SEQUENCES = (
     collections.abc.Iterable,
     collections.abc.Collection,
 )
+PLAIN = (type(None), bool, int, float, str, list, tuple)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 # Classes that take names in **kwargs and pick them out by hand. A test holds each against the installed version.
@@ -87,6 +90,24 @@ def signature_of(target: Any) -> Signature:
         return Signature(parameters={}, open=False, positional=(), rest=False)
     found = _of_function(maker, bound=True)
     return _with_bases(target, maker, found) if found.open else found
+
+
+def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
+    """Plain values with what the class of each node within mappings takes where the node leaves a parameter out.
+
+    A name that cannot be resolved is left as it is; so is a default that is no plain value.
+    """
+    if not isinstance(node, Mapping):
+        return node
+    own = {name: with_defaults(value, allow=allow) for name, value in node.items()}
+    if not is_node(own) or not isinstance(own["_target_"], str):
+        return own
+    try:
+        parameters = signature_of(resolve(own["_target_"], allow=allow)).parameters.values()
+    except (ConfigError, MissingExtraError):
+        return own
+    plain = [(one.name, one.default) for one in parameters if isinstance(one.default, PLAIN)]
+    return {**{name: list(value) if isinstance(value, tuple) else value for name, value in plain}, **own}
 
 
 def _maker(target: type) -> Callable[..., Any] | None:

@@ -14,7 +14,7 @@ from exp.config.hydra_node import USED_GROUPS
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean
 
-ONE = ("model", "data", "optimizer", "scheduler", "trainer", "strategy", "launch", "sweep")
+ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local")
 COMMAND_LINE = "command line"

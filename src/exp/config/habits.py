@@ -20,7 +20,7 @@ KEYS = {
     "trainer.logger": "loggers are a group: logger=[tensorboard], logger=[] for none",
     "trainer.default_root_dir": "results land in hydra.run.dir=outputs/elsewhere",
     "trainer.enable_checkpointing": "checkpoints are checkpoint.save_best and checkpoint.save_last",
-    "trainer.fast_dev_run": "write debug=fast",
+    "trainer.fast_dev_run": "write debug=one_batch",
     "trainer.overfit_batches": "write debug=overfit",
     "trainer.profiler": "write debug=profiler",
     "trainer.deterministic": "write runtime.deterministic=true",
@@ -72,13 +72,18 @@ KEYS = {
 # An option that names something else here.
 OPTIONS = {
     "trainer": {
+        "default": "leave it out: its keys are set one by one, such as trainer.max_epochs=5",
         "gpu": "write launch.accelerator=cuda",
         "cpu": "write launch.accelerator=cpu",
         "mps": "write launch.accelerator=mps",
         "ddp": "write strategy=ddp",
         "ddp_sim": "write strategy=ddp launch.accelerator=cpu launch.devices=2",
     },
-    "debug": {"default": "write debug=fast", "fdr": "write debug=fast"},
+    "launch": {"local": "leave it out: its keys are set one by one, such as launch.devices=2"},
+    "debug": {
+        "default": "write debug=one_batch", "fdr": "write debug=one_batch", "fast": "write debug=one_batch",
+        "limit": "write debug=few_batches", "short": "write debug=few_epochs",
+    },
     "model": {"mnist": "write model=mlp or model=lenet"},
     "data": {"mnist": "data=digits needs no download"},
     "callbacks": {

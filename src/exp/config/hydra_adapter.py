@@ -16,7 +16,7 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
@@ -25,18 +25,19 @@ from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import Container, DictConfig, ListConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.search_path import Place, shown
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault
+from exp.spelling import is_slip
 
 VERSION_BASE = "1.3"
 # What Hydra and OmegaConf raise on a faulty config or override, by intent, or out of an assert or a conversion.
@@ -111,10 +112,22 @@ class Loader(ConfigLoaderImpl):
             self.repository = _Repository(path)
         self.layers: list[Layer] = []
         self.tries_jobs = True
+        self._overrides: list[Override] = []
 
-    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        self._overrides, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return self._overrides, repo
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]
-        return super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+        config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+        for override in self._overrides:
+            declare_parameter(config, override)
+        return config
 
     def _layer(self, default: ResultDefault, repo: Any) -> Layer:
         loaded = repo.load_config(default.config_path)
@@ -137,6 +150,7 @@ class Loader(ConfigLoaderImpl):
 
     def apply(self, override: Override, config: DictConfig) -> None:
         """Changes a composed config by one override that is no choice of a group."""
+        declare_parameter(config, override)
         with hydra_base():
             self._apply_overrides_to_config([override], config)
 
@@ -171,6 +185,29 @@ class Loader(ConfigLoaderImpl):
             return False
         with hydra_base():
             return self.repository.config_exists(f"{group}/{option}")
+
+
+def declare_parameter(config: DictConfig, override: Override) -> None:
+    """Give a node the key that an override is about to set or delete, where the node takes keys that no file shows.
+
+    That is a node with a `_target_`, whose class says what it takes, and an entry of `phases`: a file says only what it
+    changes, and Hydra would ask for a `+` before everything else. The check says later whether there is such a
+    parameter. A slip of a key that is there is left for Hydra to refuse.
+    """
+    parent, _, name = override.key_or_group.rpartition(".")
+    is_hydras = parent.partition(".")[0] in ("", "hydra")
+    if override.type not in (OverrideType.CHANGE, OverrideType.DEL) or override.is_sweep_override() or is_hydras:
+        return
+    try:
+        node = OmegaConf.select(config, parent)
+    except OmegaConfBaseException:
+        return  # told where the override is applied
+    is_phase = parent.startswith("phases.") and parent.count(".") == 1
+    if not isinstance(node, DictConfig) or name in node or not (is_phase or "_target_" in node):
+        return
+    if not is_slip(name, map(str, node)):
+        with open_dict(node):
+            node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.errors import HydraException
 
 from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary, normalised
-from exp.config.habits import KEYS, cure_of_key, cure_of_option
+from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import Override, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
 from exp.errors import Fault
@@ -95,7 +95,7 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
         if fault is not None or line.group not in USED_GROUPS:
             return fault
     elif cure is not None and line.group == "":
-        return _fault(line.key, "this key has another name here", "a key of exp", cure[0].upper() + cure[1:])
+        return _fault(line.key, "this key has another name here", "a key of exp", _sentence(cure))
     elif top not in vocabulary.words():
         return _unknown_word(line, top, vocabulary)
     if line.parsed.package is not None and line.parsed.package.partition(".")[0] not in vocabulary.keys:
@@ -124,7 +124,8 @@ def _choice_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
     group, kind = line.group, vocabulary.kind(line.group)
     example = vocabulary.example(group)
     if not vocabulary.in_use(group) and line.parsed.package is None:
-        return _fault(group, "no group of train.yaml", f"one of {among(vocabulary.groups, word=group)}")
+        expected = f"one of {among(vocabulary.groups, word=group)}"
+        return _fault(group, "no group of train.yaml", expected, _cure_of_choice(line))
     if line.sign == "++":
         return _fault(group, f"++ on a group, {line.text}", "= to replace or + to add", f"Write {line.text[2:]}")
     if line.sign == "~":
@@ -158,7 +159,7 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
         fault = vocabulary.option_fault(group, option)
         if fault is not None:
             cure = cure_of_option(group, option)
-            return _fault(group, fault.got, fault.expected, cure[0].upper() + cure[1:]) if cure else fault
+            return _fault(group, fault.got, fault.expected, _sentence(cure)) if cure else fault
     return None
 
 
@@ -175,11 +176,23 @@ def _value_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
     if "/" in line.key:
         group = line.key.rpartition("/")[0]
         return _fault(line.key, "no such group", f"one of {among(vocabulary.groups, word=group)}")
+    if line.key in OPTIONS and line.key not in vocabulary.groups and isinstance(line.value, str):
+        cure = _cure_of_choice(line) or f"Set its keys one by one, see --cfg job --package {line.key}"
+        return _fault(line.key, f"no group, but a node of train.yaml: {line.text}", "a key of it", cure)
     if line.key in vocabulary.groups and line.key not in vocabulary.keys:
         return vocabulary.option_fault(line.key, line.value)
     if line.sign == "~" and "." not in line.key:
         return _fault(line.key, "~ on a key at the top", "a value", f"Write {line.key}=...")
     return None
+
+
+def _cure_of_choice(line: Line) -> str | None:
+    cure = cure_of_option(line.key, line.value)
+    return _sentence(cure) if cure else None
+
+
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:]
 
 
 def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
@@ -213,7 +226,7 @@ def missing_key_fault(
         cure = f"Did you mean {elsewhere[0]}?"
     elif habit:
         cure = cure_of_key(habit, line.value_text)
-        cure = cure[0].upper() + cure[1:] + "." if cure else None
+        cure = f"{_sentence(cure)}." if cure else None
     if target and line.sign == "":
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {target}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"

@@ -84,7 +84,7 @@ class ClipModule(GradientTransform):
         if self.at != "parameters" and "replicates_in_threads" in planned.traits:
             reason = "another strategy: each device has a part of the batch, and of its gradient"
             found.append(("strategy", strategy["name"], reason, "Write strategy=ddp, or at=parameters"))
-        if "local_sgd" in strategy and strategy["local_sgd"]["every_n_steps"] is not None:
+        if "local_sgd" in strategy and strategy["local_sgd"].get("every_n_steps") is not None:
             reason = "null: ranks that step by themselves have no gradient in common"
             found.append(("strategy.local_sgd.every_n_steps", "a number", reason, "Or leave the hook out"))
         if gathers and is_compiled:

@@ -294,7 +294,7 @@ def build_precision(
     device_type: str,
     keep: Mapping[str, str] | None = None,
     matmul: str | None = None,
-    enabled: bool = False,
+    enabled: bool | None = None,
     **scale: float,
 ) -> RunPrecision:
     """The plugin for a word of `precision.word`.
@@ -302,13 +302,13 @@ def build_precision(
     device_type: torch's, such as cpu or cuda.
     keep: pattern of module names or name of a type to fp32 or fp64, as precision.keep.
     matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
-    enabled: whether there is a loss scale, which only fp16 has.
+    enabled: whether there is a loss scale, which only fp16 has; None: as the word says.
     scale: init_scale, growth_factor, backoff_factor and growth_interval of torch.amp.GradScaler, as precision.scaler.
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
     meaning = read_word(word)
     if meaning.needs_scaler:
-        scaler = CountingScaler(device=device_type, enabled=enabled, **scale)
+        scaler = CountingScaler(device=device_type, enabled=enabled is not False, **scale)
         return ScaledPrecision(word=meaning, device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
     if enabled:
         meaning.refuse_scaler()

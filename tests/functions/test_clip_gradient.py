@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value
+from exp.functions.identities import clip_gradient_by_norm, clip_gradient_by_value
 
 pytestmark = pytest.mark.numeric
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.functions.gradient_reversal import gradient_reversal
+from exp.functions.identities import gradient_reversal
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.layers import GradientReversal
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.functions.gradient_reversal import gradient_reversal, progressive_weight
-from exp.functions.scale_gradient import scale_gradient
+from exp.functions.identities import gradient_reversal, progressive_weight, scale_gradient
 
 pytestmark = pytest.mark.numeric
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import exp
 from exp.errors import ConfigError, RunError
-from exp.functions.gradient_reversal import gradient_reversal
+from exp.functions.identities import gradient_reversal
 from exp.hooks.gradient_reversal import GradientReversal
 from exp.hooks.step import Step
 from exp.models.layers import GradientReversal as Layer

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from exp.errors import ConfigError
-from exp.models.containers import ModuleDictModel
+from exp.models.containers import ModuleDictModel, forward_name, forward_names, with_forward
 from exp.models.inference import materialise
-from exp.models.named_forward import forward_name, forward_names, with_forward
 from exp.models.program_error import ProgramError
 
 PROGRAMS = {

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import exp
 from exp.build import Parts
 from exp.errors import ConfigError
-from exp.models.containers import ModuleDictModel
-from exp.models.named_forward import with_forward
+from exp.models.containers import ModuleDictModel, with_forward
 from exp.precision.keep import kept_layers
 from exp.precision.plugin import build_precision
 

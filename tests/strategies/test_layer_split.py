@@ -50,7 +50,7 @@ PLACES = textwrap.dedent(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from exp.models.containers import ModuleDictModel
-    from exp.models.parts import split
+    from exp.models.partition import split
     from exp.strategies.layer_split import SplitNetwork
 
     torch.utils.rename_privateuse1_backend("toy")

@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from exp.errors import ConfigError, Fault
-from exp.models.containers import ProgramModel
-from exp.models.named_forward import forward_names
+from exp.models.containers import ProgramModel, forward_names
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import pattern_faults, unmatched_parameters
 from exp.optim.phase import Phase

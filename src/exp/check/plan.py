@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from exp.check.shapes import ShapeExamination
     from exp.hooks.hook import Hook
-    from exp.models.flops import FlopCount
+    from exp.models.flop_count import FlopCount
     from exp.objectives.objective import Objective
     from exp.optim.phase import Phase
     from exp.strategies.placement import Placement

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.compiler import FILE_PREFIX
-from exp.models.config_keys import config_key, path_of
-from exp.models.containers import ProgramModel
+from exp.models.containers import ProgramModel, config_key, forward_name, forward_names, path_of, with_forward
 from exp.models.forward_trace import Call, ForwardTrace, Recorder
 from exp.models.inference import LAZY_CLASSES, example_inputs, materialise
-from exp.models.named_forward import forward_name, forward_names, with_forward
-from exp.models.normalisation import FEATURE_NORMS
+from exp.models.matching import FEATURE_NORMS
 from exp.models.program_error import ProgramError
 from exp.objectives.loss_inputs import ELEMENTWISE
 from exp.objectives.objective import Objective, Term

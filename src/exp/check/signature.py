@@ -225,14 +225,14 @@ def fits(value: Any, annotation: Any, default: Any = EMPTY) -> bool:
     """
     if value is UNKNOWN or (value is None and default is None):
         return True
-    if annotation is EMPTY or annotation is Any:
+    if annotation is EMPTY or annotation is Any or annotation is object:
         return _like_default(value, default)
     return _is(value, annotation)
 
 
 def worded(annotation: Any, default: Any = EMPTY) -> str:
     """The kind in words: `an integer`, `one of min, max`, `a list of 2 numbers`."""
-    if annotation is EMPTY or annotation is Any:
+    if annotation is EMPTY or annotation is Any or annotation is object:
         return WORDS[type(default)] if type(default) in WORDS and default is not None else "another value"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     base = origin or annotation
@@ -303,7 +303,12 @@ def _like_default(value: Any, default: Any) -> bool:
 
 def _is(value: Any, annotation: Any) -> bool:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if value is UNKNOWN or annotation is Any or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
+    if (
+        value is UNKNOWN
+        or annotation is Any
+        or annotation is object
+        or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef)
+    ):
         return True
     if annotation is None or annotation is type(None):
         return value is None

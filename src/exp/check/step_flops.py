@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from exp.data.randomness import preserve_generators
 from exp.engine.forward import forward_by_name, make_passes, needing
-from exp.models.flops import FlopCount, counted
-from exp.models.named_forward import with_forward
+from exp.models.containers import with_forward
+from exp.models.flop_count import FlopCount, counted
 from exp.nested import moved, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import trained_parameters

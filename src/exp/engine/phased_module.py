@@ -31,7 +31,7 @@ from exp.engine.forward import Values, detached, forward_by_name, target_of
 from exp.engine.module import TrainingModule, clip
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.step import Window
-from exp.models.named_forward import with_forward
+from exp.models.containers import with_forward
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
 from exp.precision.plugin import RunPrecision

@@ -22,7 +22,7 @@ from exp.engine.forward import Values, detached, target_of
 from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
 from exp.models.graphs import flatten
-from exp.models.parts import Split
+from exp.models.partition import Split
 from exp.precision.plugin import RunPrecision
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.functions.clip_gradient import clip_gradient_by_norm, clip_gradient_by_value, clipped_by_value, norm_factor
+from exp.functions.identities import clip_gradient_by_norm, clip_gradient_by_value, clipped_by_value, norm_factor
 from exp.hooks.gradient_transform import GradientTransform
 from exp.hooks.step import Step
 from exp.models.matching import matching

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
 from exp.functions.at_least_float32 import at_least_float32
-from exp.functions.gradient_reversal import gradient_reversal, progressive_weight
+from exp.functions.identities import gradient_reversal, progressive_weight
 from exp.hooks.gradient_transform import At, GradientTransform
 from exp.hooks.hook import Boundary
 from exp.hooks.step import Step
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GradientReversal(GradientTransform):
-    """functions/gradient_reversal.py at modules, with the weight of the paper's schedule by choice.
+    """The gradient reversal of functions/identities.py at modules, with the weight of the paper's schedule by choice.
 
     Ganin and Lempitsky 2015, arXiv:1409.7495. As the layer exp.models.layers.GradientReversal before each module.
 

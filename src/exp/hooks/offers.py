@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exp.models.flops import FlopCount
+    from exp.models.flop_count import FlopCount
 
 
 @dataclass(frozen=True, kw_only=True)

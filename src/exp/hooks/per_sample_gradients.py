@@ -18,7 +18,7 @@ from exp.hooks.isolated_forward import apart, objective_faults, running
 from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
 from exp.models.inference import example_inputs
-from exp.models.normalisation import ANY_BATCH_NORM, INSTANCE_NORMS
+from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
 from exp.nested import mapped, tensors_in
 from exp.types import Batch, DataSpec
 

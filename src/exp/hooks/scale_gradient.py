@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from exp.functions.scale_gradient import scale_gradient
+from exp.functions.identities import scale_gradient
 from exp.hooks.gradient_transform import At, GradientTransform
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.models import vocabulary
+from exp.models.constants import Scalar
 from exp.models.program import Program
 from exp.models.stand_ins import Function, stand_in
 from exp.models.syntax import prefix_of
@@ -114,6 +115,7 @@ def _read(name: str, held: nn.Module | Tensor) -> ast.expr:
 def _literal(value: object) -> ast.expr:
     if isinstance(value, list):
         return ast.List([_literal(item) for item in value], ast.Load())
+    assert isinstance(value, Scalar)
     return ast.Constant(value)
 
 
@@ -130,8 +132,9 @@ class _Compiled(ast.NodeTransformer):
 
     def body(self) -> list[ast.stmt]:
         """The statements of the program in this form; the program's own tree stays as it is."""
-        tree = ast.parse(self.program.source.text)
-        return self.visit(tree).body
+        tree = self.visit(ast.parse(self.program.source.text))
+        assert isinstance(tree, ast.Module)
+        return tree.body
 
     def listed(self, name: str, home: str, node: ast.AST) -> ast.expr:
         key = f"{home}.{name}"
@@ -185,7 +188,9 @@ class _Guarded(_Compiled):
         function = ast.copy_location(_load(f"{GUARDS}.{name}"), node)
         return ast.copy_location(ast.Call(function, list(args), list(keywords)), node)
 
-    def constant(self, value: object, node: ast.AST) -> ast.expr:
+    def constant(self, value: Scalar | Shape, node: ast.AST) -> ast.expr:
+        if isinstance(value, tuple):
+            return ast.copy_location(ast.Tuple([self.constant(part, node) for part in value], ast.Load()), node)
         return ast.copy_location(ast.Constant(value), node)
 
     def whole(self) -> list[ast.stmt]:
@@ -212,8 +217,12 @@ class _Guarded(_Compiled):
         statements = sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1
         node.iter = self.rounds(node.target, node.iter, statements)
         node.target = self.visit(node.target)
-        node.body = [changed for statement in node.body for changed in _several(self.visit(statement))]
+        node.body = [changed for statement in node.body for changed in self.several(statement)]
         return node
+
+    def several(self, statement: ast.stmt) -> list[ast.stmt]:
+        changed = self.visit(statement)
+        return changed if isinstance(changed, list) else [changed]
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
         node.iter = self.rounds(node.target, node.iter, 1)
@@ -290,10 +299,6 @@ class _Guarded(_Compiled):
 def _shape(target: ast.expr) -> Shape:
     """How the variables of an assignment nest."""
     return tuple(map(_shape, target.elts)) if isinstance(target, ast.Tuple | ast.List) else ""
-
-
-def _several(changed: ast.AST | list[ast.stmt]) -> list[ast.AST]:
-    return [*changed] if isinstance(changed, list) else [changed]
 
 
 # -- what the listed functions are in a run --

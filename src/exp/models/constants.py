@@ -47,9 +47,11 @@ def binary(kind: str, left: object, right: object) -> object:
     """`left kind right` of two constants: numbers, strings, or sequences that are joined or repeated."""
     if isinstance(left, int | float) and isinstance(right, int | float):
         return _numbers(kind, left, right)
-    if kind == "Add" and isinstance(left, str | list | tuple) and isinstance(right, type(left)):
-        check_length(len(left) + len(right))
-        return left + right
+    if kind == "Add":
+        for sequence in (str, list, tuple):
+            if isinstance(left, sequence) and isinstance(right, sequence):
+                check_length(len(left) + len(right))
+                return operator.add(left, right)
     if kind == "Mult" and isinstance(left, str | list | tuple) and isinstance(right, int):
         check_length(len(left) * max(right, 0))
         return left * right

@@ -5,26 +5,26 @@ The layers' keys in the state dict are what a hand-written module would have: `l
 
 from __future__ import annotations
 
+import copy
 import inspect
 import keyword
-from collections.abc import Iterable, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.compiler import compile_forward
-from exp.models.freezing import freeze as freeze_parameters
+from exp.models.graphs import graph_of_function
 from exp.models.initialisation import Scheme, initialise
-from exp.models.layers import Parameter
+from exp.models.initialisation import freeze as freeze_parameters
+from exp.models.layers import Held, built
 from exp.models.program import Program, layers_used, parse
 from exp.models.program_error import ProgramError
-from exp.models.program_graph import graph_of_function
 
 _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-Layer = nn.Module | Tensor | Mapping[str, Any] | Sequence[Any]
 Container = Literal["sequential", "module_list", "module_dict"]
 
 
@@ -50,12 +50,12 @@ class ProgramModel(nn.Module):
     def __init__(
         self,
         *,
-        layers: Mapping[str, Layer],
+        layers: Mapping[str, Held],
         forward: str | None = None,
         container: Container | None = None,
         programs: Mapping[str, str] | None = None,
         inputs: Sequence[str] = ("x",),
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, object] | None = None,
         initialisation: Mapping[str, Scheme] | None = None,
         freeze: Sequence[str] = (),
     ) -> None:
@@ -113,11 +113,11 @@ class ProgramModel(nn.Module):
         return paths
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, object]:
         """The values that the program may use by name."""
         return dict(self._constants)
 
-    def rebind(self, constants: Mapping[str, Any]) -> None:
+    def rebind(self, constants: Mapping[str, object]) -> None:
         """Lets the program run with other values of some of its constants from now on."""
         self._constants |= {name: _constant(name, value) for name, value in constants.items()}
         self._bind()
@@ -133,16 +133,16 @@ class ProgramModel(nn.Module):
             initialise(self, self._initialisation)
             self.apply_freeze()
 
-    def _add(self, name: str, layer: Layer) -> None:
+    def _add(self, name: str, layer: Held) -> None:
         if not name.isidentifier() or name.startswith("_") or hasattr(self, name):
             taken = f"{name!r}, which nn.Module uses itself" if hasattr(self, name) else repr(name)
             fault = Fault(key=f"layers.{name}", got=f"a layer named {taken}", expected="a free name like a variable's")
             raise ConfigError([fault])
-        built = _built(layer, f"layers.{name}")
-        if isinstance(built, nn.Module):
-            self.add_module(name, built)
+        held = built(layer, f"layers.{name}")
+        if isinstance(held, nn.Module):
+            self.add_module(name, held)
         else:
-            self.register_parameter(name, built)
+            self.register_parameter(name, held)
 
     def _chosen(self, container: Container, *, folds: bool) -> type[ProgramModel]:
         name = type(self).__name__
@@ -198,19 +198,19 @@ class ProgramModel(nn.Module):
                 error.place = f"programs.{name}"
                 raise
 
-    def _compiled(self, program: Program) -> Any:
+    def _compiled(self, program: Program) -> MethodType:
         function = self._function(program)
-        if len(self.input_names) > 1:
-            function = _taking_a_mapping(function, self.input_names)
-        return function.__get__(self)
+        forward = _taking_a_mapping(function, self.input_names) if len(self.input_names) > 1 else function
+        return MethodType(forward, self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         bound = {"forward", *self._programs}
         # What torch leaves out, such as a compiled call, is bound to this one, too.
-        return {name: value for name, value in super().__getstate__().items() if name not in bound}
+        state = super().__getstate__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        return {name: value for name, value in state.items() if name not in bound}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch gives it no types
         self._bind()
 
 
@@ -246,37 +246,6 @@ _FOLDING: dict[str, type[ProgramModel]] = {
 }
 
 
-def _built(layer: Layer, key: str) -> nn.Module | nn.Parameter:
-    """The module or parameter that the network registers for a value of `layers`."""
-    if isinstance(layer, Parameter):
-        return layer.value
-    if isinstance(layer, nn.Module) and type(layer) is not nn.ModuleList:
-        return layer
-    if isinstance(layer, nn.Parameter):
-        return layer
-    if isinstance(layer, Mapping):
-        parts = {str(name): _built(part, f"{key}.{name}") for name, part in layer.items()}
-        only_parameters = parts and all(isinstance(part, nn.Parameter) for part in parts.values())
-        return nn.ParameterDict(parts) if only_parameters else nn.ModuleDict(_modules_only(parts, key))
-    if isinstance(layer, nn.ModuleList | list | tuple):
-        parts = {str(index): _built(part, f"{key}.{index}") for index, part in enumerate(layer)}
-        if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
-            return nn.ParameterList(parts.values())
-        modules = nn.ModuleList(_modules_only(parts, key).values())
-        # `repeat` gives a ModuleList, a list in the config gives a list: their elements have different config keys.
-        modules.repeated = isinstance(layer, nn.ModuleList)
-        return modules
-    expected = "a layer, a parameter, or a list or mapping of them"
-    raise ConfigError([Fault(key=key, got=f"a {type(layer).__name__}", expected=expected)])
-
-
-def _modules_only(parts: dict[str, nn.Module | nn.Parameter], key: str) -> dict[str, nn.Module]:
-    for name, part in parts.items():
-        if not isinstance(part, nn.Module):
-            raise ConfigError([Fault(key=f"{key}.{name}", got="a parameter among layers", expected="all of one kind")])
-    return parts
-
-
 def _program_name(network: ProgramModel, name: str, text: str) -> str:
     """The text, where its name is free."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(network, name):
@@ -286,7 +255,7 @@ def _program_name(network: ProgramModel, name: str, text: str) -> str:
     return text
 
 
-def _constant(name: str, value: Any) -> Any:
+def _constant(name: str, value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_constant(name, item) for item in value]
     if not isinstance(value, int | float | str | None):
@@ -295,11 +264,70 @@ def _constant(name: str, value: Any) -> Any:
     return value
 
 
-def _taking_a_mapping(function: Any, names: tuple[str, ...]) -> Any:
-    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+def _taking_a_mapping(function: Callable[..., object], names: tuple[str, ...]) -> Callable[..., object]:
+    def forward(self: nn.Module, *inputs: object, **named: object) -> object:
         if len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named:
             return function(self, **{name: inputs[0][name] for name in names})
         return function(self, *inputs, **named)
 
-    forward.__signature__ = inspect.signature(function)
+    vars(forward)["__signature__"] = inspect.signature(function)
     return forward
+
+
+# -- a network seen through another of its forwards: a further program, or a method of a module --
+
+
+def with_forward(network: nn.Module, name: str) -> nn.Module:
+    """A module whose forward is the network's method of that name, and whose everything else is the network's.
+
+    It shares layers, parameters, buffers and hooks, so that what is trained, moved, loaded or observed in one is so in
+    the other. It is not to be registered in a module, for then its parameters were there twice.
+
+    Raises: AttributeError where there is no such method.
+    """
+    method = getattr(network, name)
+    view = copy.copy(network)  # shallow: the tables of layers and parameters are the same objects
+    view.__dict__["forward"] = method
+    # A network that torch.compile has in hand would run its own forward.
+    view.__dict__["_compiled_call_impl"] = None
+    view.__dict__["forward_name"] = name
+    return view
+
+
+def forward_name(module: nn.Module) -> str | None:
+    """Which of its forwards a network is seen through; None where it is its own."""
+    name = vars(module).get("forward_name")
+    return name if isinstance(name, str) else None
+
+
+def forward_names(network: nn.Module) -> list[str]:
+    """What `with_forward` takes: the programs of a YAML model, the public methods of a module of one's own."""
+    if isinstance(network, ProgramModel):
+        return list(network.programs)
+    classes = type(network).__mro__
+    own = classes[: classes.index(nn.Module)]
+    names = [name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
+    return [name for name in dict.fromkeys(names) if not hasattr(nn.Module, name)]
+
+
+# -- where a layer stands in the config --
+
+
+def config_key(network: nn.Module, path: str, *, root: str = "model") -> str:
+    """The dotted config key of the submodule at `path`; below a layer that is not ours, its own path goes on."""
+    key, module = root, network
+    for name in path.split(".") if path else ():
+        if isinstance(module, ProgramModel):
+            key = f"{key}.layers.{name}"
+        elif isinstance(module, nn.ModuleList) and module.__dict__.get("repeated"):
+            key = f"{key}.layer"
+        else:
+            key = f"{key}.{name}"
+        module = module.get_submodule(name)
+    return key
+
+
+def path_of(network: nn.Module, module: nn.Module) -> str:
+    """The path of a submodule, of several the first. Raises KeyError where the network does not hold it."""
+    paths: dict[nn.Module, str] = {held: path for path, held in reversed(list(network.named_modules()))}
+    return paths[module]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from exp.models.config_keys import path_of
+from exp.models.containers import path_of
 from exp.nested import tensors_in
 
 

@@ -1,16 +1,16 @@
-"""A network as one torch.fx graph of its layers, and what kind of value each step of it gives."""
+"""A network as one torch.fx graph, a node for each operation and each call of a layer, and what each node gives."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from exp.models.containers import ProgramModel
-from exp.models.program_graph import DependsOnMode
+from exp.models.compiler import MODE
 
 # Where a structure holds a tensor.
 TENSOR = "tensor"
@@ -18,16 +18,62 @@ TENSOR = "tensor"
 Kind = Any
 
 
+class DependsOnMode(ValueError):
+    """A network whose graph in training is another one than in evaluation; torch.fx writes either down, not both."""
+
+
+def graph_of_function(network: nn.Module, function: FunctionType) -> fx.Graph:
+    """The graph of a compiled program of `network`, whose nodes read layers, parameters and `training` from it.
+
+    Loops and constants unroll. Raises: DependsOnMode where the program branches on `training`.
+    """
+    tracer = _Tracer()
+    namespace = {name: _recorded(tracer, name, value) for name, value in function.__globals__.items()}
+    forward = FunctionType(function.__code__, namespace, "forward")
+    # torch.fx traces the forward of a class, and a program's belongs to its instance.
+    kind: type[nn.Module] = type(type(network).__name__, (type(network),), {"forward": forward})
+    view: nn.Module = object.__new__(kind)
+    view.__dict__.update(vars(network))
+    return tracer.trace(view)
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise DependsOnMode("its program branches on `training`")
+
+
+def _recorded(tracer: fx.Tracer, name: str, value: object) -> object:
+    """A function of the program's namespace that becomes a node where it is called with something of the graph."""
+    if name == MODE:
+        return lambda network: tracer.create_proxy("get_attr", "training", (), {})
+    if not callable(value):
+        return value
+    return _recorder(tracer, value, always=name.startswith("torch."))
+
+
+def _recorder(tracer: fx.Tracer, function: Callable[..., object], *, always: bool) -> Callable[..., object]:
+    # Always, because torch's `arange` and `rand` of sizes alone belong to the run, too.
+    def call(*args: object, **kwargs: object) -> object:
+        if always or any(isinstance(value, fx.Proxy) for value in args):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def graph_of(network: nn.Module) -> fx.Graph:
-    """The graph that a container's program is, or that torch.fx makes of any other module; its leaves are layers.
+    """The graph that torch.fx makes of a module that is no container of exp's; its leaves are torch's layers.
 
     torch.fx follows `self.training` while it traces, and writes down what it was: so a functional dropout would stay
     on in evaluation. A leaf keeps its flag.
 
     Raises: ValueError with torch's reason where a module cannot be traced; DependsOnMode.
     """
-    if isinstance(network, ProgramModel):
-        return network.graph_module().graph
     modes = {module: module.training for module in network.modules()}
     try:
         evaluated, constants = _traced(network, training=False)

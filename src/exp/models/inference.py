@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from exp.errors import ConfigError
-from exp.models.config_keys import config_key
-from exp.models.containers import ProgramModel
-from exp.models.named_forward import with_forward
+from exp.models.containers import ProgramModel, config_key, with_forward
 from exp.types import DataSpec
 
 # The class, its lazy one, and the parameter that may be left out. torch has no lazy recurrent layers.

@@ -1,11 +1,14 @@
-"""Initial values of parameters, chosen by name pattern: `initialisation: {"*.weight": {name: normal, std: 0.02}}`."""
+"""What parameters start from, and which do not learn, chosen by name pattern.
+
+initialisation: {"*.weight": {name: normal, std: 0.02}}
+freeze: ["encoder.*"]
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from exp.errors import ConfigError, Fault
 from exp.spelling import nearest
 
-SCHEMES = {
+SCHEMES: dict[str, Callable[..., object]] = {
     "constant": nn.init.constant_,
     "dirac": nn.init.dirac_,
     "eye": nn.init.eye_,
@@ -30,7 +33,7 @@ SCHEMES = {
     "zeros": nn.init.zeros_,
 }
 
-Scheme = str | Mapping[str, Any]
+Scheme = str | Mapping[str, object]
 
 
 def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
@@ -50,6 +53,17 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
         chosen.update(dict.fromkeys(matches, pattern))
     for name, pattern in chosen.items():
         fill(parameters[name], patterns[pattern], key=f"initialisation.{pattern}")
+
+
+def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Take the gradients from the parameters whose name matches. Raises ConfigError where a pattern matches nothing."""
+    parameters = dict(network.named_parameters())
+    for index, pattern in enumerate(patterns):
+        matches = fnmatch.filter(parameters, pattern)
+        if not matches:
+            raise ConfigError([unmatched(f"freeze.{index}", pattern, list(parameters))])
+        for name in matches:
+            parameters[name].requires_grad_(False)
 
 
 def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:

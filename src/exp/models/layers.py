@@ -1,15 +1,19 @@
-"""The layers that YAML models need and torch does not have: a parameter on its own, a gradient reversed, noise."""
+"""What stands below `layers` in a YAML model: what torch lacks, and lists and mappings of layers and parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from exp.functions.gradient_reversal import gradient_reversal
+from exp.errors import ConfigError, Fault
+from exp.functions.identities import gradient_reversal
 from exp.models.initialisation import Scheme, fill
+
+# A value of `layers`.
+Held = nn.Module | Tensor | Mapping[str, object] | Sequence[object]
 
 
 class Parameter(nn.Module):
@@ -34,7 +38,7 @@ class Parameter(nn.Module):
 
 
 class GradientReversal(nn.Module):
-    """functions/gradient_reversal.py as a layer: what stands before it unlearns what stands behind it.
+    """The gradient reversal of functions/identities.py as a layer: what is before it unlearns what is behind it.
 
     weight: the factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495; 0 or more.
     """
@@ -70,3 +74,35 @@ class Noise(nn.Module):
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         draw = torch.randn if self.distribution == "normal" else torch.rand
         return draw((like.shape[0], *self.shape), dtype=dtype, device=like.device)
+
+
+def built(layer: object, key: str) -> nn.Module | nn.Parameter:
+    """The module or parameter that the network registers for a value of `layers`."""
+    if isinstance(layer, Parameter):
+        return layer.value
+    if isinstance(layer, nn.Module) and type(layer) is not nn.ModuleList:
+        return layer
+    if isinstance(layer, nn.Parameter):
+        return layer
+    if isinstance(layer, Mapping):
+        parts = {str(name): built(part, f"{key}.{name}") for name, part in layer.items()}
+        only_parameters = parts and all(isinstance(part, nn.Parameter) for part in parts.values())
+        return nn.ParameterDict(parts) if only_parameters else nn.ModuleDict(_modules_only(parts, key))
+    if isinstance(layer, nn.ModuleList | list | tuple):
+        parts = {str(index): built(part, f"{key}.{index}") for index, part in enumerate(layer)}
+        if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
+            return nn.ParameterList(parts.values())
+        modules = nn.ModuleList(_modules_only(parts, key).values())
+        # `repeat` gives a ModuleList, a list in the config gives a list: their elements have different config keys.
+        modules.__dict__["repeated"] = isinstance(layer, nn.ModuleList)
+        return modules
+    expected = "a layer, a parameter, or a list or mapping of them"
+    raise ConfigError([Fault(key=key, got=f"a {type(layer).__name__}", expected=expected)])
+
+
+def _modules_only(parts: Mapping[str, nn.Module | nn.Parameter], key: str) -> dict[str, nn.Module]:
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    for name in parts:
+        if name not in modules:
+            raise ConfigError([Fault(key=f"{key}.{name}", got="a parameter among layers", expected="all of one kind")])
+    return modules

@@ -1,4 +1,4 @@
-"""Which modules of a network are meant: by a pattern of their names, or by the name of their type."""
+"""Which modules of a network are meant: by a pattern of their names, by the name of their type, or as norms."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from torch import nn
 
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean
+
+# Which layers normalise: torch keeps the bases of its own private, so they are named one by one.
+# What the three, and a user's own variants, have in common. The same class in torch.nn.modules.batchnorm has no public
+# name; nn.SyncBatchNorm.convert_sync_batchnorm looks for it, too (seen in torch 2.13).
+ANY_BATCH_NORM = nn.BatchNorm2d.__mro__[1]
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+# With num_features: axis 1 of their input.
+FEATURE_NORMS = (*BATCH_NORMS, *INSTANCE_NORMS)
+NORMS = (*FEATURE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def matches(name: str, module: nn.Module, pattern: str) -> bool:

@@ -49,9 +49,9 @@ class Program:
         """Every name that it can have a value for; the others are listed functions."""
         return own_names(self.tree, inputs=self.inputs, layers=self.layer_names, constants=self.constant_names)
 
-    def error(self, node: ast.expr | ast.stmt, message: str, expected: str) -> ProgramError:
+    def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
         """The fault `message`, placed at `node`."""
-        return self.source.error(node.lineno, node.col_offset, message, expected)
+        return self.source.error(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message, expected)
 
 
 class Source:
@@ -154,7 +154,8 @@ def _read(source: Source) -> ast.Module:
 
 def _bound(tree: ast.Module, source: Source) -> None:
     """Refuse a tree so large or so deep that walking it would take long or overflow Python's stack."""
-    count, stack = 0, [(tree, 0, 1, 0)]
+    count = 0
+    stack: list[tuple[ast.AST, int, int, int]] = [(tree, 0, 1, 0)]
     while stack:
         node, depth, line, offset = stack.pop()
         line, offset = getattr(node, "lineno", line), getattr(node, "col_offset", offset)

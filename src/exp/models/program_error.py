@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from exp.errors import ExpError
 from exp.spelling import nearest
@@ -27,7 +27,7 @@ class ProgramError(ExpError):
             text += f"\n    {source_line}\n    {' ' * (column - 1)}^"
         super().__init__(text)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., ProgramError], tuple[int | str | None, ...]]:
         return _rebuild, (self.line, self.column, self.message, self.expected, self.source_line)
 
 

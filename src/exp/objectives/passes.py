@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from exp.errors import RunError
-from exp.models.normalisation import ANY_BATCH_NORM
+from exp.models.matching import ANY_BATCH_NORM
 from exp.nested import mapped, rebuilt
 from exp.objectives.loss_inputs import HALF, Values, full
 from exp.types import dtype_name

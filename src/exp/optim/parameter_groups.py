@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from exp.errors import ConfigError, Fault
-from exp.models.normalisation import NORMS
+from exp.models.matching import NORMS
 
 REST = "default"
 # A norm of the user's own is known by its class's name, as in RMSNorm or ScaleNorm2d.

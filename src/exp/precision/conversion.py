@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from exp.models.named_forward import forward_name
+from exp.models.containers import forward_name
 from exp.nested import Nested, mapped
 from exp.precision.keep import outermost
 from exp.precision.words import HALF, Word

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.models.normalisation import ANY_BATCH_NORM, BATCH_NORMS
+from exp.models.matching import ANY_BATCH_NORM, BATCH_NORMS
 from exp.strategies.strategy import Planned
 
 

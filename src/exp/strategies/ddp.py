@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from exp.errors import Fault, RunError
-from exp.models.split import Patterns
+from exp.models.partition import Patterns
 from exp.precision.words import WORDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.inference import example_inputs
-from exp.models.parts import Split, split
-from exp.models.split import Patterns
+from exp.models.partition import Patterns, Split, split
 from exp.nested import moved
 from exp.strategies.cut_faults import DEVICES, cut_faults
 from exp.strategies.placement import CPU_RANKS, Demand, Placement

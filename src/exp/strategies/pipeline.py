@@ -13,7 +13,7 @@ from torch import nn
 from exp.data.data import Data
 from exp.errors import ConfigError, Fault
 from exp.models.inference import example_inputs
-from exp.models.parts import Split, split
+from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
 from exp.strategies.cut_faults import STAGES, cut_faults

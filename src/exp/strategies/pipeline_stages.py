@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from exp.models.graphs import Kind, flatten, kind_of, unflatten
-from exp.models.parts import Part, Split
+from exp.models.partition import Part, Split
 from exp.nested import mapped, rebuilt
 
 Data = TypeVar("Data")

@@ -16,7 +16,7 @@ import torch
 from exp.hooks.offers import Workload
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
-from exp.models.flops import FlopCount
+from exp.models.flop_count import FlopCount
 
 log = logging.getLogger(__name__)
 

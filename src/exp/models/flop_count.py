@@ -7,14 +7,16 @@ for. torch's own follows the modules by hooks in the graph, which refuse a gradi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +41,31 @@ class FlopCount:
         return self.forward + self.backward
 
 
-def counted(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
+def counted(call: Callable[[], T]) -> tuple[T, Counter[str]]:
     """What a call returns, and the FLOPs of its operators by their names.
 
     On the meta device attention runs as plain matrix products, so that a backward has no second forward in it, as that
     of a fused kernel has, and recurrent layers run as those that they consist of.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_VECTORS)
-    counter.mod_tracker = _NoModules()
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]  # torch asks it for `parents` alone, see above
     with counter:
         result = call()
     found = counter.get_flop_counts().get("Global", {})
     return result, Counter({str(operator).removeprefix("aten."): flops for operator, flops in found.items()})
 
 
-class _NoModules(nullcontext):
+class _NoModules(nullcontext[None]):
     """In the place of what tells which module an operator is called in."""
 
     parents = frozenset({"Global"})
 
 
-def _matrix_vector(matrix: Any, vector: Any, **_: Any) -> int:
+def _matrix_vector(matrix: Sequence[int], vector: Sequence[int], **_: object) -> int:
     return 2 * prod(matrix)
 
 
-def _added_matrix_vector(added: Any, matrix: Any, vector: Any, **_: Any) -> int:
+def _added_matrix_vector(added: Sequence[int], matrix: Sequence[int], vector: Sequence[int], **_: object) -> int:
     return 2 * prod(matrix)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from exp.errors import ConfigError
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.graphs import on_meta
-from exp.models.parts import split
+from exp.models.partition import split
 
 pytestmark = pytest.mark.numeric
 

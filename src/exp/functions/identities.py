@@ -178,5 +178,5 @@ def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
 
 
 def _applied(function: type[torch.autograd.Function], *arguments: Tensor | float | Total | None) -> Tensor:
-    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives it no types
+    result: Tensor = function.apply(*arguments)
     return result

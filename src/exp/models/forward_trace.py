@@ -103,11 +103,11 @@ class Recorder(TorchFunctionMode):
             register_module_forward_pre_hook(lambda module, inputs: self._stack.append(Call(module, inputs))),
             register_module_forward_hook(self._returned),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
         return self
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch gives it no types
         for handle in self._handles:
             handle.remove()
 

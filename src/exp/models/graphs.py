@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -124,7 +125,8 @@ def kinds_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> d
     try:
         with torch.no_grad():
             kinds.run(*(tensor.to("meta") for tensor in inputs))
-    except Exception:  # the shape check has told what is wrong, or why nothing can be said
+    except Exception as error:  # the shape check has told what is wrong, or why nothing can be said
+        logging.getLogger(__name__).debug("the values of the network are taken for tensors: %s", error)
         return {}
     return kinds.found
 

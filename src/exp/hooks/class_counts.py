@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from exp.errors import Fault, RunError
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
-from exp.models.inference import example_inputs
-from exp.types import DataSpec, Stage
+from exp.types import Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
@@ -54,16 +53,32 @@ class ClassCounts(Hook, ABC):
         assert self.num_classes is not None, "faults() refuses it"
         return self.num_classes
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        own = class_faults(
-            self.name,
-            planned,
-            num_classes=self.num_classes,
-            most=self.most_classes,
-            stages=self.stages,
-            output=self.output,
-        )
-        return [*super().faults(planned), *own]
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
+        yield from stage_faults(self, self.stages, known=EVALUATIONS)
+        if self.num_classes is None:
+            expected = (
+                "the number of classes: the data is no classification, so that there is nothing to count by class"
+            )
+            yield self.fault("num_classes", got="null", expected=expected, cure=self.leave_out)
+        elif not 2 <= self.num_classes <= self.most_classes:
+            expected = f"2 to {self.most_classes} classes"
+            yield self.fault("num_classes", got=self.num_classes, expected=expected, cure=self.leave_out)
+        elif planned.trace is not None:
+            yield from self._output_faults(planned.trace.output)
+
+    def _output_faults(self, returned: object) -> Iterator[Fault]:
+        """returned: by the network, on the meta device."""
+        output = returned.get(self.output) if isinstance(returned, Mapping) else returned
+        if not isinstance(output, Tensor) or (self.output != "output" and output is returned):
+            return
+        # Of two classes one score is enough, and [B, T] may be one for each place.
+        if self.num_classes == 2 or (output.dim() > 1 and output.shape[-1] == self.num_classes):
+            return
+        got = f"{self.output}, which is [{', '.join(['B', *(str(size) for size in output.shape[1:])])}]"
+        expected = f"an output of the network that is [B, ..., {self.num_classes}]: a score for each class"
+        cure = f"Name another one. L{self.leave_out[1:]} otherwise"
+        yield self.fault("output", got=got, expected=expected, cure=cure)
 
     def setup(self, network: nn.Module) -> None:
         self._device = next((parameter.device for parameter in network.parameters()), self._device)
@@ -129,55 +144,14 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
     return scores.softmax(-1) if scores.dim() == 2 else scores.sigmoid()
 
 
-def class_faults(
-    name: str, planned: Planned, *, num_classes: int | None, most: int, stages: Sequence[str], output: str
-) -> list[Fault]:
-    """What a hook that counts by class cannot do, before the run.
-
-    name: the hook's. most: classes that it can show. output: the name of what has the scores.
-    """
-    faults = stage_faults(name, stages=stages, known=EVALUATIONS)
-    key = f"hooks.{name}.num_classes"
-    leave = f"Leave the hook out with ~hooks.{name}"
-    if num_classes is None:
-        expected = "the number of classes: the data is no classification, so that there is nothing to count by class"
-        return [*faults, Fault(key=key, got="null", expected=expected, cure=leave)]
-    if not 2 <= num_classes <= most:
-        expected = f"2 to {most} classes"
-        return [*faults, Fault(key=key, got=str(num_classes), expected=expected, cure=leave)]
-    shape = _output_shape(planned, output)
-    # Of two classes one score is enough, and [B, T] may be one for each place.
-    if shape is None or num_classes == 2 or (len(shape) > 1 and shape[-1] == num_classes):
-        return faults
-    got = f"{output}, which is [{', '.join(['B', *(str(size) for size in shape[1:])])}]"
-    expected = f"an output of the network that is [B, ..., {num_classes}]: a score for each class"
-    return [
-        *faults,
-        Fault(key=f"hooks.{name}.output", got=got, expected=expected, cure=f"Name another one. {leave} otherwise"),
-    ]
-
-
-def _output_shape(planned: Planned, output: str) -> Sequence[int] | None:
-    """None where the network does not give it by that name, and where its forward cannot be run without numbers."""
-    inputs = example_inputs(DataSpec.of(planned.config["data"]), device="meta")
-    try:
-        with torch.device("meta"), torch.no_grad():
-            found = planned.network(*inputs)
-    except Exception:  # a user's own layer may raise anything; the check of shapes tells it, with its reason
-        return None
-    if isinstance(found, Mapping):
-        found = found.get(output)
-    elif output != "output":
-        return None
-    return list(found.shape) if isinstance(found, Tensor) else None
-
-
-def stage_faults(name: str, *, stages: Sequence[str], known: Sequence[str]) -> list[Fault]:
-    """Stages that the hook of this name does not know, or none at all."""
-    key, expected = f"hooks.{name}.stages", f"some of {', '.join(known)}"
+def stage_faults(hook: Hook, stages: Sequence[str], *, known: Sequence[str]) -> Iterator[Fault]:
+    """Stages that a hook does not know, or none at all."""
+    expected = f"some of {', '.join(known)}"
     if not stages:
-        return [Fault(key=key, got="[]", expected=expected, cure=f"Leave the hook out with ~hooks.{name}")]
-    return [Fault(key=key, got=repr(stage), expected=expected) for stage in stages if stage not in known]
+        yield hook.fault("stages", got="[]", expected=expected, cure=hook.leave_out)
+    for stage in stages:
+        if stage not in known:
+            yield hook.fault("stages", got=repr(stage), expected=expected)
 
 
 def _entry(values: Mapping[str, object], name: str, *, hook: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -66,39 +66,32 @@ class ClipModule(GradientTransform):
             return (method == "after_backward") == (self.at == "parameters")
         return super().overrides(method)
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        return [*super().faults(planned), *self._faults_with(planned)]
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
+        set_to = f"with hooks.{self.name} of at={self.at}, algorithm={self.algorithm}"
+        for key, what, expected, cure in self._conflicts(planned):
+            yield self.fault(key=key, got=f"{what}, {set_to}", expected=expected, cure=cure)
 
-    def _faults_with(self, planned: Planned) -> list[Fault]:
-        """What only some of its settings cannot live with."""
-        config = planned.config
-        strategy, is_compiled = config["strategy"], config["runtime"]["compile"]
-        gathers = self.at != "parameters" and self.algorithm == "norm" and planned.placement.world_size > 1
-        found: list[tuple[str, str, str, str]] = []
-        if self.at == "parameters" and config["phases"]:
+    def _conflicts(self, planned: Planned) -> Iterator[tuple[str, str, str, str]]:
+        """What only some of its settings cannot live with: its key, what it is, what is expected, and a cure."""
+        config, traits = planned.config, planned.traits
+        strategy, in_forward = config["strategy"], self.at != "parameters"
+        if config["phases"] and not in_forward:
             cure = "Write phases.<name>.gradient_clip_val, or at=output"
-            found.append(("phases", "phases", "a run without them: a repeat steps without asking hooks", cure))
-        if "splits_tensors" in planned.traits and ("splits_batch" in planned.traits or self.at != "parameters"):
-            cure = "Leave the hook out" if "splits_batch" in planned.traits else "Write at=parameters"
-            found.append(("strategy", strategy["name"], f"another strategy: {PART_OF_A_GRADIENT}", cure))
-        if self.at != "parameters" and "replicates_in_threads" in planned.traits:
+            yield "phases", "phases", "a run without them: a repeat steps without asking hooks", cure
+        if "splits_tensors" in traits and ("splits_batch" in traits or in_forward):
+            cure = "Leave the hook out" if "splits_batch" in traits else "Write at=parameters"
+            yield "strategy", strategy["name"], f"another strategy: {PART_OF_A_GRADIENT}", cure
+        if "replicates_in_threads" in traits and in_forward:
             reason = "another strategy: each device has a part of the batch, and of its gradient"
-            found.append(("strategy", strategy["name"], reason, "Write strategy=ddp, or at=parameters"))
+            yield "strategy", strategy["name"], reason, "Write strategy=ddp, or at=parameters"
         if "local_sgd" in strategy and strategy["local_sgd"].get("every_n_steps") is not None:
             reason = "null: ranks that step by themselves have no gradient in common"
-            found.append(("strategy.local_sgd.every_n_steps", "a number", reason, "Or leave the hook out"))
-        if gathers and is_compiled:
+            yield "strategy.local_sgd.every_n_steps", "a number", reason, "Or leave the hook out"
+        gathers = in_forward and self.algorithm == "norm" and planned.placement.world_size > 1
+        if gathers and config["runtime"]["compile"]:
             reason = "false: a compiled backward cannot ask other ranks for their norms"
-            found.append(("runtime.compile", "true over several ranks", reason, "Or write algorithm=value"))
-        return [
-            Fault(
-                key=key,
-                got=f"{what}, with hooks.{self.name} of at={self.at}, algorithm={self.algorithm}",
-                expected=expected,
-                cure=cure,
-            )
-            for key, what, expected, cure in found
-        ]
+            yield "runtime.compile", "true over several ranks", reason, "Or write algorithm=value"
 
     def setup(self, network: nn.Module) -> None:
         chosen = matching(network, self.modules, key=f"hooks.{self.name}.modules")

@@ -123,7 +123,7 @@ def class_faults(kind: type, base: type, *, key: str) -> Iterator[Fault]:
             faults += [problem] if problem else []
         elif near := nearest(name, known, likeness=0.85):
             faults.append((f"a method {name}, which nothing calls", f"{near[0]}, or another name"))
-    acting = known.keys() - {"faults", "due", "overrides", "attach", "engaged", "disengage", "detach"}
+    acting = known.keys() - {"faults", "fault", "due", "overrides", "attach", "engaged", "disengage", "detach"}
     if not faults and not own.keys() & acting:
         methods = ", ".join(sorted(acting))
         faults.append(("a class that overrides no method of Hook", f"one or more of {methods}"))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
 from exp.hooks.hook import Hook, Values
 from exp.hooks.panels import Image
 from exp.hooks.step import Step
-from exp.models.inference import example_inputs
 from exp.models.matching import matches
 from exp.nested import tensors_in
-from exp.types import DataSpec
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
@@ -36,6 +32,7 @@ class Features(Hook):
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
+    least = {"maps": 1, "columns": 1}
 
     def __init__(
         self,
@@ -50,24 +47,33 @@ class Features(Hook):
         self._images: dict[str, Image] = {}
         self._others: dict[str, str] = {}
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        faults = [*super().faults(planned), *self._number_faults()]
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        faults = list(super().faults(planned))
+        yield from faults
         if any(fault.key == f"hooks.{self.name}.modules" for fault in faults):
-            return faults
-        shapes = shapes_on_meta(planned.network, self.modules, DataSpec.of(planned.config["data"]))
-        for pattern in self.modules if shapes is not None else ():
+            return
+        # Of each module that is called, the shape that is drawn, or that it gives.
+        shapes = {name: _shape_of(calls[0].output) for name, calls in planned.calls.items()}
+        fitting = [name for name, shape in shapes.items() if len(shape) == 4 and name]
+        for pattern in self.modules:
             meant = [name for name, module in planned.network.named_modules() if matches(name, module, pattern)]
             seen = {name: shapes[name] for name in meant if name in shapes}
             if seen and not any(len(shape) == 4 for shape in seen.values()):
-                faults.append(self._without_maps(repr(pattern), seen, planned.network, shapes))
-        return faults
+                given = ", ".join(
+                    f"{name or 'the network'} gives {_named(shape)}" for name, shape in [*seen.items()][:4]
+                )
+                there = f"there are {', '.join(fitting[:20])}" if fitting else "this network has none"
+                expected = f"a module whose output is [B, C, H, W]; {there}"
+                cure = None if fitting else self.leave_out
+                yield self.fault("modules", got=f"{pattern!r}: {given}", expected=expected, cure=cure)
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if name in self._images:
             return
         found = _maps_of(output)
         if found is None:
-            self._others[name] = _shape_of(output)
+            shape = _shape_of(output)
+            self._others[name] = f"gives {shape}" if shape else "gives no tensor"
         else:
             self._images[name] = picture(found[0, : self.maps], columns=self.columns)
 
@@ -82,26 +88,6 @@ class Features(Hook):
             )
         return {f"features/{name or 'network'}": image for name, image in images.items()}
 
-    def _number_faults(self) -> list[Fault]:
-        return [
-            Fault(key=f"hooks.{self.name}.{name}", got=str(value), expected="1 or more")
-            for name, value in (("maps", self.maps), ("columns", self.columns))
-            if value is not None and value < 1
-        ]
-
-    def _without_maps(
-        self, pattern: str, seen: Mapping[str, Sequence[int]], network: nn.Module, shapes: Mapping[str, Sequence[int]]
-    ) -> Fault:
-        given = ", ".join(f"{name or 'the network'} gives {_named(shape)}" for name, shape in list(seen.items())[:4])
-        fitting = [name for name, shape in shapes.items() if len(shape) == 4 and name]
-        there = f"there are {', '.join(fitting[:20])}" if fitting else "this network has none"
-        return Fault(
-            key=f"hooks.{self.name}.modules",
-            got=f"{pattern}: {given}",
-            expected=f"a module whose output is [B, C, H, W]; {there}",
-            cure=f"Leave the hook out with ~hooks.{self.name}" if not fitting else None,
-        )
-
 
 def picture(maps: Tensor, *, columns: int | None = None) -> Image:
     """Feature maps `[C, H, W]` of one sample as a grid, each stretched from black to white, enlarged to be seen."""
@@ -110,39 +96,17 @@ def picture(maps: Tensor, *, columns: int | None = None) -> Image:
     return Image(stretched.pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3), columns)
 
 
-def shapes_on_meta(network: nn.Module, patterns: Sequence[str], spec: DataSpec) -> dict[str, Sequence[int]] | None:
-    """The shape of what each module gives in one forward on the meta device, `[]` where that is no tensor; by name.
-
-    None where the forward cannot be run without numbers.
-    """
-    shapes: dict[str, Sequence[int]] = {}
-
-    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        maps = _maps_of(output)
-        first = maps if maps is not None else next(tensors_in(output), None)
-        shapes.setdefault(name, [] if first is None else list(first.shape))
-
-    handles = [module.register_forward_hook(partial(note, name)) for name, module in network.named_modules()]
-    try:
-        with torch.device("meta"), torch.no_grad():
-            network(*example_inputs(spec, device="meta"))
-    except Exception:  # a user's own layer may raise anything; the check of shapes tells it, with its reason
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return shapes
-
-
 def _maps_of(output: object) -> Tensor | None:
     """The first tensor `[B, C, H, W]` of what a module returns."""
     fitting = (tensor for tensor in tensors_in(output) if tensor.dim() == 4 and not tensor.is_complex())
     return next(fitting, None)
 
 
-def _shape_of(output: object) -> str:
-    first = next(tensors_in(output), None)
-    return "gives no tensor" if first is None else f"gives {list(first.shape)}"
+def _shape_of(output: object) -> list[int]:
+    """Of the feature maps, or else of the first tensor; empty where there is none."""
+    maps = _maps_of(output)
+    first = next(tensors_in(output), None) if maps is None else maps
+    return [] if first is None else list(first.shape)
 
 
 def _named(shape: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -55,21 +55,18 @@ class GradientReversal(GradientTransform):
             return self.schedule == "progressive"
         return super().overrides(method)
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        faults = list(super().faults(planned))
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
         trainer = planned.config["trainer"]
         endless = all(name not in trainer or trainer[name] in (None, -1) for name in ("max_steps", "max_epochs"))
         if self.schedule == "progressive" and endless:
-            faults.append(
-                Fault(
-                    key=f"hooks.{self.name}.schedule",
-                    got="progressive in a run without an end in steps",
-                    expected="a run whose length is known: the weight follows the share of it that is done",
-                    cure="Add trainer.max_steps=... or trainer.max_epochs=..., or write "
-                    f"hooks.{self.name}.schedule=constant",
-                )
+            yield self.fault(
+                "schedule",
+                got="progressive in a run without an end in steps",
+                expected="a run whose length is known: the weight follows the share of it that is done",
+                cure="Add trainer.max_steps=... or trainer.max_epochs=..., or write "
+                f"hooks.{self.name}.schedule=constant",
             )
-        return faults
 
     def setup(self, network: nn.Module) -> None:
         if self.schedule == "progressive":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.hook import Hook
-from exp.models.inference import example_inputs
 from exp.models.matching import matching
 from exp.nested import mapped, tensors_in
-from exp.types import DataSpec
 
 if TYPE_CHECKING:
+    from exp.models.forward_trace import Call
     from exp.strategies.strategy import Planned
 
 At = Literal["input", "output"]
@@ -65,66 +64,44 @@ class GradientTransform(Hook, ABC):
 
     # --- before the run ---
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Planned) -> Iterable[Fault]:
         """Beside what every hook says: modules inside each other, and those at which no gradient flows."""
-        faults = list(super().faults(planned))
+        yield from super().faults(planned)
         try:
             chosen = matching(planned.network, self.modules, key="")
-        except ConfigError:
-            return faults
+        except ConfigError:  # told above
+            return
         if not self.nests:
-            faults += self._nested(chosen)
+            yield from self._nested(chosen)
         # A term that differentiates with respect to the input lets gradients flow where there are none without it.
         if self.at in _METHOD_AT and not planned.needs:
-            faults += self._idle(planned, chosen)
-        return faults
+            for name, calls in planned.calls.items():
+                if name in chosen and (said := self._idle(name, calls[-1])) is not None:
+                    expected = f"another module, or another `at`: {said}"
+                    yield self.fault("modules", got=name, expected=expected)
 
-    def _nested(self, chosen: dict[str, nn.Module]) -> list[Fault]:
+    def _nested(self, chosen: Mapping[str, nn.Module]) -> Iterator[Fault]:
         for name in chosen:
             outer = next((one for one in chosen if one != name and (not one or name.startswith(f"{one}."))), None)
             if outer is not None:
-                return [
-                    Fault(
-                        key=f"hooks.{self.name}.modules",
-                        got=f"{outer or 'the network'} and {name}, which lies in it",
-                        expected="modules that lie beside each other: the gradient would be changed twice",
-                        cure=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
-                    )
-                ]
-        return []
+                yield self.fault(
+                    "modules",
+                    got=f"{outer or 'the network'} and {name}, which lies in it",
+                    expected="modules that lie beside each other: the gradient would be changed twice",
+                    cure=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
+                )
+                return
 
-    def _idle(self, planned: Planned, chosen: dict[str, nn.Module]) -> list[Fault]:
-        """One forward without numbers shows at which modules there is nothing to change."""
-        seen: dict[str, str | None] = {}
-
-        def look(name: str, values: object) -> None:
-            tensors = [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
-            said = None if any(tensor.requires_grad for tensor in tensors) else self._without_gradient(name)
-            seen[name] = said if tensors else self._without(name)
-
-        handles = []
-        for name, module in chosen.items():
-            if self.at == "input":
-                handles.append(module.register_forward_pre_hook(lambda _, inputs, name=name: look(name, inputs)))
-            else:
-                handles.append(module.register_forward_hook(lambda _, __, output, name=name: look(name, output)))
-        try:
-            with torch.enable_grad():
-                planned.network(*example_inputs(DataSpec.of(planned.config["data"]), device="meta"))
-        except Exception:  # the shape check has told what is wrong, or why nothing can be said
-            return []
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [
-            Fault(key=f"hooks.{self.name}.modules", got=name, expected=f"another module, or another `at`: {said}")
-            for name, said in seen.items()
-            if said is not None
-        ]
+    def _idle(self, name: str, call: Call) -> str | None:
+        """Why there is nothing to change at a module; None where there is."""
+        values = call.inputs if self.at == "input" else call.output
+        tensors = [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
+        if not tensors:
+            return self._without(name)
+        if any(tensor.requires_grad for tensor in tensors):
+            return None
+        return f"no gradient flows back through the {self.at} of {name or 'the network'}, for nothing before it learns"
 
     def _without(self, name: str) -> str:
         what = "is given by position" if self.at == "input" else "returns"
         return f"{name or 'the network'} has no floating tensor among what it {what}, and so no gradient"
-
-    def _without_gradient(self, name: str) -> str:
-        return f"no gradient flows back through the {self.at} of {name or 'the network'}, for nothing before it learns"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -60,21 +60,20 @@ class Gradients(Hook):
         self._tags: dict[str, list[str]] = {}
         self._ratio = UpdateRatio()
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Planned) -> Iterable[Fault]:
         """Stage 3 of DeepSpeed has no gradients to look at, but their norms, and clips them itself."""
-        faults = list(super().faults(planned))
+        yield from super().faults(planned)
         if not {"owns_step", "shards_parameters"} <= planned.traits:
-            return faults
-        reason = "null: in stage 3 DeepSpeed keeps the gradients and the weights in parts of its own"
-        for key in OWN_PERIODS:
-            if (value := getattr(self, key)) is not None:
-                cure = f"Write hooks.{self.name}.{key}=null"
-                faults.append(Fault(key=f"hooks.{self.name}.{key}", got=f"{value}", expected=reason, cure=cure))
-        if self.clipped is not None and planned.config["trainer"].get("gradient_clip_val"):
-            expected = "null: in stage 3 DeepSpeed clips where no hook can look"
-            cure = f"Write hooks.{self.name}.clipped=null"
-            faults.append(Fault(key=f"hooks.{self.name}.clipped", got=self.clipped, expected=expected, cure=cure))
-        return faults
+            return
+        reasons = dict.fromkeys(
+            OWN_PERIODS, "in stage 3 DeepSpeed keeps the gradients and the weights in parts of its own"
+        )
+        if planned.config["trainer"].get("gradient_clip_val"):
+            reasons["clipped"] = "in stage 3 DeepSpeed clips where no hook can look"
+        for setting, reason in reasons.items():
+            if (value := getattr(self, setting)) is not None:
+                cure = f"Write hooks.{self.name}.{setting}=null"
+                yield self.fault(setting, got=value, expected=f"null: {reason}", cure=cure)
 
     def setup(self, network: nn.Module) -> None:
         chosen = {

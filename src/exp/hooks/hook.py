@@ -15,7 +15,7 @@ A hook of one's own is one .py with a subclass that overrides one method, and on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -61,12 +61,14 @@ class Hook:
     transforms: whether its methods at modules change what they see.
     keeps_batches: whether it asks for `step.batches`: of accumulated micro-batches all stay in memory until the step.
     needs: what it needs of a run, words of `exp.hooks.declarations.NEEDS`; what follows from its methods is added.
+    least: the smallest values of settings that are numbers, by their names; null is none of them.
     name: its name in the config. directory: the run directory, while attached; files of a hook lie below its name.
     """
 
     transforms: ClassVar[bool] = False
     keeps_batches: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
+    least: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, *, every_n_steps: int = 1, modules: Sequence[str] = ("*",)) -> None:
         if every_n_steps < 1:
@@ -80,19 +82,33 @@ class Hook:
 
     # --- before the run ---
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Planned) -> Iterable[Fault]:
         """What this hook cannot do with a run, all of it: needs that it excludes, and patterns that match nothing."""
-        key, kind = f"hooks.{self.name}", type(self)
-        faults = [*class_faults(kind, Hook, key=key)]
-        faults += need_faults(self.all_needs, planned, key=key, kind=kind.__name__)
+        kind = type(self)
+        yield from class_faults(kind, Hook, key=f"hooks.{self.name}")
+        yield from need_faults(self.all_needs, planned, key=f"hooks.{self.name}", kind=kind.__name__)
+        for setting, least in self.least.items():
+            value = getattr(self, setting)
+            if value is not None and value < least:
+                yield self.fault(setting, got=value, expected=f"{least} or more")
         if not self.modules:
-            expected = "one pattern or more; ['*'] is every module"
-            faults.append(Fault(key=f"hooks.{self.name}.modules", got="[]", expected=expected))
+            yield self.fault("modules", got="[]", expected="one pattern or more; ['*'] is every module")
         try:
             matching(planned.network, self.modules, key=f"hooks.{self.name}.modules")
         except ConfigError as error:
-            faults += error.faults
-        return faults
+            yield from error.faults
+
+    def fault(
+        self, setting: str = "", *, got: object, expected: str, cure: str | None = None, key: str | None = None
+    ) -> Fault:
+        """A fault of this hook, or of one of its settings. key: another node's, which the hook cannot live with."""
+        own = f"hooks.{self.name}.{setting}" if setting else f"hooks.{self.name}"
+        return Fault(key=key or own, got=str(got), expected=expected, cure=cure and cure[0].upper() + cure[1:])
+
+    @property
+    def leave_out(self) -> str:
+        """The last cure of a fault, as the end of a sentence."""
+        return f"leave the hook out with ~hooks.{self.name}"
 
     @property
     def all_needs(self) -> frozenset[str]:

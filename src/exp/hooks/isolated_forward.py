@@ -15,21 +15,22 @@ from exp.data.randomness import preserve_generators
 from exp.errors import Fault
 
 if TYPE_CHECKING:
+    from exp.hooks.hook import Hook
     from exp.strategies.strategy import Planned
 
 
-def objective_faults(name: str, planned: Planned, *, takes_samples: bool) -> Iterator[Fault]:
-    """What an objective must not be for a hook of this name that runs it apart from the step.
+def objective_faults(hook: Hook, planned: Planned, *, takes_samples: bool) -> Iterator[Fault]:
+    """What an objective must not be for a hook that runs it apart from the step.
 
     takes_samples: each sample by itself. Else a rank's samples together, among which weights matter over ranks alone.
     """
-    hook = f"hooks.{name}"
+    own = f"hooks.{hook.name}"
     if planned.needs:
-        yield Fault(
+        yield hook.fault(
             key="objective",
-            got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {hook}",
+            got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {own}",
             expected="terms of the values of one forward pass",
-            cure=f"Choose other terms, or leave the hook out with ~{hook}",
+            cure=f"Choose other terms, or {hook.leave_out}",
         )
     if not takes_samples and planned.placement.world_size == 1:
         return
@@ -37,11 +38,11 @@ def objective_faults(name: str, planned: Planned, *, takes_samples: bool) -> Ite
     if takes_samples:
         where, expected = "", "a mean over samples, of which each has an equal share"
     for term in planned.weighed:
-        yield Fault(
+        yield hook.fault(
             key=f"objective.{term}",
-            got=f"a term that divides by weights of its targets{where}, with {hook}",
+            got=f"a term that divides by weights of its targets{where}, with {own}",
             expected=expected,
-            cure=f"Take class weights and ignored targets out, or leave the hook out with ~{hook}",
+            cure=f"Take class weights and ignored targets out, or {hook.leave_out}",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,8 +49,9 @@ class Landscape(Hook):
             raise ValueError(f"points is {points}; it must be odd, and 3 or more, so that the middle one is at 0")
         self.distance, self.points = distance, points
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        return [*super().faults(planned), *objective_faults(self.name, planned, takes_samples=False)]
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
+        yield from objective_faults(self, planned, takes_samples=False)
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> Values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -74,16 +74,13 @@ class Memory(Hook):
         self._tags: set[str] | None = None
         self._has_told = False
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Planned) -> Iterable[Fault]:
         """A history of an allocator that there is not."""
-        faults = list(super().faults(planned))
+        yield from super().faults(planned)
         accelerator = planned.placement.accelerator
         if self.record_history and accelerator != "cuda":
             expected = "false: only the CUDA allocator has a history"
-            faults.append(
-                Fault(key=f"hooks.{self.name}.record_history", got=f"true on {accelerator}", expected=expected)
-            )
-        return faults
+            yield self.fault("record_history", got=f"true on {accelerator}", expected=expected)
 
     def setup(self, network: nn.Module) -> None:
         self._network = network

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,9 @@ from exp.hooks.hook import Hook, Values
 from exp.hooks.isolated_forward import apart, objective_faults, running
 from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
-from exp.models.inference import example_inputs
 from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
 from exp.nested import mapped, tensors_in
-from exp.types import Batch, DataSpec
+from exp.types import Batch
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Planned
@@ -54,8 +53,44 @@ class PerSampleGradients(Hook):
         self.chunk_size = chunk_size
         self._noise = NoiseScale(smoothing=smoothing)
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        return [*super().faults(planned), *sample_faults(self.name, planned)]
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        """What has no gradient of one sample by itself, each at the key of what stands in its way."""
+        yield from super().faults(planned)
+        yield from objective_faults(self, planned, takes_samples=True)
+        config, own = planned.config, f"with hooks.{self.name}"
+        if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
+            got, expected = f"a step of one sample, {own}", "2 or more, to compare one with all"
+            yield self.fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {self.leave_out}")
+        for other, node in config["hooks"].items():
+            # Written out: a hook that its YAML leaves at the default of `at` is at the output.
+            at, algorithm = node.get("at", "output"), node.get("algorithm", "norm")
+            if node["_target_"] == CLIP_MODULE and at != "parameters" and algorithm == "norm":
+                yield self.fault(
+                    key=f"hooks.{other}",
+                    got=f"the gradient of a batch clipped, {own}, for which each sample's would be by itself",
+                    expected="gradients of samples whose mean is the batch's",
+                    cure=f"Write hooks.{other}.at=parameters, or leave one of the two out",
+                )
+        yield from self._network_faults(planned, own)
+
+    def _network_faults(self, planned: Planned, own: str) -> Iterator[Fault]:
+        network, trace = planned.network, planned.trace
+        mixing = [path for path, module in network.named_modules() if _mixes(module)]
+        if mixing:
+            kind = type(network.get_submodule(mixing[0])).__name__
+            paths = f"{', '.join(mixing[:3])}{' and others' if len(mixing) > 3 else ''}"
+            cure = f"Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place, or {self.leave_out}"
+            yield self.fault(key="model", got=f"{paths}: {kind}, which mixes samples, {own}", expected=APART, cure=cure)
+        elif trace is not None:
+            cure = f"Choose another model, or {self.leave_out}"
+            count = len(trace.inputs[0])
+            shapes = [list(tensor.shape) for tensor in tensors_in(trace.output)]
+            if any(not shape or shape[0] != count for shape in shapes):
+                got = f"a network that makes of {count} samples a tensor of shape {shapes[0]}, {own}"
+                yield self.fault(key="model", got=got, expected="an output with the batch as its first axis", cure=cure)
+            elif reason := _why_not_by_vmap(network, trace.inputs):
+                got = f"a network that torch.func.vmap refuses, {own}: {reason}"
+                yield self.fault(key="model", got=got, expected=APART, cure=cure)
 
     def after_backward(self, step: Step) -> Values:
         gradients = {n: p.grad for n, p in step.network.named_parameters() if p.requires_grad and p.grad is not None}
@@ -119,71 +154,11 @@ CLIP_MODULE = "exp.hooks.clip_module.ClipModule"
 APART = "a network that treats the samples of a batch apart"
 
 
-def sample_faults(name: str, planned: Planned) -> Iterator[Fault]:
-    """Of a hook of this name that takes the gradient of each sample. Each at the key of what stands in its way."""
-    config, network = planned.config, planned.network
-    hook = f"hooks.{name}"
-    leave = f"leave the hook out with ~{hook}"
-    yield from objective_faults(name, planned, takes_samples=True)
-    if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
-        got, expected = f"a step of one sample, with {hook}", "2 or more, to compare one with all"
-        yield Fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {leave}")
-    yield from _clipping_faults(hook, config["hooks"])
-    mixing = [path for path, module in network.named_modules() if _mixes(module)]
-    if mixing:
-        kind = type(network.get_submodule(mixing[0])).__name__
-        paths = f"{', '.join(mixing[:3])}{' and others' if len(mixing) > 3 else ''}"
-        yield Fault(
-            key="model",
-            got=f"{paths}: {kind}, which mixes samples, with {hook}",
-            expected=APART,
-            cure=f"Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place, or {leave}",
-        )
-    else:
-        yield from _forward_faults(hook, network, DataSpec.of(config["data"]), f"Choose another model, or {leave}")
-
-
-def _clipping_faults(hook: str, hooks: Mapping[str, Any]) -> Iterator[Fault]:
-    for other, node in hooks.items():
-        # Written out: a hook that its YAML leaves at the default of `at` is at the output.
-        at, algorithm = node.get("at", "output"), node.get("algorithm", "norm")
-        if node["_target_"] == CLIP_MODULE and at != "parameters" and algorithm == "norm":
-            yield Fault(
-                key=f"hooks.{other}",
-                got=f"the gradient of a batch clipped, with {hook}, for which each sample's would be by itself",
-                expected="gradients of samples whose mean is the batch's",
-                cure=f"Write hooks.{other}.at=parameters, or leave one of the two out",
-            )
-
-
 def _mixes(module: nn.Module) -> bool:
     return isinstance(module, ANY_BATCH_NORM) or (isinstance(module, INSTANCE_NORMS) and module.track_running_stats)
 
 
-def _forward_faults(hook: str, network: nn.Module, spec: DataSpec, cure: str) -> Iterator[Fault]:
-    """Forwards without numbers, of 2 samples, of 3, and of 2 by vmap."""
-    try:
-        with torch.no_grad():
-            outputs = {count: network(*example_inputs(spec, batch_size=count, device="meta")) for count in (2, 3)}
-    except Exception:  # the shape check has told what is wrong, or why nothing can be said
-        return
-    for count, output in outputs.items():
-        shapes = [list(tensor.shape) for tensor in tensors_in(output)]
-        if any(not shape or shape[0] != count for shape in shapes):
-            yield Fault(
-                key="model",
-                got=f"a network that makes of {count} samples a tensor of shape {shapes[0]}, with {hook}",
-                expected="an output with the batch as its first axis",
-                cure=cure,
-            )
-            return
-    reason = _why_not_by_vmap(network, example_inputs(spec, device="meta"))
-    if reason is not None:
-        got = f"a network that torch.func.vmap refuses, with {hook}: {reason}"
-        yield Fault(key="model", got=got, expected=APART, cure=cure)
-
-
-def _why_not_by_vmap(network: nn.Module, inputs: tuple[object, ...]) -> str | None:
+def _why_not_by_vmap(network: nn.Module, inputs: Sequence[Tensor]) -> str | None:
     try:
         with torch.no_grad():
             vmap(lambda *sample: network(*(one[None] for one in sample)), randomness="different")(*inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +35,7 @@ class PRCurve(ClassCounts):
     """
 
     most_classes = 1_000_000
+    least = {"thresholds": 2, "max_classes": 1}
 
     def __init__(
         self,
@@ -54,16 +55,11 @@ class PRCurve(ClassCounts):
         # The classes that are drawn, on the device: a copy at each batch would wait for it.
         self._drawn: Tensor | None = None
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        faults = [*super().faults(planned)]
-        key = f"hooks.{self.name}"
-        for name, value, least in (("thresholds", self.thresholds, 2), ("max_classes", self.max_classes, 1)):
-            if value < least:
-                faults.append(Fault(key=f"{key}.{name}", got=str(value), expected=f"{least} or more"))
-        if self.positive_class is not None and not 0 <= self.positive_class < (self.num_classes or 1):
-            expected = f"a class from 0 to {(self.num_classes or 1) - 1}, or null"
-            faults.append(Fault(key=f"{key}.positive_class", got=str(self.positive_class), expected=expected))
-        return faults
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
+        last = (self.num_classes or 1) - 1
+        if self.positive_class is not None and not 0 <= self.positive_class <= last:
+            yield self.fault("positive_class", got=self.positive_class, expected=f"a class from 0 to {last}, or null")
 
     @property
     def drawn(self) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -17,7 +18,7 @@ from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel
 from exp.hooks.step import Step
 from exp.hooks.timing.profile_files import RecordedWindow
-from exp.hooks.timing.profile_window import ProfileWindow, faults_of_window
+from exp.hooks.timing.profile_window import LIGHTNINGS, OWN, ProfileWindow, window_of
 from exp.strategies.process_group import global_rank
 from exp.strategies.strategy import Planned
 
@@ -68,8 +69,28 @@ class Profile(Hook):
         self._ranges: list[record_function] = []
         self._recorded: list[int] = []
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        return [*super().faults(planned), *faults_of_window(self.window, planned, name=self.name)]
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
+        window, config, world = self.window, planned.config, planned.placement.world_size
+        limit, profiler = config["trainer"].get("max_steps"), config["trainer"].get("profiler")
+        if isinstance(limit, int) and 0 <= limit < window.last:
+            got = f"{window.start}, and steps: {window.steps}: {window}, of a run with trainer.max_steps={limit}"
+            yield self.fault("start_step", got=got, expected=f"a window that ends at step {limit} or before")
+        if window.ranks != "all" and max(window.ranks) >= world:
+            got = f"{list(window.ranks)}, of a run in {world} process{'es' if world > 1 else ''}"
+            yield self.fault("ranks", got=got, expected=f"ranks from 0 to {world - 1}, or all")
+        if (profiler.get("_target_") if isinstance(profiler, Mapping) else profiler) in LIGHTNINGS:
+            yield self.fault(
+                got="torch.profiler, beside trainer.profiler=pytorch, which is the same one",
+                expected="one of the two: a process has one torch.profiler at a time",
+                cure=f"Leave one out: ~hooks.{self.name}, or trainer.profiler=null",
+            )
+        # With the windows of the hooks before this one, so that each pair is told once.
+        for other, node in itertools.takewhile(lambda item: item[0] != self.name, config["hooks"].items()):
+            if node["_target_"] == OWN and window.overlaps(before := window_of(node)):
+                got = f"{window.start}: {window} and {window.warmup} before them, beside hooks.{other} with {before}"
+                expected = "windows that do not overlap: a process has one torch.profiler at a time"
+                yield self.fault("start_step", got=got, expected=expected)
 
     def setup(self, network: nn.Module) -> None:
         self._forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class Samples(Hook):
     input, output, target: names among the batch's entries and the network's outputs.
     """
 
+    least = {"count": 1, "columns": 1}
+
     def __init__(
         self,
         *,
@@ -63,26 +65,20 @@ class Samples(Hook):
         self._parts: list[Shown] = []
         self._drawn_step = 0
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
-        data = planned.config["data"]
-        faults = [*super().faults(planned), *stage_faults(self.name, stages=self.stages, known=STAGES)]
-        for name, value in (("count", self.count), ("columns", self.columns)):
-            if value < 1:
-                faults.append(Fault(key=f"hooks.{self.name}.{name}", got=str(value), expected="1 or more"))
-        shape = list(data["input_shape"])
+    def faults(self, planned: Planned) -> Iterable[Fault]:
+        yield from super().faults(planned)
+        yield from stage_faults(self, self.stages, known=STAGES)
         if self.input != "input":
-            return [*faults, *self._scale_faults(None)]  # of another entry nothing is declared
+            yield from self._scale_faults(None)  # of another entry nothing is declared
+            return
+        shape, dtype = list(planned.config["data"]["input_shape"]), planned.config["data"]["input_dtype"]
         if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in CHANNELS):
             expected = "data whose input is a picture, [H, W] or [C, H, W] with C of 1, 3 or 4"
-            cure = f"Leave the hook out with ~hooks.{self.name}"
-            return [
-                *faults,
-                Fault(key=f"hooks.{self.name}", got=f"input of shape {shape}", expected=expected, cure=cure),
-            ]
-        if data["input_dtype"].startswith("int"):
-            expected = "pixels: float32 or uint8"
-            return [*faults, Fault(key=f"hooks.{self.name}", got=f"input of {data['input_dtype']}", expected=expected)]
-        return [*faults, *self._scale_faults(shape[0] if len(shape) == 3 else 1)]
+            yield self.fault(got=f"input of shape {shape}", expected=expected, cure=self.leave_out)
+        elif dtype.startswith("int"):
+            yield self.fault(got=f"input of {dtype}", expected="pixels: float32 or uint8")
+        else:
+            yield from self._scale_faults(shape[0] if len(shape) == 3 else 1)
 
     def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
         if "train" not in self.stages or self._drawn_step == step.index:
@@ -99,20 +95,17 @@ class Samples(Hook):
         parts, self._parts = self._parts, []
         return {f"samples/{stage}": joined(parts)} if parts else None
 
-    def _scale_faults(self, channels: int | None) -> list[Fault]:
-        key = f"hooks.{self.name}"
+    def _scale_faults(self, channels: int | None) -> Iterator[Fault]:
         if (self.mean is None) != (self.std is None):
             given, other = ("mean", "std") if self.std is None else ("std", "mean")
-            expected = f"a list as {key}.{given} is, or null for both"
-            return [Fault(key=f"{key}.{other}", got="null", expected=expected)]
-        faults = []
+            yield self.fault(other, got="null", expected=f"a list as hooks.{self.name}.{given} is, or null for both")
+            return
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers is not None and channels is not None and len(numbers) not in (1, channels):
                 expected = "one number" + (f", or {channels}: one a channel" if channels > 1 else "")
-                faults.append(Fault(key=f"{key}.{name}", got=f"{len(numbers)} numbers", expected=expected))
+                yield self.fault(name, got=f"{len(numbers)} numbers", expected=expected)
         if self.std is not None and min(self.std, default=0.0) <= 0:
-            faults.append(Fault(key=f"{key}.std", got=str(list(self.std)), expected="numbers above 0"))
-        return faults
+            yield self.fault("std", got=list(self.std), expected="numbers above 0")
 
     def _shown(self, values: Mapping[str, object], count: int) -> Shown:
         """The first samples of a batch."""

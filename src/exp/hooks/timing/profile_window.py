@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from exp.errors import Fault
-from exp.strategies.strategy import Planned
 
 LIGHTNINGS = ("pytorch", "lightning.pytorch.profilers.PyTorchProfiler")
 OWN = "exp.hooks.profile.Profile"
@@ -58,44 +55,6 @@ class ProfileWindow:
 
     def __str__(self) -> str:
         return f"step {self.start}" if self.steps == 1 else f"steps {self.start} to {self.last}"
-
-
-def faults_of_window(window: ProfileWindow, planned: Planned, *, name: str) -> Iterator[Fault]:
-    """name: of the hook in the config."""
-    config = planned.config
-    limit = config["trainer"].get("max_steps")
-    if isinstance(limit, int) and 0 <= limit < window.last:
-        yield Fault(
-            key=f"hooks.{name}.start_step",
-            got=f"{window.start}, and steps: {window.steps}: {window}, of a run with trainer.max_steps={limit}",
-            expected=f"a window that ends at step {limit} or before",
-        )
-    world = planned.placement.world_size
-    if window.ranks != "all" and max(window.ranks) >= world:
-        got = f"{list(window.ranks)}, of a run in {world} process{'es' if world > 1 else ''}"
-        yield Fault(key=f"hooks.{name}.ranks", got=got, expected=f"ranks from 0 to {world - 1}, or all")
-    profiler = config["trainer"].get("profiler")
-    if (profiler.get("_target_") if isinstance(profiler, Mapping) else profiler) in LIGHTNINGS:
-        yield Fault(
-            key=f"hooks.{name}",
-            got="torch.profiler, beside trainer.profiler=pytorch, which is the same one",
-            expected="one of the two: a process has one torch.profiler at a time",
-            cure=f"Leave one out: ~hooks.{name}, or trainer.profiler=null",
-        )
-    yield from _overlaps(window, config["hooks"], name=name)
-
-
-def _overlaps(window: ProfileWindow, hooks: Mapping[str, Mapping[str, Any]], *, name: str) -> Iterator[Fault]:
-    """With the windows of the hooks before this one, so that each pair is told once."""
-    for other, node in hooks.items():
-        if other == name:
-            return
-        if node["_target_"] == OWN and window.overlaps(before := window_of(node)):
-            yield Fault(
-                key=f"hooks.{name}.start_step",
-                got=f"{window.start}: {window} and {window.warmup} before them, beside hooks.{other} with {before}",
-                expected="windows that do not overlap: a process has one torch.profiler at a time",
-            )
 
 
 def window_of(node: Mapping[str, Any]) -> ProfileWindow:

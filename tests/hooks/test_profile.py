@@ -15,9 +15,8 @@ from PIL import Image as PILImage
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import exp
-from exp.hooks.profile import Profile
+from exp.hooks.profile import Profile, ProfileWindow
 from exp.hooks.timing.memory_timeline import changes_in
-from exp.hooks.timing.profile_window import ProfileWindow
 
 FILES = ["memory.rank0.csv", "memory.rank0.png", "operators.rank0.md", "trace.rank0.json.gz"]
 

@@ -240,7 +240,7 @@ class _Dispatch(TorchDispatchMode):
     """Tells each operator's name, the tensors that it takes and those that it gives."""
 
     def __init__(self, note: Callable[[str, list[Tensor], list[Tensor]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's, which has no types
         self.note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

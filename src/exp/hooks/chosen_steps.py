@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exp.errors import ConfigError, Fault
 from exp.hooks.hook import Hook
 
 
@@ -20,7 +19,7 @@ class OnChosenSteps(Hook):
         super().__init__(every_n_steps=every_n_steps, modules=modules)
         if steps is not None and (not steps or any(step < 1 for step in steps)):
             expected = "optimizer steps counted from 1, such as [1, 100], or null for every_n_steps"
-            raise ConfigError([Fault(key="steps", got=str(list(steps)), expected=expected)])
+            raise ValueError(f"steps is {list(steps)}; expected {expected}")
         self.steps = None if steps is None else frozenset(steps)
 
     def due(self, index: int) -> bool:

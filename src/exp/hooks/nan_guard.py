@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import Fault, RunError
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
 from exp.hooks.offers import Origin
@@ -60,12 +60,10 @@ class NanGuard(Hook):
     """
 
     needs = frozenset({"whole_parameters", "own_backward", "one_thread"})
+    least = {"steps_in_flight": 1}
 
     def __init__(self, *, steps_in_flight: int = 8, origin: Origin | None = None) -> None:
         super().__init__()
-        if steps_in_flight < 1:
-            expected = "a whole number of steps, 1 or more"
-            raise ConfigError([Fault(key="steps_in_flight", got=str(steps_in_flight), expected=expected)])
         self.steps_in_flight, self.origin = steps_in_flight, origin
         self._forget()
 
@@ -78,22 +76,19 @@ class NanGuard(Hook):
         self._latch: Tensor | None = None
         self._held: list[Optimizer] = []
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Planned) -> Iterable[Fault]:
         """An optimizer that may run the network itself, several times a step, is none to stop."""
-        faults = list(super().faults(planned))
+        yield from super().faults(planned)
         target = planned.config["optimizer"].get("_target_")
         # Those of phases get no closure to call.
         if target and not planned.config["phases"] and (not target.startswith("torch.optim.") or "LBFGS" in target):
-            faults.append(
-                Fault(
-                    key="optimizer._target_",
-                    got=f"{target}, with hooks.{self.name}",
-                    expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
-                    "and steps by the last of them, whereas the first is looked at",
-                    cure=f"Choose another optimizer, or leave the hook out with ~hooks.{self.name}",
-                )
+            yield self.fault(
+                key="optimizer._target_",
+                got=f"{target}, with hooks.{self.name}",
+                expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
+                "and steps by the last of them, whereas the first is looked at",
+                cure=f"Choose another optimizer, or {self.leave_out}",
             )
-        return faults
 
     # --- the run ---
 

@@ -122,7 +122,8 @@ def serve(directory: Path, *, host: str, port: int | None) -> str:
     try:
         # It advises there, at every start, on how it reads files.
         with contextlib.redirect_stderr(io.StringIO()):
-            return server.launch()
+            address: str = server.launch()
+            return address
     except TensorBoardServerException as error:
         raise DashboardError(f"{error.msg} Choose another --port, or --host, or leave them out") from error
 

@@ -9,8 +9,9 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,14 +191,14 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     if file.scale is not None:
         plain["precision"]["scaler"]["init_scale"] = file.scale
     plugin = build_run_precision(plain, device_type=device.type)
-    kind, phases = (PhasedModule, {"phases": build_phases(plain)}) if plain["phases"] else (TrainingModule, {})
+    phases = build_phases(plain)
+    kind: Callable[..., TrainingModule] = partial(PhasedModule, phases=phases) if phases else TrainingModule
     module = kind(
         network=build_network(plain, DataSpec.of(plain["data"])),
         objective=build_objective(plain),
         optimization=build_optimization(plain),
         seed=file.seed,
         rank=file.rank,
-        **phases,
     )
     plugin.represent(module)
     switch_on(module, runtime)
@@ -223,7 +224,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         benchmark=runtime["cudnn_benchmark"],
     )
     # Randomness is a function of it.
-    module.trainer.fit_loop.epoch_progress.current.processed = file.window.epoch
+    module.trainer.fit_loop.epoch_progress.current.load_state_dict({"processed": file.window.epoch})
     return module
 
 

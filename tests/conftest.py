@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import exp
+from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.construct import construct
 from exp.models.inference import example_inputs, materialise
@@ -96,8 +97,7 @@ class Ranks:
         self._count += 1
         directory = self.place / f"run{self._count}"
         config = exp.compose([f"hydra.run.dir={directory}", "trainer.enable_progress_bar=false", *overrides])
-        exp.validate(config)
-        return freeze(config)
+        return freeze(plan(resolve(config)).resolved.config)
 
     def train(self, *overrides: str, ranks: int = 1, seconds: float = 300) -> Trained:
         """Freezes a run and lives it in so many processes."""

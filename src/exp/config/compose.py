@@ -96,7 +96,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
-    config = composition.config
+    config: DictConfig = composition.config
     tasks = [text for text in composition.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
     OmegaConf.set_readonly(config, False)
     with open_dict(config):
@@ -117,7 +117,7 @@ def _literal(text: str) -> str:
 
 def _directory(config: DictConfig, *, sweep: str | None) -> str:
     if sweep is None:
-        return os.path.abspath(config.hydra.run.dir)
+        return os.path.abspath(str(config.hydra.run.dir))
     faults = directory_faults(config, "hydra.sweep.subdir")
     if faults:
         raise ConfigError(faults)

@@ -58,7 +58,7 @@ def fault_of(error: Exception) -> Fault:
     """One fault from what Hydra or OmegaConf raised."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_config_fault(error, error.missing_cfg_file)
-    causes = [error]
+    causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     if any(isinstance(cause, RecursionError) for cause in causes):

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -99,7 +99,7 @@ def _made(directory: Path) -> Path:
 
 def frozen_yaml(config: DictConfig) -> str:
     """The config as YAML text, every interpolation resolved, without the record of its composition."""
-    plain = OmegaConf.to_container(config, resolve=True)
+    plain = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     plain.pop(COMPOSITION, None)
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
@@ -112,13 +112,13 @@ def read_frozen(directory: Path | str) -> DictConfig:
     path = Path(directory) / "config.yaml"
     if not path.is_file():
         raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
-    return OmegaConf.load(path)
+    return cast(DictConfig, OmegaConf.load(path))
 
 
 def read_overrides(directory: Path | str) -> list[str]:
     """The overrides that a frozen config was composed with."""
     # As plain text: `name=a${seed}` is the record of an override, not an interpolation.
-    return OmegaConf.to_container(OmegaConf.load(Path(directory) / "overrides.yaml"))
+    return cast(list[str], OmegaConf.to_container(OmegaConf.load(Path(directory) / "overrides.yaml")))
 
 
 def provenance(overrides: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -130,12 +130,13 @@ class Loader(ConfigLoaderImpl):
         return config
 
     def _layer(self, default: ResultDefault, repo: Any) -> Layer:
-        loaded = repo.load_config(default.config_path)
+        config_path = cast(str, default.config_path)  # None in a list of overrides alone
+        loaded = repo.load_config(config_path)
         file = None
         if loaded.path.startswith("file://"):
             directory = loaded.path.removeprefix("file://")
-            file = BoundedFileSource(loaded.provider, directory).file(default.config_path)
-        return Layer(config_path=default.config_path, package=default.package or "", file=file)
+            file = BoundedFileSource(loaded.provider, directory).file(config_path)
+        return Layer(config_path=config_path, package=default.package or "", file=file)
 
     def compose(self, *, config_name: str, overrides: Sequence[str], multirun: bool = False) -> DictConfig:
         """The whole config, the hydra node included. Raises one of HYDRA_ERRORS or ConfigError."""
@@ -162,7 +163,8 @@ class Loader(ConfigLoaderImpl):
             raise ConfigError([Fault(
                 key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf"
             )])  # fmt: skip
-        groups = [default.group for default in loaded.defaults_list if isinstance(default, GroupDefault)]
+        defaults = loaded.defaults_list or []
+        groups = [default.group for default in defaults if isinstance(default, GroupDefault) and default.group]
         return [str(key) for key in loaded.config], groups
 
     def group_exists(self, group: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -70,7 +70,7 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
     key = f"hydra.{name}"
     try:
         # Resolved, for Hydra resolves them, too: an interpolation may lead to a node with a `_target_`.
-        plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
+        plain = cast(dict[str, Any], OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False))
     except OmegaConfBaseException as error:
         return [_fault(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
     known = registered_targets()
@@ -126,9 +126,9 @@ def packages_allowed_by(overrides: Iterable[str]) -> set[str]:
 def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[Fault]:
     """A fault where a file wrote into Hydra's record of the overrides, from which a sweep takes those of its jobs."""
     faults = []
+    recorded = cast(dict[str, list[str]], OmegaConf.to_container(config.hydra.overrides, resolve=False))
     for name in ("hydra", "task"):
-        recorded = OmegaConf.to_container(config.hydra.overrides, resolve=False)[name]
-        others = [text for text in recorded if text not in given]
+        others = [text for text in recorded[name] if text not in given]
         if others:
             faults.append(_fault(f"hydra.overrides.{name}", f"{others[0]} in a file", "what the command line says"))
     return faults

@@ -11,7 +11,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import __version__ as HYDRA_VERSION
 from hydra._internal.callbacks import Callbacks
@@ -85,7 +85,7 @@ def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Pat
 
 def task_overrides(config: DictConfig) -> list[str]:
     """The overrides of a composed config that are not Hydra's own, as typed: each job resolves `name=a${seed}`."""
-    return list(OmegaConf.to_container(config.hydra.overrides.task, resolve=False))
+    return cast(list[str], OmegaConf.to_container(config.hydra.overrides.task, resolve=False))
 
 
 def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:

@@ -6,8 +6,8 @@ A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -58,7 +58,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 class Values:
     """The plain config, asked by dotted key; UNKNOWN where a key is not there."""
 
-    def __init__(self, plain: dict[str, Any]) -> None:
+    def __init__(self, plain: Mapping[str, Any]) -> None:
         self.plain = plain
 
     def __getitem__(self, key: str) -> Any:
@@ -77,8 +77,9 @@ class Values:
 
 class _Reader:
     def __init__(self, config: DictConfig) -> None:
-        self.config, self.faults, self.count = config, [], 0
-        self.raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+        self.config, self.count = config, 0
+        self.faults: list[Fault] = []
+        self.raw = cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
         self.costs: dict[str, int] = {}
 
     def mapping(self, node: DictConfig, raw: dict[Any, Any], key: str, depth: int) -> dict[str, Any]:
@@ -98,13 +99,13 @@ class _Reader:
         if not isinstance(text, dict | list):
             value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else text
             # An interpolation may lead to a node.
-            inner = OmegaConf.to_container(value, resolve=False) if isinstance(value, DictConfig | ListConfig) else None
+            inner = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else None
         else:
             value, inner = node[name], text
         if isinstance(value, DictConfig):
-            return self.mapping(value, inner, key, depth + 1)
+            return self.mapping(value, cast(dict[Any, Any], inner), key, depth + 1)
         if isinstance(value, ListConfig):
-            return self.sequence(value, inner, key, depth + 1)
+            return self.sequence(value, cast(list[Any], inner), key, depth + 1)
         return value
 
     def resolved(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> Any:

@@ -21,5 +21,5 @@ def print_tree(config: DictConfig) -> None:
             text = OmegaConf.to_yaml(config[key], resolve=True).rstrip() or "{}"
             tree.add(str(key)).add(Syntax(text, "yaml", background_color="default"))
         else:
-            tree.add(f"{key}: {config[key]}")
+            tree.add(f"{key!s}: {config[key]}")
     Console(highlight=False).print(tree)

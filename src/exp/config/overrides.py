@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary, normalised
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
-from exp.config.hydra_adapter import Override, parse_override
+from exp.config.hydra_adapter import parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest
@@ -158,8 +159,8 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
     for option in options:
         fault = vocabulary.option_fault(group, option)
         if fault is not None:
-            cure = cure_of_option(group, option)
-            return _fault(group, fault.got, fault.expected, _sentence(cure)) if cure else fault
+            other = cure_of_option(group, option)
+            return _fault(group, fault.got, fault.expected, _sentence(other)) if other else fault
     return None
 
 

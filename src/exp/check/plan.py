@@ -394,11 +394,15 @@ class _Draft:
         )
 
     def _faults_of_the_strategy(self, known: Iterable[Fault], planned: Planned) -> Iterable[Fault]:
+        from exp.strategies.exclusions import exclusion_faults
         from exp.strategies.strategy import Strategy
 
         has_optimizer = "optimizer" in self.plain and "_target_" in self.plain["optimizer"]
         is_hidden = _touched(known, STRATEGY_KEYS) or not has_optimizer
-        return [] if is_hidden or not isinstance(self.strategy, Strategy) else self.strategy.faults(planned)
+        if is_hidden:
+            return []
+        own = self.strategy.faults(planned) if isinstance(self.strategy, Strategy) else ()
+        return [*exclusion_faults(planned), *own]
 
     def _look_at_the_hooks(
         self, known: Iterable[Fault], seen: ShapeExamination, network: nn.Module, planned: Planned | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -44,6 +44,9 @@ class ExponentialMovingAverage(Callback):
     warmup: take min(decay, (1 + n) / (10 + n)) after n updates, so that a short run is not all beginning (the rule of
         TensorFlow's ExponentialMovingAverage with num_updates).
     """
+
+    # Read by strategies, as of any callback that keeps an average of the weights.
+    averages_weights: ClassVar[bool] = True
 
     def __init__(
         self, *, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 1, warmup: bool = True

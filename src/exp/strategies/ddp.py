@@ -33,6 +33,7 @@ from exp.errors import Fault, RunError
 from exp.models.partition import Patterns
 from exp.precision.words import WORDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.exclusions import averages_weights, callback_classes
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
@@ -197,13 +198,11 @@ class DDP(Strategy):
 
 
 def _averaging_faults(planned: Planned) -> Iterator[Fault]:
-    for entry, callback in planned.config["callbacks"].items():
-        target = str(callback["_target_"])
-        # exp's own and Lightning's.
-        if target.startswith("exp.engine.ema.") or target.endswith("WeightAveraging"):
+    for entry, kind in callback_classes(planned.config).items():
+        if averages_weights(kind):
             yield Fault(
                 key=f"callbacks.{entry}",
-                got=f"{target} with local_sgd",
+                got=f"{planned.config['callbacks'][entry]['_target_']} with local_sgd",
                 expected="no average of the weights: between two meetings each rank would average weights of its own, "
                 "and a checkpoint would hold rank 0's",
                 cure="Write strategy.local_sgd.every_n_steps=null, or leave the callback out",

@@ -29,15 +29,14 @@ from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.precision.words import WORDS
+from exp.strategies.exclusions import averages_weights, callback_classes
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy, module_of, network_of, precision_of
 
 # Hooks that are right without whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
-AVERAGING = "exp.engine.ema.ExponentialMovingAverage"
 
 
 class DeepSpeed(Strategy):
@@ -88,7 +87,6 @@ class DeepSpeed(Strategy):
         """DeepSpeed that is not there, and what its engine cannot do."""
         return [
             *([] if is_installed() else [_missing()]),
-            *sharding_faults(planned, name=self.name),
             *self._placement_faults(planned.placement),
             *self._engine_faults(planned),
             *self._watching_faults(planned),
@@ -132,8 +130,8 @@ class DeepSpeed(Strategy):
             )
 
     def _watching_faults(self, planned: Planned) -> Iterator[Fault]:
-        callbacks, hooks = planned.config["callbacks"], planned.config["hooks"]
-        averages = [name for name, node in callbacks.items() if node["_target_"] == AVERAGING]
+        kinds, hooks = callback_classes(planned.config), planned.config["hooks"]
+        averages = [name for name, kind in kinds.items() if averages_weights(kind)]
         if self.stage == 3 and averages:
             yield Fault(
                 key=f"callbacks.{averages[0]}",

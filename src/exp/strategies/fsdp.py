@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from exp.errors import ConfigError, Fault
 from exp.optim.optimizer import FUSED_IN_SHARDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.exclusions import ELEMENTWISE
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.sharding_faults import ELEMENTWISE, sharding_faults, tied_faults
 from exp.strategies.strategy import Planned, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.units import AUTO, checkpoint_activations, matched, uniform, units
 from exp.types import Batch
@@ -81,8 +81,7 @@ class FSDP(Strategy):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
-        faults = sharding_faults(planned, name=self.name)
-        faults += batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)
+        faults = list(batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm))
         chosen = {}
         try:
             chosen = units(planned.network, self.shard, min_parameters=self.min_parameters, key="strategy.shard")
@@ -92,7 +91,7 @@ class FSDP(Strategy):
             matched(planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing")
         except ConfigError as error:
             faults += error.faults
-        faults += tied_faults(planned.network, chosen)
+        faults += _tied_faults(planned.network, chosen)
         optimizer = planned.config["optimizer"]
         kind = optimizer["_target_"].rpartition(".")[2]
         if optimizer.get("fused") is True and kind in ELEMENTWISE and kind not in FUSED_IN_SHARDS:
@@ -195,3 +194,23 @@ class FullyShardedStrategy(ModelParallel):
         if self._share is not None and not self._classes_before:
             network, kind = network_of(self), self.root_device.type
             self._classes_before = join_statistics(network, self._share, device_type=kind)
+
+
+def _tied_faults(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[Fault]:
+    """A weight that two units share would be gathered by one and used by the other."""
+    owners: dict[int, set[str]] = {}
+    names: dict[int, list[str]] = {}
+    for path, parameter in network.named_parameters(remove_duplicate=False):
+        inside = [unit for unit in chosen if path.startswith(f"{unit}.")]
+        owners.setdefault(id(parameter), set()).add(max(inside, key=len, default=""))
+        names.setdefault(id(parameter), []).append(path)
+    return [
+        Fault(
+            key="strategy.shard",
+            got=f"{' and '.join(names[tied])} are one weight in different units",
+            expected="a weight that is used twice in one unit",
+            cure="Leave the modules that hold it out of strategy.shard",
+        )
+        for tied, units in owners.items()
+        if len(units) > 1
+    ]

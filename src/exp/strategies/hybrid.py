@@ -12,9 +12,8 @@ from exp.errors import ConfigError, Fault
 from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy
-from exp.strategies.tensor_parallel import MEETS, TensorOptions, TensorParallelStrategy
+from exp.strategies.tensor_parallel import TensorOptions, TensorParallelStrategy
 from exp.strategies.tensor_plan import AUTO
 
 
@@ -93,8 +92,7 @@ class Hybrid(Strategy):
         """What cannot be cut so, and what no run in parts can do."""
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
-        faults = sharding_faults(planned, name=self.name, meets=frozenset() if self.data == "shard" else MEETS)
-        return faults + self.tensor.faults(planned, ranks=self.dimensions.tensor)
+        return self.tensor.faults(planned, ranks=self.dimensions.tensor)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """The strategy of one rank of the mesh."""

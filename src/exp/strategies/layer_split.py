@@ -16,7 +16,6 @@ from exp.errors import ConfigError, Fault
 from exp.models.inference import example_inputs
 from exp.models.partition import Patterns, Split, split
 from exp.nested import moved
-from exp.strategies.cut_faults import DEVICES, cut_faults
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import (
@@ -110,14 +109,12 @@ def refuse_shapeless(layers: object) -> None:
 
 
 def split_faults(planned: Planned, *, count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
-    """Why the network cannot be cut into so many parts, and what of a run only a whole network can do."""
-    name = planned.config["strategy"]["name"]
-    faults = cut_faults(planned, DEVICES, name=name, meets=frozenset({"retained_graph"}))
+    """Why the network cannot be cut into so many parts."""
     try:
         split(planned.network, count=count, layers=layers, inputs=stand_ins(planned.config))
     except ConfigError as error:
-        faults += error.faults
-    return faults
+        return list(error.faults)
+    return []
 
 
 def _device_faults(count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:

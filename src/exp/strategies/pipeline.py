@@ -16,7 +16,6 @@ from exp.models.inference import example_inputs
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.cut_faults import STAGES, cut_faults
 from exp.strategies.layer_split import refuse_shapeless, stand_ins
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
@@ -120,7 +119,7 @@ class Pipeline(Strategy):
         if planned.placement.world_size == 1:
             expected = "2 or more: each rank holds a part of the network"
             return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
-        faults = [*cut_faults(planned, STAGES, name=self.name), *_run_faults(planned)]
+        faults = list(_run_faults(planned))
         faults += self._batch_faults(planned, ranks)
         try:
             inputs = stand_ins(planned.config)

@@ -16,14 +16,10 @@ from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.sharding_faults import sharding_faults
 from exp.strategies.strategy import Planned, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.tensor_layers import Cut, carry_out, join, own
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
-
-# What ranks send each other can be differentiated any number of times.
-MEETS = frozenset({"input_gradients", "forward_passes"})
 
 
 class TensorOptions:
@@ -90,8 +86,7 @@ class TensorParallel(Strategy):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """What cannot be cut so, and what no run in parts can do."""
-        faults = sharding_faults(planned, name=self.name, meets=MEETS)
-        return faults + self.tensor.faults(planned, ranks=planned.placement.model_ranks)
+        return self.tensor.faults(planned, ranks=planned.placement.model_ranks)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A TensorParallelStrategy with these options."""

@@ -58,7 +58,8 @@ def report_precision(
         def loss(network: nn.Module) -> Tensor:
             is_chosen = network is chosen
             data = plugin.convert_input(batch.data) if is_chosen else batch.data
-            return parts[is_chosen](forward_by_name(network)(network, data), None)[0]
+            total: Tensor = parts[is_chosen](forward_by_name(network)(network, data), None)[0]
+            return total
 
         return compare(reference, chosen, loss=loss, precision=plugin, seed=seed)
 

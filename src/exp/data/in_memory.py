@@ -41,7 +41,7 @@ class EpochDependent(Protocol):
 
 
 @runtime_checkable
-class SelfSplitting(Protocol):
+class Splittable(Protocol):
     """A data set that makes its own parts, where a random choice of samples would not do."""
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> Mapping[Stage, AnyDataset]:
@@ -49,7 +49,7 @@ class SelfSplitting(Protocol):
 
 
 @runtime_checkable
-class FittedToTraining(Protocol):
+class Fittable(Protocol):
     """A part that takes something from the training part, such as a mean or a vocabulary."""
 
     def prepare(self, train: object) -> Indexed:

@@ -10,16 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from exp.data.faults import data_fault, share_faults
-from exp.data.in_memory import (
-    AnyDataset,
-    FittedToTraining,
-    Indexed,
-    Selection,
-    SelfSplitting,
-    Tensors,
-    as_indexed,
-    samples_in,
-)
+from exp.data.in_memory import AnyDataset, Fittable, Indexed, Selection, Splittable, Tensors, as_indexed, samples_in
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
 from exp.types import STAGES, Stage
@@ -57,14 +48,14 @@ def make_splits(
                     cure=f"Leave it out of the parts with data.parts.{name}=0",
                 )
             parts[name] = part
-    return fit_to_training({stage: parts[stage] for stage in STAGES if stage in parts})
+    return fit_parts({stage: parts[stage] for stage in STAGES if stage in parts})
 
 
-def fit_to_training(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
+def fit_parts(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
     """The parts, each made ready with what the training part knows."""
     ready = dict(parts)
     for stage, part in parts.items():
-        if isinstance(part, FittedToTraining):
+        if isinstance(part, Fittable):
             if "train" not in parts:
                 raise data_fault(
                     "train",
@@ -121,7 +112,7 @@ def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) 
     Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
     """
     wanted = read_sizes(sizes)
-    if isinstance(dataset, SelfSplitting):
+    if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
     if isinstance(dataset, IterableDataset):
         raise data_fault(

@@ -38,7 +38,7 @@ from torch.autograd import Function
 
 from exp.errors import RunError
 from exp.models.containers import ProgramModel
-from exp.strategies.tensor_plan import Plan
+from exp.strategies.tensor_plan import Plan, count_of
 
 Group = dist.ProcessGroup
 # Of activations `[B, T, C]`.
@@ -308,7 +308,7 @@ def carry_out(plan: Plan, network: nn.Module, group: dist.ProcessGroup) -> dict[
     for name, constants in plan.constants.items():
         container = network.get_submodule(name)
         assert isinstance(container, ProgramModel)
-        container.rebind({constant: container.constants[constant] // group.size() for constant in constants})
+        container.rebind({constant: count_of(container, constant) // group.size() for constant in constants})
     return cuts
 
 

@@ -95,7 +95,7 @@ def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault
     for name, constants in plan.constants.items():
         container = network.get_submodule(name)
         assert isinstance(container, ProgramModel)
-        sizes |= {f"{name}.{constant}".lstrip("."): container.constants[constant] for constant in constants}
+        sizes |= {f"{name}.{constant}".lstrip("."): count_of(container, constant) for constant in constants}
     uneven = {what: size for what, size in sizes.items() if size % ranks}
     if not uneven:
         return []
@@ -109,6 +109,13 @@ def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault
             expected=f"a number that divides all that is cut: {among(good)}",
         )
     ]
+
+
+def count_of(container: ProgramModel, constant: str) -> int:
+    """The value of a constant that counts what is cut."""
+    value = container.constants[constant]
+    assert isinstance(value, int)
+    return value
 
 
 def tied_cuts(network: nn.Module, plan: Plan) -> list[Fault]:

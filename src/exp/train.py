@@ -90,7 +90,7 @@ def _validate(config: DictConfig) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose
-    from exp.config.tree import print_tree
+    from exp.config.command import print_tree
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     if config.print_config:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from exp.config.command import help_text, parse_arguments
-from exp.config.layering import open_search_path
+from exp.config.command import help_text, parse_arguments, print_tree
+from exp.config.groups import open_search_path
 from exp.config.search_path import OWN_CONF
-from exp.config.tree import print_tree
 from exp.errors import ConfigError
 from exp.train import main
 

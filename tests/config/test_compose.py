@@ -17,9 +17,9 @@ from exp.check.stages import config_faults
 from exp.config import search_path
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
+from exp.config.groups import open_search_path
 from exp.config.hydra_adapter import parse_override
-from exp.config.layering import checked_lines, open_search_path
-from exp.config.overrides import for_hydra
+from exp.config.overrides import checked_lines, for_hydra
 from exp.config.search_path import OWN_CONF, search_places, users_conf
 from exp.errors import ConfigError
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exp.config.allowed import FUNCTIONS, LISTED, LISTED_CLASSES
-from exp.config.targets import TargetError, resolve
+from exp.config.targets import FUNCTIONS, LISTED, LISTED_CLASSES, TargetError, resolve
 
 # Name, and the module that a wall with a hole would import; None where it is loaded anyway.
 ATTACKS = [

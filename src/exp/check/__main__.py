@@ -83,7 +83,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     from exp.check.plan import validate
     from exp.config.compose import composition_of
     from exp.config.diagnosis import fault_of
-    from exp.config.hydra_program import job_return, run_sweeper
+    from exp.config.hydra_adapter import job_return, run_sweeper
     from exp.run import fit
     from exp.sweeps.sweep import Sweep, job_faults
 

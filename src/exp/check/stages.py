@@ -17,7 +17,7 @@ from exp.check.rules import allow_is_from_the_command_line, direction_faults, ru
 from exp.check.structure import structure_faults
 from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
-from exp.config.layering import PRIMARY
+from exp.config.groups import PRIMARY
 from exp.config.reading import Values, read
 from exp.config.sources import source_of
 from exp.errors import Fault

@@ -6,13 +6,14 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 
+from omegaconf import DictConfig, OmegaConf
+
 from exp.config.compose import composition_of
 from exp.config.diagnosis import fault_of
-from exp.config.groups import AXIS, MANY, ONE, Vocabulary
-from exp.config.hydra_adapter import HYDRA_ERRORS
-from exp.config.hydra_program import HYDRA_VERSION, answer, argument_parser
-from exp.config.layering import PRIMARY, checked_lines, open_search_path
-from exp.config.overrides import for_hydra
+from exp.config.freeze import COMPOSITION
+from exp.config.groups import AXIS, MANY, ONE, PRIMARY, Vocabulary, open_search_path
+from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser
+from exp.config.overrides import checked_lines, for_hydra
 from exp.errors import ConfigError, Fault
 
 PROGRAM = "python -m exp.train"
@@ -139,3 +140,21 @@ def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:
 
 def _fault(key: str, got: str, expected: str) -> Fault:
     return Fault(key=key, got=got, expected=expected, source="command line")
+
+
+def print_tree(config: DictConfig) -> None:
+    """Prints a branch for each node at the top, its values resolved."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+    from rich.tree import Tree
+
+    tree = Tree("config", guide_style="dim")
+    for key in config:
+        if key == COMPOSITION:
+            continue
+        if OmegaConf.is_config(config[key]):
+            text = OmegaConf.to_yaml(config[key], resolve=True).rstrip() or "{}"
+            tree.add(str(key)).add(Syntax(text, "yaml", background_color="default"))
+        else:
+            tree.add(f"{key!s}: {config[key]}")
+    Console(highlight=False).print(tree)

@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.diagnosis import diagnose, fault_of
 from exp.config.freeze import COMPOSITION
+from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config, text_values
 from exp.config.hydra_node import (
     chosen_and_ignored,
@@ -20,8 +20,7 @@ from exp.config.hydra_node import (
     is_inside,
     recorded_override_faults,
 )
-from exp.config.layering import PRIMARY, checked_lines, open_search_path
-from exp.config.overrides import Line, for_hydra
+from exp.config.overrides import Line, checked_lines, for_hydra
 from exp.errors import ConfigError, Fault
 
 
@@ -29,7 +28,7 @@ from exp.errors import ConfigError, Fault
 class Composition:
     """A composed config with its hydra node, and what it was made of."""
 
-    config: Any
+    config: DictConfig
     loader: Loader
     overrides: tuple[str, ...]
     config_name: str
@@ -68,10 +67,12 @@ def composition_of(
         found = diagnose(loader, vocabulary, lines, config_name=config_name, multirun=multirun)
         faults += found.faults or (fault_of(error),)
         config, lines = found.config, list(found.healthy)
+    if config is None:
+        raise ConfigError(faults)
     composition = Composition(
         config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
     )  # fmt: skip
-    if faults and check is not None and config is not None:
+    if faults and check is not None:
         rest = _without_hydra(replace(composition, overrides=tuple(line.text for line in lines)), directory="")
         faults += _other_faults(check(rest), known=faults)
     if faults:
@@ -96,7 +97,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
-    config: DictConfig = composition.config
+    config = composition.config
     tasks = [text for text in composition.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
     OmegaConf.set_readonly(config, False)
     with open_dict(config):

@@ -99,7 +99,7 @@ def _made(directory: Path) -> Path:
 
 def frozen_yaml(config: DictConfig) -> str:
     """The config as YAML text, every interpolation resolved, without the record of its composition."""
-    plain = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    plain = cast(dict[str, object], OmegaConf.to_container(config, resolve=True))
     plain.pop(COMPOSITION, None)
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
@@ -165,7 +165,7 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     plain: the config's values. overrides: as typed, with the swept ones of a job among them.
     Returns: values by dotted key. A group is worth the option that was chosen, such as {"model": "lenet"}.
     """
-    known = Values(plain)
+    known = Values(dict(plain))
     values = {key: known[key] for key in ALWAYS if known[key] not in (None, UNKNOWN)}
     for override in overrides:
         key, _, typed = override.lstrip("+").partition("=")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
+from exp.config.search_path import load_env_file, make_importable, search_places
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean
 
@@ -18,6 +19,7 @@ ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local")
 COMMAND_LINE = "command line"
+PRIMARY = "train"
 
 
 class Vocabulary:
@@ -78,6 +80,14 @@ class Vocabulary:
         """A right command for this group."""
         options = self.options(group) or ["..."]
         return f"{group}=[{','.join(options[:2])}]" if self.kind(group) == "many" else f"{group}={options[0]}"
+
+
+def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loader, Vocabulary]:
+    """The loader of this working directory and the words that its configs know."""
+    load_env_file()
+    make_importable()
+    loader = Loader(search_places(config_dir=config_dir))
+    return loader, Vocabulary(loader, config_name=config_name)
 
 
 def normalised(lines: Sequence[tuple[str, str, object]], texts: Sequence[str], vocabulary: Vocabulary) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.hydra_adapter import HYDRA_ERRORS, parse_override, registered_targets, targets_in
+from exp.config.hydra_adapter import HYDRA_ERRORS, parse_override, recorded_overrides, registered_targets, targets_in
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean
 
@@ -70,7 +70,7 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
     key = f"hydra.{name}"
     try:
         # Resolved, for Hydra resolves them, too: an interpolation may lead to a node with a `_target_`.
-        plain = cast(dict[str, Any], OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False))
+        plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         return [_fault(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
     known = registered_targets()
@@ -87,7 +87,7 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
         if word.strip().lstrip("+~").partition(".")[0] == "security":
             cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
             faults.append(_fault(f"{key}.params", word, "no key of security: it is not for a sweep to set", cure))
-        elif word == "custom_search_space" and plain[word] is not None:
+        elif word == "custom_search_space" and isinstance(plain, dict) and plain.get(word) is not None:
             faults.append(_fault(f"{key}.{word}", "a function by its name", "the values in hydra.sweeper.params"))
     return faults
 
@@ -126,9 +126,8 @@ def packages_allowed_by(overrides: Iterable[str]) -> set[str]:
 def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[Fault]:
     """A fault where a file wrote into Hydra's record of the overrides, from which a sweep takes those of its jobs."""
     faults = []
-    recorded = cast(dict[str, list[str]], OmegaConf.to_container(config.hydra.overrides, resolve=False))
     for name in ("hydra", "task"):
-        others = [text for text in recorded[name] if text not in given]
+        others = [text for text in recorded_overrides(config, name) if text not in given]
         if others:
             faults.append(_fault(f"hydra.overrides.{name}", f"{others[0]} in a file", "what the command line says"))
     return faults

@@ -74,6 +74,16 @@ def line_faults(lines: Sequence[Line], vocabulary: Vocabulary, *, multirun: bool
     return found
 
 
+def checked_lines(
+    overrides: Sequence[str], vocabulary: Vocabulary, *, multirun: bool
+) -> tuple[list[Line], list[Fault]]:
+    """The overrides that may be right, and the faults of the others."""
+    lines, faults = read_lines(overrides, vocabulary)
+    wrong = line_faults(lines, vocabulary, multirun=multirun)
+    refused = [line for line, _ in wrong]
+    return [line for line in lines if line not in refused], [*faults, *(fault for _, fault in wrong)]
+
+
 def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
     """The overrides to hand to Hydra; see groups.normalised."""
     triples = []
@@ -159,8 +169,8 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
     for option in options:
         fault = vocabulary.option_fault(group, option)
         if fault is not None:
-            other = cure_of_option(group, option)
-            return _fault(group, fault.got, fault.expected, _sentence(other)) if other else fault
+            known = cure_of_option(group, option)
+            return _fault(group, fault.got, fault.expected, _sentence(known)) if known else fault
     return None
 
 

@@ -6,7 +6,7 @@ A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -58,7 +58,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 class Values:
     """The plain config, asked by dotted key; UNKNOWN where a key is not there."""
 
-    def __init__(self, plain: Mapping[str, Any]) -> None:
+    def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
 
     def __getitem__(self, key: str) -> Any:
@@ -79,7 +79,8 @@ class _Reader:
     def __init__(self, config: DictConfig) -> None:
         self.config, self.count = config, 0
         self.faults: list[Fault] = []
-        self.raw = cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
+        raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+        self.raw = cast(dict[str, Any], raw)
         self.costs: dict[str, int] = {}
 
     def mapping(self, node: DictConfig, raw: dict[Any, Any], key: str, depth: int) -> dict[str, Any]:
@@ -99,13 +100,14 @@ class _Reader:
         if not isinstance(text, dict | list):
             value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else text
             # An interpolation may lead to a node.
-            inner = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else None
+            holds = isinstance(value, DictConfig | ListConfig)
+            inner: Any = OmegaConf.to_container(value, resolve=False) if holds else None
         else:
             value, inner = node[name], text
         if isinstance(value, DictConfig):
-            return self.mapping(value, cast(dict[Any, Any], inner), key, depth + 1)
+            return self.mapping(value, inner, key, depth + 1)
         if isinstance(value, ListConfig):
-            return self.sequence(value, cast(list[Any], inner), key, depth + 1)
+            return self.sequence(value, inner, key, depth + 1)
         return value
 
     def resolved(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> Any:

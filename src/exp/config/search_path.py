@@ -1,16 +1,20 @@
-"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. No file is run."""
+"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. No file is run.
+
+Beside ./conf may stand a .env file: environment variables for the configs, such as EXP_DATA_DIR.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from exp.config.allowed import ENTRY_POINTS, is_users_conf
 from exp.errors import ConfigError, Fault
 
+ENTRY_POINTS = "exp.conf"
 OWN_CONF = Path(__file__).parent.parent / "conf"
 
 
@@ -49,6 +53,14 @@ def users_conf() -> Path | None:
     """The user's own ./conf where it counts as one: it holds a group of exp's, and it is not exp's own."""
     directory = Path.cwd() / "conf"
     return directory if is_users_conf(directory) else None
+
+
+def is_users_conf(directory: Path) -> bool:
+    """Whether a ./conf is a user's own: it holds a group or file of exp's names, and it is not exp's own."""
+    if not directory.is_dir() or directory.resolve() == OWN_CONF.resolve():
+        return False
+    known = {path.name for path in OWN_CONF.iterdir()} | {"local"}
+    return any(path.name in known for path in directory.iterdir())
 
 
 def make_importable() -> None:
@@ -101,3 +113,21 @@ def shown(path: Path | str) -> str:
     if path.is_relative_to(OWN_CONF):
         return str("exp/conf" / path.relative_to(OWN_CONF))
     return str(path)
+
+
+def load_env_file() -> None:
+    """Sets the variables of ./.env that are not set yet. Without python-dotenv it says how to install it."""
+    path = Path.cwd() / ".env"
+    if path.is_file():
+        _load(path, path.stat().st_mtime_ns)
+
+
+# Once for each version of the file: a sweep composes many jobs, and none may bring back what a job unset.
+@functools.cache
+def _load(path: Path, _changed: int) -> None:
+    try:
+        import dotenv
+    except ImportError:
+        print("exp: .env is not read, python-dotenv is missing: pip install 'exp-framework[env]'", file=sys.stderr)
+        return
+    dotenv.load_dotenv(path, override=False)

@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION
-from exp.config.groups import COMMAND_LINE
+from exp.config.groups import COMMAND_LINE, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, parse_override
-from exp.config.layering import layers_of
+from exp.config.overrides import checked_lines, for_hydra
 from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.config.yaml_files import position_of as position_in
@@ -67,7 +67,7 @@ def _replay(
 ) -> dict[tuple[str, ...], _Setter]:
     setters: dict[tuple[str, ...], _Setter] = {}
     try:
-        layers = layers_of(overrides, config_dir=config_dir, config_name=config_name)
+        layers = _layers_of(overrides, config_dir=config_dir, config_name=config_name)
     except (ConfigError, *HYDRA_ERRORS):
         # A file has changed since, or the config was put together by hand: the fault is told without its file.
         return setters
@@ -82,6 +82,19 @@ def _replay(
         for below, _ in _walk(line.value(), ()):
             setters[(*key, *below)] = _Setter(file=None, keys=())
     return setters
+
+
+def _layers_of(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> list[Layer]:
+    """The files that a command without faults composes, in the order of merging.
+
+    Raises: ConfigError, or one of HYDRA_ERRORS, where it has some.
+    """
+    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
+    lines, faults = checked_lines(overrides, vocabulary, multirun=False)
+    if faults:
+        raise ConfigError(faults)
+    loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary))
+    return loader.layers
 
 
 def _of_layer(layer: Layer) -> dict[tuple[str, ...], _Setter]:

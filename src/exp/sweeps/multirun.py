@@ -13,9 +13,8 @@ from omegaconf import DictConfig
 from exp.config.compose import composition_of
 from exp.config.diagnosis import fault_of
 from exp.config.freeze import make_exclusively
-from exp.config.hydra_adapter import hydra_config
-from exp.config.hydra_program import run_sweeper
-from exp.config.layering import PRIMARY
+from exp.config.groups import PRIMARY
+from exp.config.hydra_adapter import hydra_config, run_sweeper
 from exp.errors import ConfigError, Interrupted, RunError
 from exp.report import Report
 from exp.sweeps.results import print_table

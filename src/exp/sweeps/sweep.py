@@ -20,8 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.check.stages import config_faults
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION
-from exp.config.hydra_adapter import parse_override
-from exp.config.hydra_program import job_return, task_overrides
+from exp.config.hydra_adapter import job_return, parse_override, task_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted
 from exp.files import write_whole
 from exp.report import Report

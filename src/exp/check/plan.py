@@ -13,7 +13,9 @@ A later step runs only where the earlier ones left what it needs. Nothing here c
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ from omegaconf import DictConfig
 from exp.check.parameters import program_fault
 from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
-from exp.config.reading import UNKNOWN, leaves, read
-from exp.errors import ConfigError, ExpError, Fault, RunError
+from exp.config.reading import UNKNOWN, is_node, leaves, read
+from exp.config.targets import resolve as resolve_target
+from exp.errors import ConfigError, ExpError, Fault, MissingExtraError, RunError
 from exp.types import DataSpec
 
 if TYPE_CHECKING:
@@ -331,7 +334,6 @@ class _Draft:
     def _look_at_the_parts(
         self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module
     ) -> None:
-        from exp.check.phases import strategy_faults
         from exp.check.runtime_switches import switch_faults
         from exp.check.shapes import term_faults
         from exp.precision.keep import keep_faults
@@ -344,15 +346,12 @@ class _Draft:
             self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
             self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
             self.faults += term_faults(objective, network, DataSpec.of(self.plain["data"]), word=precision["word"])
-        planned = None
-        if self.strategy is not None and self.placement is not None:
-            planned = self._planned(self.strategy, self.placement, objective, seen, network)
-            if self.phases:
-                self.faults += strategy_faults(self.strategy, self.placement)
-            self.faults += self._faults_of_the_strategy(known, planned)
-            if not _touched(known, ("runtime", "trainer")):
-                self.faults += switch_faults(planned)
+        planned = self._planned(objective, seen, network)
+        if planned is not None and not _touched(known, ("runtime", "trainer")):
+            self.faults += switch_faults(planned)
         self._look_at_the_hooks(known, seen, network, planned)
+        if planned is not None:
+            self._look_at_the_strategy(known, dataclasses.replace(planned, hooks=self.hooks))
 
     def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
         """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""
@@ -372,42 +371,59 @@ class _Draft:
         return made
 
     def _planned(
-        self,
-        strategy: Strategy | LightningStrategy,
-        placement: Placement,
-        objective: Objective,
-        seen: ShapeExamination,
-        network: nn.Module,
-    ) -> Planned:
-        from exp.strategies.strategy import Planned, traits_of
+        self, objective: Objective, seen: ShapeExamination, network: nn.Module
+    ) -> Planned | None:
+        """What parts may know of the run; None where nobody knows where it goes."""
+        from exp.strategies.strategy import Planned, Strategy, traits_of
 
+        if self.strategy is None or self.placement is None:
+            return None
         return Planned(
             network=network,
             trace=seen.traces.get(None),
-            placement=placement,
+            placement=self.placement,
             batch_size=self.plain["data"]["batch_size"],
             precision=self.plain["precision"]["word"],
             config=self.plain,
             needs=objective.needs,
+            meets=self.strategy.meets if isinstance(self.strategy, Strategy) else frozenset(),
             weighed=objective.weighed,
-            traits=traits_of(strategy),
+            traits=traits_of(self.strategy),
+            callbacks=self._classes_of(self.plain.get("callbacks")),
+            optimizers=tuple(self._optimizer_classes()),
         )
 
-    def _faults_of_the_strategy(self, known: Iterable[Fault], planned: Planned) -> Iterable[Fault]:
-        from exp.strategies.exclusions import exclusion_faults
+    def _optimizer_classes(self) -> Iterable[type[Optimizer]]:
+        """Of the optimizer at the top, and of those that phases have of their own."""
+        nodes = {name: phase["optimizer"] for name, phase in self.plain["phases"].items() if phase.get("optimizer")}
+        return self._classes_of({**nodes, "": self.plain.get("optimizer")}).values()
+
+    def _classes_of(self, nodes: Any) -> dict[str, Any]:
+        """The class that each node names; without those that have a fault of their own."""
+        found: dict[str, Any] = {}
+        for name, node in nodes.items() if isinstance(nodes, dict) else ():
+            with contextlib.suppress(ConfigError, MissingExtraError):
+                if is_node(node) and isinstance(node["_target_"], str):
+                    found[name] = resolve_target(node["_target_"], allow=self.plain["security"]["allow"])
+        return found
+
+    def _look_at_the_strategy(self, known: Iterable[Fault], planned: Planned) -> None:
+        """What the strategy cannot do, and what excludes what."""
+        from exp.check.compatibility import compatibility_faults, other_parts
         from exp.strategies.strategy import Strategy
 
         has_optimizer = "optimizer" in self.plain and "_target_" in self.plain["optimizer"]
-        is_hidden = _touched(known, STRATEGY_KEYS) or not has_optimizer
-        if is_hidden:
-            return []
-        own = self.strategy.faults(planned) if isinstance(self.strategy, Strategy) else ()
-        return [*exclusion_faults(planned), *own]
+        if _touched(known, STRATEGY_KEYS) or not has_optimizer:
+            return
+        self.faults += compatibility_faults(other_parts(planned), planned)
+        if isinstance(self.strategy, Strategy):
+            self.faults += self.strategy.faults(planned)
 
     def _look_at_the_hooks(
         self, known: Iterable[Fault], seen: ShapeExamination, network: nn.Module, planned: Planned | None
     ) -> None:
         """What the hooks cannot do with this run; where what they read is wrong, patterns that match nothing alone."""
+        from exp.check.compatibility import compatibility_faults, hook_parts
         from exp.construct import build_entries
         from exp.models.matching import matching
 
@@ -420,6 +436,8 @@ class _Draft:
                 self._try(lambda hook=hook, name=name: matching(network, hook.modules, key=f"hooks.{name}.modules"))
             return
         self._try(lambda: setattr(self, "hooks", _hooks(self.resolved, planned.placement, lambda: seen)))
+        planned = dataclasses.replace(planned, hooks=self.hooks)
+        self.faults += compatibility_faults(hook_parts(self.hooks), planned)
         for name, hook in self.hooks.items():
             hook.name = name
             self.faults += hook.faults(planned)

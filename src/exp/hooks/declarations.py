@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING
 
 from exp.errors import Fault
-from exp.precision.words import HALF, WORDS
-from exp.spelling import did_you_mean, nearest
+from exp.spelling import nearest
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    pass
 
 NEEDS = {
     "whole_parameters": "each rank holds whole weights and whole gradients",
@@ -38,75 +37,6 @@ FORMER = {
     "accumulation": "one_batch_a_step", "steps_per_execution": "one_step_a_call", "fp8": "vmap",
     "bf16": "float32", "fp16": "float32",
 }  # fmt: skip
-_PARTS = "it takes whole weights and gradients, and ranks hold parts of them"
-_LAYERS = "ranks hold parts of one network, its layers, run parts of a batch, and the first one alone writes values"
-_STATE = "its checkpoints are put together from parts, past a module's state dict"
-_ENGINE = "its engine runs the backward, scales, clips and steps where no hook is told of it"
-# For each need what excludes it, a trait of a strategy or a switch of a run, and why.
-EXCLUDED: Mapping[str, Mapping[str, str]] = {
-    "own_backward": {"owns_step": _ENGINE},
-    "whole_parameters": {
-        "shards_parameters": _PARTS,
-        "splits_tensors": _PARTS,
-        "splits_layers": _LAYERS,
-        "owns_step": "its engine keeps gradients, and their scale, to itself",
-    },
-    "whole_outputs": {
-        "splits_tensors": "ranks hold parts of what a layer returns, and of the gradient that flows back into it"
-    },
-    "all_layers": {"splits_layers": _LAYERS},
-    "whole_state_dict": dict.fromkeys(("shards_parameters", "splits_tensors", "splits_layers", "owns_step"), _STATE),
-    "one_rank": {"ranks": "each of several ranks sees a part of the batch"},
-    "one_thread": {"replicates_in_threads": "its replicas run at once, in threads of their own; use ddp"},
-    "gradient_flow": {
-        "compile": "the backward of a compiled network is one function, into which no gradient can be put; write it as "
-        "a torch.autograd.Function in `forward`"
-    },
-    "python_in_step": {"cuda_graph": "a captured step calls no Python, and so no hook inside it"},
-    "one_objective": {"phases": "each phase has a loss of its own, for parts of the network"},
-    "one_batch_a_step": {"accumulation": "an optimizer step takes the gradients of several micro-batches"},
-    "vmap": {"float8": "its linear layers have no rule for torch.func.vmap"},
-    "float32": {"half": "it computes in half precision"},
-}
-
-
-def need_faults(needs: Set[str], planned: Planned, *, key: str, kind: str) -> Iterator[Fault]:
-    """One fault for each thing in a run that excludes one of `needs`, and for each word that is none of NEEDS.
-
-    key: of the part in the config, such as `hooks.memory`. kind: the name of its class.
-    """
-    for word in sorted(needs - NEEDS.keys()):
-        got = f"a {kind} hook that needs {word!r}"
-        yield Fault(key=key, got=got, expected=f"words among {', '.join(NEEDS)}", cure=did_you_mean(word, NEEDS))
-    present, told = conditions(planned), set()
-    for need in (need for need in EXCLUDED if need in needs):
-        for trait, reason in EXCLUDED[need].items():
-            if trait in present and present[trait] not in told:
-                told.add(present[trait])
-                cure = f"Leave the hook out with ~{key}, or change {present[trait].partition('=')[0]}"
-                expected = f"a run without it: {reason}"
-                yield Fault(key=key, got=f"a {kind} hook with {present[trait]}", expected=expected, cure=cure)
-
-
-def conditions(planned: Planned) -> dict[str, str]:
-    """What a run has that may exclude a need: the word in EXCLUDED to how the config says it."""
-    config, runtime = planned.config, planned.config["runtime"]
-    strategy = f"strategy={config['strategy']['name']}"
-    found = dict.fromkeys(planned.traits, strategy)
-    word = WORDS[planned.precision]
-    if word.compute in HALF:
-        found["half"] = f"precision={planned.precision}"
-    if word.float8:
-        found["float8"] = f"precision={planned.precision}"
-    if planned.placement.world_size > 1:
-        found["ranks"] = strategy
-    found |= {switch: f"runtime.{switch}=true" for switch in ("compile", "cuda_graph") if runtime.get(switch)}
-    if config["phases"]:
-        found["phases"] = "phases"
-    count = config["trainer"].get("accumulate_grad_batches")
-    if isinstance(count, int) and count > 1:
-        found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
-    return found
 
 
 def class_faults(kind: type, base: type, *, key: str) -> Iterator[Fault]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.hooks.declarations import class_faults, need_faults
+from exp.hooks.declarations import class_faults
 from exp.models.matching import matching
 from exp.nested import tensors_in
 from exp.types import Stage
@@ -83,10 +83,9 @@ class Hook:
     # --- before the run ---
 
     def faults(self, planned: Planned) -> Iterable[Fault]:
-        """What this hook cannot do with a run, all of it: needs that it excludes, and patterns that match nothing."""
+        """What this hook cannot do with a run beside what its needs exclude, and patterns that match nothing."""
         kind = type(self)
         yield from class_faults(kind, Hook, key=f"hooks.{self.name}")
-        yield from need_faults(self.all_needs, planned, key=f"hooks.{self.name}", kind=kind.__name__)
         for setting, least in self.least.items():
             value = getattr(self, setting)
             if value is not None and value < least:

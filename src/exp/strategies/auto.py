@@ -13,6 +13,8 @@ from exp.strategies.strategy import Strategy
 class Auto(Strategy):
     """The strategy that fits the machine, with its default options."""
 
+    steps_once = False
+
     @property
     def demand(self) -> Demand:
         """All GPUs, as ddp; a machine without tries one device."""

@@ -33,9 +33,8 @@ from exp.errors import Fault, RunError
 from exp.models.partition import Patterns
 from exp.precision.words import WORDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
-from exp.strategies.exclusions import averages_weights, callback_classes
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
-from exp.strategies.layer_split import LayerSplitStrategy, OverDevices, inner_split, split_faults
+from exp.strategies.layer_split import MEETS, LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Planned, Strategy, module_of
@@ -78,6 +77,15 @@ class LocalSGD:
     average_optimizer_state: bool = True
 
 
+# Options of ddp that tell DistributedDataParallel's reducer what to do, and their defaults.
+OF_THE_REDUCER = {
+    "find_unused_parameters": False,
+    "gradient_as_bucket_view": True,
+    "static_graph": False,
+    "bucket_cap_mb": None,
+}
+
+
 class DDP(Strategy):
     """The options are those of torch.nn.parallel.DistributedDataParallel, under its names, and some around it.
 
@@ -93,6 +101,8 @@ class DDP(Strategy):
     devices_per_rank, layers: of that split, see exp.strategies.layer_split; None is one device for each of `layers`,
         or two.
     """
+
+    steps_once = False
 
     def __init__(
         self,
@@ -114,6 +124,7 @@ class DDP(Strategy):
         super().__init__(name=name)
         self.inner = inner_split(inner, devices_per_rank=devices_per_rank, layers=layers)
         self.splits_devices = self.inner is not None
+        self.meets = MEETS if self.splits_devices else frozenset()
         self.options = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -125,6 +136,7 @@ class DDP(Strategy):
         self.communication_hook = communication_hook
         self.powersgd = powersgd or PowerSGD()
         self.local_sgd = local_sgd or LocalSGD()
+        self.averages_between_steps = self.local_sgd.every_n_steps is not None
 
     @property
     def demand(self) -> Demand:
@@ -135,7 +147,7 @@ class DDP(Strategy):
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
         """Options that contradict each other, the network or the machine."""
-        faults = list(self._contradictions(planned))
+        faults = [*self._contradictions(planned), *self._phase_faults(planned)]
         faults += batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)
         if self.inner is not None:
             faults += split_faults(planned, count=self.inner.devices, layers=self.inner.layers)
@@ -178,13 +190,34 @@ class DDP(Strategy):
                 got="true with local_sgd",
                 expected="false: it makes ranks talk at every layer of every step",
             )
-        if is_local:
-            yield from _averaging_faults(planned)
         if self.inner is not None and (is_local or self.communication_hook is not None):
             key = "local_sgd" if is_local else "communication_hook"
             got, expected = f"{key} with inner=layer_split", "neither: torch has them for networks on one device"
             yield Fault(key=f"strategy.{key}", got=got, expected=expected)
         yield from self._powersgd_faults(planned)
+
+    def _phase_faults(self, planned: Planned) -> Iterator[Fault]:
+        """Phases average their gradients after each backward themselves, without ddp's reducer."""
+        if not planned.config["phases"] or planned.placement.world_size == 1:
+            return
+        taken = {
+            "communication_hook": self.communication_hook is not None,
+            "local_sgd.every_n_steps": self.local_sgd.every_n_steps is not None,
+            "sync_batchnorm": self.sync_batchnorm,
+        }
+        for key in (key for key, is_set in taken.items() if is_set):
+            yield Fault(
+                key=f"strategy.{key}",
+                got="set, with phases, which average their gradients after each backward themselves",
+                expected="false" if key == "sync_batchnorm" else "null",
+            )
+        for key, default in OF_THE_REDUCER.items():
+            if self.options[key] != default:
+                yield Fault(
+                    key=f"strategy.{key}",
+                    got=f"{_word(self.options[key])}, with phases, which run without ddp's reducer",
+                    expected=f"{_word(default)}: it would do nothing",
+                )
 
     def _powersgd_faults(self, planned: Planned) -> Iterator[Fault]:
         if self.communication_hook != "powersgd":
@@ -197,16 +230,8 @@ class DDP(Strategy):
             )
 
 
-def _averaging_faults(planned: Planned) -> Iterator[Fault]:
-    for entry, kind in callback_classes(planned.config).items():
-        if averages_weights(kind):
-            yield Fault(
-                key=f"callbacks.{entry}",
-                got=f"{planned.config['callbacks'][entry]['_target_']} with local_sgd",
-                expected="no average of the weights: between two meetings each rank would average weights of its own, "
-                "and a checkpoint would hold rank 0's",
-                cure="Write strategy.local_sgd.every_n_steps=null, or leave the callback out",
-            )
+def _word(value: object) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 class ExpDDPStrategy(DDPStrategy):

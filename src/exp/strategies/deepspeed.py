@@ -29,11 +29,10 @@ from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.precision.words import WORDS
-from exp.strategies.exclusions import averages_weights, callback_classes
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, module_of, network_of, precision_of
+from exp.strategies.strategy import Planned, Strategy, averages_weights, module_of, network_of, precision_of
 
 # Hooks that are right without whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
@@ -130,8 +129,8 @@ class DeepSpeed(Strategy):
             )
 
     def _watching_faults(self, planned: Planned) -> Iterator[Fault]:
-        kinds, hooks = callback_classes(planned.config), planned.config["hooks"]
-        averages = [name for name, kind in kinds.items() if averages_weights(kind)]
+        hooks = planned.config["hooks"]
+        averages = [name for name, kind in planned.callbacks.items() if averages_weights(kind)]
         if self.stage == 3 and averages:
             yield Fault(
                 key=f"callbacks.{averages[0]}",

@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from exp.errors import ConfigError, Fault
 from exp.optim.optimizer import FUSED_IN_SHARDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
-from exp.strategies.exclusions import ELEMENTWISE
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
@@ -27,6 +27,10 @@ from exp.types import Batch
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# What these do to a number depends on that number's own history alone, so that it may be done to parts of a weight.
+ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop)
 
 
 class FSDP(Strategy):
@@ -92,13 +96,13 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         faults += _tied_faults(planned.network, chosen)
-        optimizer = planned.config["optimizer"]
-        kind = optimizer["_target_"].rpartition(".")[2]
-        if optimizer.get("fused") is True and kind in ELEMENTWISE and kind not in FUSED_IN_SHARDS:
+        sharded = [kind.__name__ for kind in planned.optimizers if kind in ELEMENTWISE]
+        unfused = [name for name in sharded if name not in FUSED_IN_SHARDS]
+        if planned.config["optimizer"].get("fused") is True and unfused:
             faults.append(
                 Fault(
                     key="optimizer.fused",
-                    got=f"true for {kind}, which torch cannot do on shards",
+                    got=f"true for {unfused[0]}, which torch cannot do on shards",
                     expected=f"null, or one of {', '.join(FUSED_IN_SHARDS)}",
                 )
             )

@@ -13,7 +13,7 @@ from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Planned, Strategy
-from exp.strategies.tensor_parallel import TensorOptions, TensorParallelStrategy
+from exp.strategies.tensor_parallel import MEETS, TensorOptions, TensorParallelStrategy
 from exp.strategies.tensor_plan import AUTO
 
 
@@ -65,6 +65,7 @@ class Hybrid(Strategy):
         self.splits_tensors = tensor > 1
         self.shards_parameters = data == "shard"
         self.splits_layers = self.schedules_step = pipeline > 1
+        self.meets = MEETS if data == "average" and pipeline == 1 else frozenset()
         self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary)
         self.pipeline: Pipeline | None = None
         if pipeline > 1:
@@ -89,7 +90,7 @@ class Hybrid(Strategy):
         )
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        """What cannot be cut so, and what no run in parts can do."""
+        """What cannot be cut so."""
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
         return self.tensor.faults(planned, ranks=self.dimensions.tensor)

@@ -29,6 +29,9 @@ from exp.strategies.strategy import (
 )
 from exp.types import DataSpec
 
+# Terms may take gradients from the step's graph, which is one, but not call layers themselves.
+MEETS = frozenset({"retained_graph"})
+
 
 class LayerSplit(Strategy):
     """PyTorch's model-parallel tutorial: a network that is too large for one device is laid over several.
@@ -40,6 +43,7 @@ class LayerSplit(Strategy):
 
     splits_batch = False
     splits_devices = True
+    meets = MEETS
 
     def __init__(self, *, name: str = "layer_split", layers: Sequence[Sequence[str]] | None = None) -> None:
         super().__init__(name=name)

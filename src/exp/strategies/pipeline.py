@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -119,8 +119,7 @@ class Pipeline(Strategy):
         if planned.placement.world_size == 1:
             expected = "2 or more: each rank holds a part of the network"
             return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
-        faults = list(_run_faults(planned))
-        faults += self._batch_faults(planned, ranks)
+        faults = list(self._batch_faults(planned, ranks))
         try:
             inputs = stand_ins(planned.config)
             split(planned.network, count=ranks * self.stages_per_rank, layers=self.layers, inputs=inputs)
@@ -189,16 +188,6 @@ def _faults_of_words(
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _run_faults(planned: Planned) -> Iterator[Fault]:
-    if planned.weighed:
-        got = f"{', '.join(planned.weighed)} divides by weights of its targets (class weights, ignored targets)"
-        cure = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
-        yield _refused("objective", got, "means over samples, which micro-batches add up to", cure=cure)
-    if str(planned.config["optimizer"].get("_target_", "")).endswith(".LBFGS"):
-        expected = "an optimizer that updates each parameter by itself: no rank has all of them"
-        yield _refused("optimizer._target_", "LBFGS", expected)
 
 
 def _batch_norm_faults(planned: Planned, count: int) -> list[Fault]:

@@ -14,6 +14,7 @@ class Single(Strategy):
     """One device, whatever else the machine has."""
 
     splits_batch = False
+    steps_once = False
 
     @property
     def demand(self) -> Demand:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -29,6 +30,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
+from torch.optim import Optimizer
 
 from exp.data.data import Data
 from exp.errors import Fault, RunError
@@ -48,6 +50,8 @@ class Planned:
     needs: what the objective needs beside one forward and one backward, words of NEEDS in objectives/term.py.
     weighed: names of its terms that divide by weights of their targets, and not by the number of samples.
     traits: words of TRAITS that its strategy has.
+    meets: of them, what its strategy meets where the network is in parts.
+    callbacks, optimizers: classes: of the config's callbacks, by name, of its optimizers. hooks: by name.
     trace: its forward on a batch of the data's shape: what each module was given and returned; None where an operator
         cannot run without numbers.
     config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
@@ -62,6 +66,10 @@ class Planned:
     weighed: tuple[str, ...] = ()
     traits: frozenset[str] = frozenset()
     trace: ForwardTrace | None = None
+    meets: frozenset[str] = frozenset()
+    callbacks: Mapping[str, type[Callback]] = field(default_factory=dict)
+    optimizers: Sequence[type[Optimizer]] = ()
+    hooks: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def calls(self) -> Mapping[str, Sequence[Call]]:
@@ -72,7 +80,8 @@ class Planned:
 # What a strategy may say of itself; each is an attribute of Strategy.
 TRAITS = (
     "replicates", "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
-    "replicates_in_threads", "schedules_step", "owns_step",
+    "replicates_in_threads", "schedules_step", "steps_once", "owns_step",
+    "averages_between_steps",
 )  # fmt: skip
 
 
@@ -91,7 +100,11 @@ class Strategy(ABC):
     splits_devices: whole layers lie on different devices of one process.
     replicates_in_threads: replicas of the network run at once, in threads of one process.
     schedules_step: a schedule makes the forwards and backwards of a step.
+    steps_once: a step is one forward and one backward; phases, which have several, would be taken for one.
     owns_step: an engine runs the backward, unscales, clips and steps.
+    averages_between_steps: ranks step by themselves, and average their weights now and then.
+    meets: what an objective may need beside one forward and one backward, words of NEEDS in objectives/term.py, where
+        a network is in parts; a whole one meets all.
     """
 
     replicates: bool = True
@@ -102,7 +115,10 @@ class Strategy(ABC):
     splits_devices: bool = False
     replicates_in_threads: bool = False
     schedules_step: bool = False
+    steps_once: bool = True
     owns_step: bool = False
+    averages_between_steps: bool = False
+    meets: frozenset[str] = frozenset()
 
     def __init__(self, *, name: str) -> None:
         self.name = name
@@ -122,6 +138,11 @@ class Strategy(ABC):
 
         A run of one rank on one device does not ask.
         """
+
+
+def averages_weights(kind: type[Callback]) -> bool:
+    """Whether a class of callbacks keeps an average of the weights: Lightning's, or one that says so by this name."""
+    return issubclass(kind, WeightAveraging) or bool(getattr(kind, "averages_weights", False))
 
 
 def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> dict[str, Any]:
@@ -148,11 +169,11 @@ def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
         return frozenset(trait for trait in TRAITS if getattr(strategy, trait))
     # DeepSpeedStrategy is a DDPStrategy, and all but SingleDeviceStrategy are ParallelStrategies.
     of_lightning: tuple[tuple[type[LightningStrategy], frozenset[str]], ...] = (
-        (DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step"})),
-        (FSDPStrategy, frozenset({"shards_parameters", "splits_batch"})),
-        (ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch"})),
-        (DDPStrategy, frozenset({"replicates", "splits_batch"})),
-        (ParallelStrategy, frozenset({"splits_batch"})),
+        (DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step", "steps_once"})),
+        (FSDPStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
+        (ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
+        (DDPStrategy, frozenset({"replicates", "splits_batch", "steps_once"})),
+        (ParallelStrategy, frozenset({"splits_batch", "steps_once"})),
         (SingleDeviceStrategy, frozenset({"replicates"})),
     )
     return next((traits for kind, traits in of_lightning if isinstance(strategy, kind)), frozenset())

@@ -60,12 +60,17 @@ class TensorOptions:
         return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
 
 
+# What ranks of a cut layer send each other can be differentiated any number of times.
+MEETS = frozenset({"input_gradients", "forward_passes"})
+
+
 class TensorParallel(Strategy):
     """All ranks of the run share each layer. The options are those of TensorOptions."""
 
     replicates = False
     splits_batch = False
     splits_tensors = True
+    meets = MEETS
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class TensorParallel(Strategy):
         return Demand(rest="tensor")
 
     def faults(self, planned: Planned) -> Sequence[Fault]:
-        """What cannot be cut so, and what no run in parts can do."""
+        """What cannot be cut so."""
         return self.tensor.faults(planned, ranks=planned.placement.model_ranks)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

@@ -1,0 +1,275 @@
+"""Say what goes with what: parts declare what they need, a run has traits, one table says which trait excludes a need.
+
+A hook's needs are its class's and those of its methods (hooks/declarations.py), a strategy's traits its attributes
+(strategies/strategy.py), a callback or an optimizer is judged by its class. Nothing is judged by the text of a name.
+What depends on more than a need and a trait is a method of the part: `Hook.faults`, `Strategy.faults`.
+docs/compatibility.md is made from this table by docs/make_compatibility.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
+
+from exp.errors import Fault
+from exp.hooks.declarations import NEEDS as HOOK_NEEDS
+from exp.hooks.hook import Hook
+from exp.precision.words import HALF, WORDS
+from exp.spelling import among, did_you_mean
+from exp.strategies.fsdp import ELEMENTWISE
+from exp.strategies.strategy import Planned, averages_weights
+
+# Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
+COPYING = (StochasticWeightAveraging, WeightAveraging)
+REPLACING = (ModelPruning, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
+# Why an optimizer cannot work on parts of a weight.
+REASONS: Mapping[type[Optimizer], str] = {
+    LBFGS: "it searches along all weights together",
+    Adafactor: "it keeps sums over whole rows and columns",
+    Muon: "it makes whole matrices orthogonal",
+    SparseAdam: "it takes sparse gradients",
+}
+UNKNOWN = "nothing says that it treats each number of a weight by itself"
+
+NEEDS: Mapping[str, str] = {
+    **HOOK_NEEDS,
+    "own_passes": "terms of the objective call the network, or parts of it, themselves",
+    "mean_over_samples": "terms of the objective divide by weights of their targets, which ranks add up",
+    "several_backwards": "phases have backwards and optimizers of their own",
+    "several_steps": "a step is as many backwards and optimizer steps as the phases have",
+    "one_program": "torch.compile takes the whole network",
+    "module_copy": "a callback copies the module to one device",
+    "fixed_weights": "a callback replaces weights, or what the optimizer holds",
+    "whole_average": "a callback averages all weights",
+    "whole_tensors": "an optimizer looks at whole weights, not at each number by itself",
+    "all_parameters": "an optimizer looks at all parameters together",
+}
+
+_PARTS = "it needs whole weights and gradients, and ranks hold parts of them"
+_LAYERS = "ranks hold parts of one network, its layers, run parts of a batch, and the first one alone writes values"
+_STATE = "its checkpoints are put together from parts, past a module's state dict"
+_ENGINE = "its engine runs the backward, scales, clips and steps where no hook is told of it"
+_SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
+_TERMS = "terms of one forward and one backward"
+_KEEP = "callbacks that leave weights and optimizer where they are"
+
+# For each need what excludes it, a trait of the strategy or a switch of the run, and why.
+EXCLUDED: Mapping[str, Mapping[str, str]] = {
+    "own_backward": {"owns_step": _ENGINE},
+    "whole_parameters": {
+        "shards_parameters": _PARTS,
+        "splits_tensors": _PARTS,
+        "splits_layers": _LAYERS,
+        "owns_step": "its engine keeps gradients, and their scale, to itself",
+    },
+    "whole_outputs": {
+        "splits_tensors": "ranks hold parts of what a layer returns, and of the gradient that flows back into it"
+    },
+    "all_layers": {"splits_layers": _LAYERS},
+    "whole_state_dict": dict.fromkeys((*_SHARDS, "splits_layers"), _STATE),
+    "one_rank": {"ranks": "each of several ranks sees a part of the batch"},
+    "one_thread": {"replicates_in_threads": "its replicas run at once, in threads of their own; use ddp"},
+    "gradient_flow": {
+        "compile": "the backward of a compiled network is one function, into which no gradient can be put; write it as "
+        "a torch.autograd.Function in `forward`"
+    },
+    "python_in_step": {"cuda_graph": "a captured step calls no Python, and so no hook inside it"},
+    "one_objective": {"phases": "each phase has a loss of its own, for parts of the network"},
+    "one_batch_a_step": {"accumulation": "an optimizer step takes the gradients of several micro-batches"},
+    "vmap": {"float8": "its linear layers have no rule for torch.func.vmap"},
+    "float32": {"half": "it computes in half precision"},
+    "own_passes": {
+        **dict.fromkeys(_SHARDS, _TERMS),
+        "splits_layers": f"{_TERMS}, which a schedule orders",
+        "splits_devices": "terms of one forward pass: others call the network's layers themselves",
+    },
+    "mean_over_samples": {"splits_layers": "means over samples, which micro-batches add up to"},
+    "several_backwards": {
+        **dict.fromkeys(_SHARDS, "gradients of parts are put together once a step"),
+        "splits_layers": "a schedule makes one backward a step",
+        "splits_devices": "a phase calls parts of the network itself",
+        "replicates_in_threads": "its replicas know the network's own forward alone",
+    },
+    "several_steps": {"steps_once": "ddp, single or auto: another takes one backward a step"},
+    "one_program": {
+        **dict.fromkeys(_SHARDS, "a compiled network was not seen to gather its parts in time"),
+        "splits_layers": "stages are not compiled",
+        "splits_devices": "the parts run one by one",
+    },
+    "whole_average": {
+        "splits_layers": "no average of the weights: rank 0 would keep that of its own layers alone",
+        "averages_between_steps": "no average of the weights: between two meetings each rank would average weights of "
+        "its own, and a checkpoint would hold rank 0's",
+    },
+    "module_copy": dict.fromkeys((*_SHARDS, "splits_layers", "splits_devices"), _KEEP),
+    "fixed_weights": dict.fromkeys((*_SHARDS, "splits_layers"), _KEEP),
+    "whole_tensors": dict.fromkeys(_SHARDS, "each rank has a part of a weight"),
+    "all_parameters": {
+        "splits_layers": "an optimizer that updates each parameter by itself: no rank has all of them (the network's "
+        "layers are in several ranks)"
+    },
+}
+# Where the network is, for a run that is told what it cannot have.
+PLACES: Mapping[str, str] = {
+    "shards_parameters": ", which has parts of the weights in each rank",
+    "splits_tensors": ", which has parts of the weights in each rank",
+    "owns_step": ", which has parts of the weights in each rank",
+    "splits_layers": ", which has the network's layers in several ranks",
+    "splits_devices": ", with layers split over devices",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a run, and what it needs of the rest.
+
+    key: in the config. named: how a message begins. needs: words of NEEDS.
+    without: what a message expects, with `{reason}` in it. cure: what to write, with `{switch}` in it.
+    """
+
+    key: str
+    named: str
+    needs: frozenset[str]
+    without: str = "{reason}"
+    cure: str | None = None
+
+
+def compatibility_faults(parts: Iterable[Part], planned: Planned) -> Iterator[Fault]:
+    """A fault for each part of a run and each thing in the run that excludes one of its needs."""
+    present = conditions(planned)
+    for part in parts:
+        for word in sorted(part.needs - NEEDS.keys()):
+            got = f"{part.named} that needs {word!r}"
+            expected = f"words among {', '.join(HOOK_NEEDS)}"
+            yield Fault(key=part.key, got=got, expected=expected, cure=did_you_mean(word, HOOK_NEEDS))
+        told = set()
+        for need in (need for need in EXCLUDED if need in part.needs):
+            for trait, reason in EXCLUDED[need].items():
+                if trait not in present or present[trait] in told:
+                    continue
+                told.add(present[trait])
+                place = "" if part.key.startswith("hooks.") else PLACES.get(trait, "")
+                switch = present[trait].partition("=")[0]
+                yield Fault(
+                    key=part.key,
+                    got=f"{part.named} with {present[trait]}{place}",
+                    expected=part.without.format(reason=reason),
+                    cure=None if part.cure is None else part.cure.format(switch=switch),
+                )
+
+
+def conditions(planned: Planned) -> Mapping[str, str]:
+    """What a run has that may exclude a need: the word in EXCLUDED to how the config says it."""
+    config, runtime = planned.config, planned.config["runtime"]
+    strategy = f"strategy={config['strategy']['name']}"
+    found = dict.fromkeys(planned.traits, strategy)
+    placement, word = planned.placement, WORDS[planned.precision]
+    if "averages_between_steps" in found:
+        found["averages_between_steps"] = "local_sgd"
+    if placement.world_size == 1 and placement.devices_per_rank == 1:
+        found.pop("steps_once", None)  # nothing is reduced
+    if word.compute in HALF:
+        found["half"] = f"precision={planned.precision}"
+    if word.float8:
+        found["float8"] = f"precision={planned.precision}"
+    if placement.world_size > 1:
+        found["ranks"] = strategy
+    found |= {switch: f"runtime.{switch}=true" for switch in ("compile", "cuda_graph") if runtime.get(switch)}
+    if config["phases"]:
+        found["phases"] = "phases"
+    count = config["trainer"].get("accumulate_grad_batches")
+    if isinstance(count, int) and count > 1:
+        found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
+    return found
+
+
+def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
+    """The hooks of a run, by their names in the config."""
+    for name, hook in hooks.items():
+        yield Part(
+            key=f"hooks.{name}",
+            named=f"a {type(hook).__name__} hook",
+            needs=hook.all_needs,
+            without="a run without it: {reason}",
+            cure=f"Leave the hook out with ~hooks.{name}, or change {{switch}}",
+        )
+
+
+def other_parts(planned: Planned) -> Iterator[Part]:
+    """What needs something of the rest beside hooks: terms, phases, compilation, callbacks, optimizers."""
+    config, ddp = planned.config, "Or write strategy=ddp"
+    unmet = planned.needs - planned.meets
+    if unmet:
+        more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
+        named = f"terms that need {', '.join(sorted(unmet))}"
+        yield Part(
+            key="objective", named=named, needs=frozenset({"own_passes"}), without=f"{{reason}}{more}", cure=ddp
+        )
+    if planned.weighed:
+        yield Part(
+            key="objective",
+            named=f"{', '.join(planned.weighed)}, which divides by weights of its targets (class weights, ignored "
+            "targets),",
+            needs=frozenset({"mean_over_samples"}),
+            cure="exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples",
+        )
+    if config["phases"]:
+        yield Part(
+            key="phases",
+            named=among(config["phases"]),
+            needs=frozenset({"several_backwards"}),
+            without="none: {reason}",
+            cure="Write strategy=ddp",
+        )
+        yield Part(key="strategy", named="phases", needs=frozenset({"several_steps"}), cure="Write strategy=ddp")
+    if config["runtime"].get("compile"):
+        needs = frozenset({"one_program"})
+        yield Part(key="runtime.compile", named="true", needs=needs, without="false: {reason}", cure=ddp)
+    for name, callback in planned.callbacks.items():
+        yield from _callback_parts(name, callback)
+    for kind in planned.optimizers:
+        yield from _optimizer_parts(kind)
+
+
+def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:
+    needs = set()
+    if averages_weights(kind) or issubclass(kind, COPYING):
+        needs.add("whole_average")
+    if issubclass(kind, COPYING):
+        needs.add("module_copy")
+    if issubclass(kind, REPLACING):
+        needs.add("fixed_weights")
+    if needs:
+        cure = f"Leave it out with ~callbacks.{name}"
+        if issubclass(kind, COPYING):
+            cure = "callbacks=[ema] averages parts, too, but for those of a pipeline"
+        yield Part(key=f"callbacks.{name}", named=kind.__name__, needs=frozenset(needs), cure=cure)
+
+
+def _optimizer_parts(kind: type[Optimizer]) -> Iterator[Part]:
+    needs = set()
+    if issubclass(kind, LBFGS):
+        needs.add("all_parameters")
+    if kind not in ELEMENTWISE:
+        needs.add("whole_tensors")
+    if needs:
+        names = ", ".join(one.__name__ for one in ELEMENTWISE)
+        reason = next((REASONS[base] for base in REASONS if issubclass(kind, base)), UNKNOWN)
+        yield Part(
+            key="optimizer._target_",
+            named=f"{kind.__name__} ({reason})",
+            needs=frozenset(needs),
+            without=f"one of {names} of torch.optim: {{reason}}",
+            cure="Or write strategy=ddp",
+        )

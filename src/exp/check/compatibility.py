@@ -110,7 +110,7 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "whole_average": {
         "splits_layers": "no average of the weights: rank 0 would keep that of its own layers alone",
         "averages_between_steps": "no average of the weights: between two meetings each rank would average weights of "
-        "its own, and a checkpoint would hold rank 0's",
+        "its own, and a checkpoint would hold rank 0's; or strategy.local_sgd.every_n_steps=null",
     },
     "module_copy": dict.fromkeys((*_SHARDS, "splits_layers", "splits_devices"), _KEEP),
     "fixed_weights": dict.fromkeys((*_SHARDS, "splits_layers"), _KEEP),

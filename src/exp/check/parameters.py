@@ -27,7 +27,7 @@ HYDRAS_OWN = {
 def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
     """The faults of every node with a `_target_`: the name itself, then its parameters."""
     places: dict[str, str] = {}
-    faults = []
+    faults: list[Fault] = []
     for key, node in nodes_in(plain):
         # Outermost first: a node within `_args_` has its place by the name that its argument has there.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")

@@ -115,7 +115,12 @@ def _maker(target: type) -> Callable[..., Any] | None:
     new = inspect.getattr_static(target, "__new__", None)
     if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
         return new.__func__
-    return target.__init__ if inspect.isfunction(target.__init__) else None
+    init = _initialiser(target)
+    return init if inspect.isfunction(init) else None
+
+
+def _initialiser(target: type) -> object:
+    return inspect.getattr_static(target, "__init__", None)
 
 
 def _takes_anything(function: Callable[..., Any]) -> bool:
@@ -125,10 +130,11 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 def _overloaded(target: type) -> Signature | None:
     """The longest declared overload of `__init__`, where its body says only `*args, **kwargs`, as nn.LSTM's does."""
-    if not inspect.isfunction(target.__init__) or not _takes_anything(target.__init__):
+    init = _initialiser(target)
+    if not inspect.isfunction(init) or not _takes_anything(init):
         return None
-    overloads = typing.get_overloads(target.__init__)
-    if not overloads or not _of_function(target.__init__, bound=True).open:
+    overloads = typing.get_overloads(init)
+    if not overloads or not _of_function(init, bound=True).open:
         return None
     return max((_of_function(overload, bound=True) for overload in overloads), key=lambda found: len(found.parameters))
 

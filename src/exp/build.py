@@ -31,6 +31,7 @@ from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
+from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
 
@@ -77,15 +78,17 @@ def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
         **plain["checkpoint"],
     )
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
+    precision = build_run_precision(plain, device_type=placement.accelerator)
     trainer = _trainer(
         plan,
         arguments,
+        precision=precision,
         directory=directory,
         rank=rank,
         # Recording first, because the others look at the values that it publishes.
         callbacks=[recording, *build_entries(plain, "callbacks").values(), checkpointing, stopping],
     )
-    trainer.precision_plugin.represent(module)
+    precision.represent(module)
     switch_on(module, plain["runtime"])
     return Parts(
         trainer=trainer,
@@ -109,13 +112,14 @@ def _trainer(
     plan: Plan,
     arguments: Mapping[str, Any],
     *,
+    precision: RunPrecision,
     directory: Path,
     rank: Rank,
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
-    runtime, precision = plan.plain["runtime"], build_run_precision(plan.plain, device_type=plan.placement.accelerator)
+    runtime = plan.plain["runtime"]
     loggers = build_entries(plan.plain, "logger", directory=str(directory), save_dir=str(directory))
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)

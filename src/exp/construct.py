@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -98,8 +98,7 @@ def _placed(fault: Fault, key: str) -> Fault:
 
 def plain_config(config: DictConfig) -> dict[str, Any]:
     """The config as plain dicts and lists with every interpolation resolved."""
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return plain
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
 def build_data(plain: Plain) -> Data:
@@ -134,7 +133,8 @@ def build_objective(plain: Plain) -> Objective:
 
 def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler: str = "scheduler") -> Optimization:
     """optimizer, scheduler: the dotted keys of their nodes."""
-    factories, options = {}, {}
+    factories: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key in (optimizer, scheduler):
         node: Plain = functools.reduce(lambda node, name: node[name], key.split("."), plain)
         # What exp itself reads there is not the target's.
@@ -150,11 +150,20 @@ def build_phases(plain: Plain) -> list[Phase]:
     phases = []
     for name, entry in plain["phases"].items():
         keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}
-        owns = {f"owns_{node}": node in keys for node in ("optimizer", "scheduler")}
         rest = {key: value for key, value in entry.items() if key not in ("optimizer", "scheduler")}
         if isinstance(rest["parameters"], str):
             rest["parameters"] = [rest["parameters"]]
-        phases.append(Phase(name=name, optimization=build_optimization(plain, **keys), **owns, **rest))
+        optimization = build_optimization(plain, **keys)
+        owns_optimizer, owns_scheduler = "optimizer" in keys, "scheduler" in keys
+        phases.append(
+            Phase(
+                name=name,
+                optimization=optimization,
+                owns_optimizer=owns_optimizer,
+                owns_scheduler=owns_scheduler,
+                **rest,
+            )
+        )
     return phases
 
 

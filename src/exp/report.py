@@ -293,10 +293,10 @@ def print_report(report: Report) -> None:
         table.add_row(name, *(f"{values[stage]:.4f}" if stage in values else "" for stage in ("train", "val", "test")))
     console.print(table)
     width = max(len(name) for name, _ in _facts(report))
-    for name, value in _facts(report):
-        if value:
+    for name, fact in _facts(report):
+        if fact:
             # soft_wrap: a path that is broken over two lines cannot be copied.
-            console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False)
+            console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -18,12 +18,12 @@ SHOWN = 4
 
 
 def phase_faults(
-    phases: Sequence[Phase], network: nn.Module, *, lengths: Mapping[str, int | None], made: list[Optimizer]
+    phases: Sequence[Phase], network: nn.Module, *, steps: int, epochs: int, made: list[Optimizer]
 ) -> list[Fault]:
     """The faults between phases and network: patterns, forwards, parameters that none trains, optimizers.
 
-    network: on the meta device, every layer sized. lengths: total_steps and total_epochs, for schedules. made: takes
-        the optimizers that have no fault here.
+    network: on the meta device, every layer sized. steps, epochs: of the run, for schedules. made: takes the
+        optimizers that have no fault here.
     """
     faults = [fault for phase in phases for fault in forward_faults(phase, network)]
     patterns = [
@@ -33,7 +33,7 @@ def phase_faults(
     ]
     if patterns:
         return [*faults, *patterns]
-    return [*faults, *_untrained(phases, network), *_optimizer_faults(phases, network, lengths, made)]
+    return [*faults, *_untrained(phases, network), *_optimizer_faults(phases, network, steps, epochs, made)]
 
 
 def forward_faults(phase: Phase, network: nn.Module) -> Iterator[Fault]:
@@ -65,11 +65,11 @@ def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
 
 
 def _optimizer_faults(
-    phases: Sequence[Phase], network: nn.Module, lengths: Mapping[str, int | None], made: list[Optimizer]
+    phases: Sequence[Phase], network: nn.Module, steps: int, epochs: int, made: list[Optimizer]
 ) -> Iterator[Fault]:
     for phase in phases:
         try:
-            optimizer, _ = phase.make(network, **lengths)
+            optimizer, _ = phase.make(network, total_steps=steps, total_epochs=epochs)
         except ConfigError as error:
             yield from error.faults
             continue

@@ -363,11 +363,15 @@ class _Draft:
             return made
         # How many steps an epoch has is not known here; a schedule must fit what is.
         trainer = self.plain["trainer"]
-        lengths = {"total_steps": _limit(trainer, "max_steps"), "total_epochs": _limit(trainer, "max_epochs")}
+        steps, epochs = _limit(trainer, "max_steps"), _limit(trainer, "max_epochs")
         if self.phases:
-            self.faults += phase_faults(self.phases, network, lengths=lengths, made=made)
+            self.faults += phase_faults(self.phases, network, steps=steps, epochs=epochs, made=made)
         else:
-            self._try(lambda: made.append(build_optimization(self.plain).make(network, **lengths)[0]))
+            self._try(
+                lambda: made.append(
+                    build_optimization(self.plain).make(network, total_steps=steps, total_epochs=epochs)[0]
+                )
+            )
         return made
 
     def _planned(
@@ -433,9 +437,10 @@ class _Draft:
         if planned is None or is_hidden:
             self._try(lambda: setattr(self, "hooks", build_entries(self.plain, "hooks")))
             for name, hook in self.hooks.items():
-                self._try(lambda hook=hook, name=name: matching(network, hook.modules, key=f"hooks.{name}.modules"))
+                self._try(functools.partial(matching, network, hook.modules, key=f"hooks.{name}.modules"))
             return
-        self._try(lambda: setattr(self, "hooks", _hooks(self.resolved, planned.placement, lambda: seen)))
+        placement = planned.placement
+        self._try(lambda: setattr(self, "hooks", _hooks(self.resolved, placement, lambda: seen)))
         planned = dataclasses.replace(planned, hooks=self.hooks)
         self.faults += compatibility_faults(hook_parts(self.hooks), planned)
         for name, hook in self.hooks.items():
@@ -507,8 +512,10 @@ def _hooks(
 
     def flops(data: object) -> FlopCount:
         # An objective of its own: the run's may lie on another device by then.
-        objective, phases = build_objective(plain), build_phases(plain)
-        return flops_of_a_sample(data, network=shapes().network, objective=objective, phases=phases)
+        objective, phases, network = build_objective(plain), build_phases(plain), shapes().network
+        if network is None:
+            raise RunError("the network cannot be built without numbers, and so its FLOPs are not counted")
+        return flops_of_a_sample(data, network=network, objective=objective, phases=phases)
 
     devices = placement.world_size * placement.devices_per_rank
     workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=flops)

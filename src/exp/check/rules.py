@@ -333,7 +333,7 @@ def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fau
     if not isinstance(monitor, str) or not isinstance(metrics, dict) or mode not in ("min", "max"):
         return []
     node = metrics.get(monitor.partition("/")[0])
-    if not is_node(node):
+    if not isinstance(node, dict) or not is_node(node):
         return []
     try:
         metric = resolve(node["_target_"], base="torchmetrics.Metric", allow=allow)

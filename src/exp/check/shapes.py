@@ -81,7 +81,9 @@ def examine_shapes(
             if isinstance(module, ProgramModel):
                 with contextlib.suppress(ConfigError):  # which materialise tells, at its key
                     module.apply_freeze()
-        terms = {None: objective} if objective is None else objectives_by_forward(phases, objective)
+        terms: Mapping[str | None, Objective | None] = {None: None}
+        if objective is not None:
+            terms = objectives_by_forward(phases, objective)
         named = [name for name in terms if name is not None and name in forward_names(network)]
         inputs = example_inputs(spec, device="meta")
         handles = [
@@ -110,7 +112,7 @@ def examine_shapes(
     return ShapeExamination(faults=tuple(dict.fromkeys(faults)), network=network, traces=traces)
 
 
-def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective | None]:
+def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
     """The terms that look at what each forward gives: all at the network's own where there are no phases."""
     if not phases:
         return {None: objective}
@@ -120,7 +122,7 @@ def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict
     return {forward: objective.only(terms) for forward, terms in names.items()}
 
 
-def _refuse_integers(module: nn.Module, inputs: tuple[object, ...]) -> None:
+def _refuse_integers(module: nn.Linear, inputs: tuple[object, ...]) -> None:
     """Lets a linear layer that is fed integers fail, as it does with numbers: on the meta device it would not."""
     given, weight = inputs[0] if inputs else None, module.weight
     if isinstance(given, Tensor) and not given.is_floating_point() and weight.is_floating_point():

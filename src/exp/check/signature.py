@@ -31,7 +31,7 @@ PLAIN = (type(None), bool, int, float, str, list, tuple)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 # Classes that take names in **kwargs and pick them out by hand. A test holds each against the installed version.
-HIDDEN_NAMES = {
+HIDDEN_NAMES: dict[str, dict[str, Any]] = {
     # What it hands on to torch's DistributedDataParallel.
     "lightning.pytorch.strategies.ddp.DDPStrategy": {
         "broadcast_buffers": bool,
@@ -115,12 +115,8 @@ def _maker(target: type) -> Callable[..., Any] | None:
     new = inspect.getattr_static(target, "__new__", None)
     if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
         return new.__func__
-    init = _initialiser(target)
+    init = inspect.getattr_static(target, "__init__")
     return init if inspect.isfunction(init) else None
-
-
-def _initialiser(target: type) -> object:
-    return inspect.getattr_static(target, "__init__", None)
 
 
 def _takes_anything(function: Callable[..., Any]) -> bool:
@@ -130,7 +126,7 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 def _overloaded(target: type) -> Signature | None:
     """The longest declared overload of `__init__`, where its body says only `*args, **kwargs`, as nn.LSTM's does."""
-    init = _initialiser(target)
+    init = inspect.getattr_static(target, "__init__")
     if not inspect.isfunction(init) or not _takes_anything(init):
         return None
     overloads = typing.get_overloads(init)

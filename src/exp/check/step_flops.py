@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,21 +44,23 @@ def flops_of_a_sample(
         fake = moved(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))
         batch = Batch(data=fake, size=size, global_size=size, world_size=1)
-        forward, backward, is_estimated = Counter[str](), Counter[str](), False
+        # Not whole numbers: a phase that is not due in every step counts by its share.
+        forward: defaultdict[str, float] = defaultdict(float)
+        backward: defaultdict[str, float] = defaultdict(float)
+        is_estimated = False
         for run, share in _passes(network, objective, phases):
-            there, back = _counted_pass(lambda run=run: run(batch))
-            for total, found in ((forward, there), (backward, back or {})):
-                for operator, flops in found.items():
-                    total[operator] += flops * share / size
-            if back is None:
-                is_estimated = True
-                for operator, flops in there.items():
-                    backward[operator] += 2 * flops * share / size
+            there, back = _counted_pass(functools.partial(run, batch))
+            is_estimated = is_estimated or back is None
+            for operator, flops in there.items():
+                forward[operator] += flops * share / size
+                backward[operator] += (2 * flops if back is None else 0) * share / size
+            for operator, flops in (back or Counter()).items():
+                backward[operator] += flops * share / size
         network.zero_grad()
     return FlopCount(
         forward=sum(forward.values()),
         backward=sum(backward.values()),
-        by_operator=forward + backward,
+        by_operator={name: forward[name] + backward[name] for name in {**forward, **backward}},
         is_estimated=is_estimated,
     )
 
@@ -83,11 +86,14 @@ def _loss_of(network: nn.Module, objective: Objective) -> Callable[[Batch], Tens
     run = forward_by_name(network)
 
     def loss_of(batch: Batch) -> Tensor:
+        loss: Tensor
         if not objective.needs:
-            return objective(run(network, batch.data), batch)[0]
+            loss, _ = objective(run(network, batch.data), batch)
+            return loss
         with needing(objective.needs, network):
             passes = make_passes(objective.needs, network=network, run=run, data=batch.data)
-            return objective(passes.run(), batch, passes)[0]
+            loss, _ = objective(passes.run(), batch, passes)
+        return loss
 
     return loss_of
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp import check
+from exp.check import __main__ as check
 from exp.errors import Interrupted
 from exp.report import Ongoing, as_markdown, read_report
 from exp.signals import heeded
@@ -79,7 +79,7 @@ def test_nohup_is_respected():
     assert signal.SIGHUP in heeded()
 
 
-@pytest.mark.parametrize("module", ["train", "check"])
+@pytest.mark.parametrize("module", ["train", "check.__main__"])
 def test_ctrl_c_while_hydra_is_being_imported_is_one_line(module):
     program = f"""
         import importlib.abc, os, signal, sys

@@ -175,6 +175,9 @@ def conditions(planned: Planned) -> Mapping[str, str]:
     strategy = f"strategy={config['strategy']['name']}"
     found = dict.fromkeys(planned.traits, strategy)
     placement, word = planned.placement, WORDS[planned.precision]
+    stages = config["strategy"].get("pipeline")
+    if "splits_layers" in found and isinstance(stages, int):
+        found["splits_layers"] = f"strategy.pipeline={stages}"
     if "averages_between_steps" in found:
         found["averages_between_steps"] = "local_sgd"
     if placement.world_size == 1 and placement.devices_per_rank == 1:

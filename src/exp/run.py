@@ -23,11 +23,12 @@ from exp.config.freeze import chosen_values, freeze, read_overrides
 from exp.construct import build_network, build_objective
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
+from exp.engine.forward import forward_by_name
 from exp.engine.runtime import set_threads
 from exp.errors import ExpError
 from exp.launch.launcher import in_process, launch
 from exp.loggers.run_logger import Description, RunLogger, texts
-from exp.precision_report import report_precision
+from exp.precision.advice import report_precision
 from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end
 from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
@@ -172,6 +173,7 @@ def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path
 
     report_precision(
         network_factory=network,
+        forward=forward_by_name,
         objective=build_objective(plain),
         batch=next(iter(parts.data.data.loader("train", rank=parts.data.rank, world_size=parts.data.world_size))),
         precision=plain["precision"],

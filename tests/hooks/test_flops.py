@@ -14,7 +14,7 @@ import exp
 from exp.check.plan import resolve
 from exp.check.step_flops import flops_of_a_sample
 from exp.construct import build_data, build_network, build_objective, build_phases
-from exp.hooks.timing.utilisation import arithmetic, listed_peak, measured_peak
+from exp.hooks.utilisation import arithmetic, listed_peak, measured_peak
 from exp.models.flop_count import counted
 
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import exp
 from exp.hooks.profile import Profile, ProfileWindow
-from exp.hooks.timing.memory_timeline import changes_in
+from exp.hooks.profile_files import changes_in
 
 FILES = ["memory.rank0.csv", "memory.rank0.png", "operators.rank0.md", "trace.rank0.json.gz"]
 

@@ -12,7 +12,7 @@ from torch import nn
 import exp
 from exp.hooks.step import Step
 from exp.hooks.throughput import PARTS, TOGETHER, StepTimer, Throughput, tokens_in_a_sample
-from exp.hooks.timing.utilisation import Workload
+from exp.hooks.utilisation import Workload
 from exp.models.flop_count import FlopCount
 
 PARTS_MS = [f"throughput/{part}_ms" for part in PARTS]

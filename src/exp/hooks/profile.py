@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, record_function
 from exp.errors import Fault
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel
+from exp.hooks.profile_files import RecordedWindow
 from exp.hooks.step import Step
-from exp.hooks.timing.profile_files import RecordedWindow
 from exp.strategies.process_group import global_rank
 from exp.strategies.strategy import Planned
 

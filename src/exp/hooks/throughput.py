@@ -14,7 +14,7 @@ from exp.hooks.hook import Boundary, Hook
 from exp.hooks.offers import Workload
 from exp.hooks.panels import Panel
 from exp.hooks.step import Step
-from exp.hooks.timing.utilisation import PeakFlops, Utilisation
+from exp.hooks.utilisation import PeakFlops, Utilisation
 
 AHEAD = 5
 # Steps by which a device may lag behind the host before the split of one is given up.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from exp.engine.module import TrainingModule
     from exp.engine.step_hooks import StepHooks
-    from exp.hooks.replaying.step_file import StepFile
-    from exp.hooks.replaying.trace import Trace
+    from exp.hooks.step_file import StepFile
+    from exp.hooks.step_trace import Trace
 
 SHOWN_AGAIN, NOT_SHOWN, NO_FILE = 0, 1, 2
 
@@ -55,7 +55,7 @@ def _command(argv: Sequence[str]) -> int:
         "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
     )
     arguments = parser.parse_args(argv)
-    from exp.hooks.replaying.findings import report  # behind --help, which needs no torch
+    from exp.hooks.findings import report  # behind --help, which needs no torch
 
     file = read_step(arguments.file)
     with _quiet():
@@ -82,7 +82,7 @@ def read_step(path: Path) -> StepFile:
     Raises: RunError where the file is not there, is damaged, or is not a step's.
     """
     from exp.engine.checkpoint import read_plain
-    from exp.hooks.replaying.step_file import StepFile
+    from exp.hooks.step_file import StepFile
 
     if not path.is_file() or not zipfile.is_zipfile(path):
         what = "is not a file that torch wrote" if path.is_file() else "is not there"

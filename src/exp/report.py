@@ -148,14 +148,14 @@ def _progress(parts: Parts) -> dict[str, Any]:
 
 def _peak_memory_mib() -> float:
     # Here, because who only reads reports needs no torch.
-    from exp.hooks.allocations.peaks import peak_of_run
+    from exp.hooks.memory_peaks import peak_of_run
 
     return peak_of_run().so_far() / 2**20
 
 
 def _forget_peak_memory() -> None:
     """A job of a sweep reports its own peak, not that of a job before it in the same process."""
-    from exp.hooks.allocations.peaks import HOST, peak_of_run
+    from exp.hooks.memory_peaks import HOST, peak_of_run
 
     HOST.forget()
     peak_of_run().forget()
@@ -240,7 +240,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, is_built: bool) -> BaseEx
 
     is_built: whether the run has its parts already.
     """
-    from exp.hooks.allocations.out_of_memory import explained, is_out_of_memory
+    from exp.hooks.out_of_memory import explained, is_out_of_memory
 
     if isinstance(error, OSError):
         told = RunError(_unwritable(ongoing, error))

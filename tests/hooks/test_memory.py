@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from exp.hooks.allocations.saved_tensors import storages
 from exp.hooks.memory import Memory, mebibytes
+from exp.hooks.saved_tensors import storages
 from exp.hooks.step import Step
 
 MIB = 2**20

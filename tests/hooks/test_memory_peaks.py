@@ -14,8 +14,8 @@ from torch import nn
 
 import exp
 from exp.errors import ConfigError
-from exp.hooks.allocations.peaks import HOST, SWITCH, AllocatedPeak, Peak, ResidentPeak
 from exp.hooks.memory import Memory
+from exp.hooks.memory_peaks import HOST, SWITCH, AllocatedPeak, Peak, ResidentPeak
 from exp.hooks.step import Step
 
 MIB = 2**20

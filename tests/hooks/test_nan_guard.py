@@ -19,9 +19,9 @@ from exp.check.plan import resolve
 from exp.construct import build_network
 from exp.engine import step_replay
 from exp.errors import ConfigError, RunError
-from exp.hooks.replaying.step_file import BuffersBefore, StepFile, put_back, tensors_of
-from exp.hooks.replaying.trace import Trace, Tracer
 from exp.hooks.step import Window
+from exp.hooks.step_file import BuffersBefore, StepFile, put_back, tensors_of
+from exp.hooks.step_trace import Trace, Tracer
 from exp.precision.scaler import can_hold, hold, release
 from exp.replay import main as replay
 from exp.replay import read_step

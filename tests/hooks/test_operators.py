@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import exp
 from exp.errors import ConfigError
 from exp.hooks.dtypes import Dtypes
-from exp.hooks.replaying.module_calls import ModuleCalls, next_number, nodes_behind, number_of, running_node
+from exp.hooks.module_calls import ModuleCalls, next_number, nodes_behind, number_of, running_node
 from exp.hooks.step import Step
 
 BOTH = "hooks=[operators,dtypes]"

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exp.hooks.allocations import snapshot
-from exp.hooks.allocations.out_of_memory import asked_for, failing_module, is_out_of_memory
-from exp.hooks.allocations.snapshot import Use, advice
+from exp.hooks import memory_snapshot as snapshot
+from exp.hooks.memory_snapshot import Use, advice
+from exp.hooks.out_of_memory import asked_for, failing_module, is_out_of_memory
 from exp.report import read_report
 from exp.train import main
 
@@ -179,7 +179,7 @@ def test_what_saves_most_is_advised(use, expected):
 
 
 def test_torch_s_private_snapshot_has_the_names_that_are_used():
-    """Relied on in hooks/allocations/snapshot.py; seen in torch 2.13."""
+    """Relied on in hooks/memory_snapshot.py; seen in torch 2.13."""
     assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert inspect.signature(torch.cuda.memory._record_memory_history).parameters["enabled"].default == "all"
     assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"

@@ -18,8 +18,8 @@ from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, Turn
 from exp.hooks.norms import norms
-from exp.hooks.replaying.trace import Extent, Trace, Tracer, not_finite
 from exp.hooks.step import Update, Window
+from exp.hooks.step_trace import Extent, Trace, Tracer, not_finite
 from exp.precision.plugin import RunPrecision
 from exp.precision.scaler import can_hold
 from exp.types import Batch

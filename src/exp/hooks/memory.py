@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.hooks.allocations.out_of_memory import is_out_of_memory
-from exp.hooks.allocations.peaks import HOST, Peak, peak_of
-from exp.hooks.allocations.saved_tensors import Kept, SavedTensors, storages
-from exp.hooks.allocations.snapshot import record_history, stop_history, take
 from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.memory_peaks import HOST, Peak, peak_of
+from exp.hooks.memory_snapshot import record_history, stop_history, take
+from exp.hooks.out_of_memory import is_out_of_memory
+from exp.hooks.saved_tensors import Kept, SavedTensors, storages
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.errors import Fault, RunError
+from exp.hooks.findings import Finding, finding_of, message
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
 from exp.hooks.offers import Origin
-from exp.hooks.replaying.findings import Finding, finding_of, message
-from exp.hooks.replaying.step_file import BuffersBefore, Copies, StepFile, put_back, tensors_of
-from exp.hooks.replaying.trace import Trace
 from exp.hooks.step import Step, Update
+from exp.hooks.step_file import BuffersBefore, Copies, StepFile, put_back, tensors_of
+from exp.hooks.step_trace import Trace
 from exp.precision.scaler import release
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from exp.errors import RunError
 from exp.files import write_whole
 from exp.hooks.chosen_steps import OnChosenSteps
 from exp.hooks.hook import OBSERVING, Boundary, Values
+from exp.hooks.module_calls import ModuleCalls, running_node
 from exp.hooks.panels import Text
-from exp.hooks.replaying.module_calls import ModuleCalls, running_node
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.types import dtype_name

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from exp.hooks.replaying.trace import Trace
+    from exp.hooks.step_trace import Trace
     from exp.strategies.whole_state import Parts
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from exp.hooks.allocations.saved_tensors import CALL
+from exp.hooks.saved_tensors import CALL
 
 # What torch's allocators say where they raise a plain RuntimeError (torch 2.13).
 ALLOCATORS = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|MPS backend out of memory")

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.replaying.module_calls import ModuleCalls, nodes_behind
+from exp.hooks.module_calls import ModuleCalls, nodes_behind
 from exp.nested import tensors_in
 
 

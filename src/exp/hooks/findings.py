@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exp.hooks.replaying.step_file import StepFile
-from exp.hooks.replaying.trace import Extent, Row, Trace
+from exp.hooks.step_file import StepFile
+from exp.hooks.step_trace import Extent, Row, Trace
 
 # Of a finding on its way to the other ranks.
 BYTES = 8192

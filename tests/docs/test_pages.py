@@ -1,4 +1,4 @@
-"""A page says which of the four kinds it is, leads to pages that are there, and the API's is that of the docstrings."""
+"""A page says which of the four kinds it is, leads to pages that are there, and one that is made is up to date."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+@pytest.mark.parametrize("name", ["make_api", "make_compatibility"])
+def test_a_page_that_is_made_is_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    assert made.page() == made.PAGE.read_text("utf-8"), "python docs/make_api.py"
+    assert made.page() == made.PAGE.read_text("utf-8"), f"python docs/{name}.py"

@@ -1,0 +1,147 @@
+"""Writes docs/compatibility.md from what the parts declare: python docs/make_compatibility.py"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import strategies as lightning_strategies
+
+import exp
+from exp.check.compatibility import EXCLUDED, NEEDS
+from exp.construct import build_entries, build_strategy, plain_config
+from exp.hooks.hook import Hook
+from exp.strategies.strategy import TRAITS, Strategy, traits_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "compatibility.md"
+HEAD = """# Compatibility: what goes with what
+
+*Reference*: the traits of each strategy, what a part of a run may need, and which hook goes with which strategy. Made
+from the declarations of the parts by `python docs/make_compatibility.py`; a test holds it up to date.
+
+A strategy has **traits**, a hook, a term of the objective, a callback or an optimizer has **needs**, and one table,
+in `src/exp/check/compatibility.py`, says which trait excludes which need and why. A part is judged by its class,
+never by its name: a subclass of a strategy, one under another `strategy.name`, and Lightning's own are judged alike.
+Every conflict is a fault of [the check](check.md), which comes before anything is built.
+
+The table decides what depends on one need and one trait. What depends on the values of options is decided by the part
+itself (`Hook.faults`, `Strategy.faults`), and reported in the same list of faults. So the last word on a combination
+is that of `python -m exp.check OVERRIDES`.
+"""
+# Options that give a strategy of conf/strategy other traits.
+OPTIONS = (
+    "strategy=ddp strategy.inner=layer_split",
+    "strategy=ddp strategy.local_sgd.every_n_steps=8",
+    "strategy=deepspeed strategy.stage=3",
+    "strategy=hybrid strategy.data=shard",
+    "strategy=hybrid strategy.tensor=1 strategy.pipeline=2",
+    "strategy=pipeline strategy.stages=2",
+)
+OF_LIGHTNING = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+# Words of EXCLUDED that are no trait of a strategy: how the config says them.
+SWITCHES = {
+    "ranks": "several ranks",
+    "compile": "`runtime.compile=true`",
+    "cuda_graph": "`runtime.cuda_graph=true`",
+    "phases": "`phases`",
+    "accumulation": "`trainer.accumulate_grad_batches` above 1",
+    "float8": "`precision=fp8`",
+    "half": "a precision that computes in half precision",
+}
+
+
+def page() -> str:
+    return "\n".join([HEAD, *_strategies(), *_needs(), *_hooks()]).rstrip() + "\n"
+
+
+def _strategies() -> Iterator[str]:
+    yield "## Traits of strategies\n\n| trait | meaning |\n|---|---|"
+    yield from (f"| `{trait}` | {meaning} |" for trait, meaning in _meanings().items())
+    yield "\n| strategy | traits |\n|---|---|"
+    yield from (f"| `{words}` | {_listed(traits)} |" for words, traits in _chosen().items())
+    for name in OF_LIGHTNING:
+        kind = getattr(lightning_strategies, name)
+        yield f"| Lightning's `{name}` | {_listed(traits_of(kind.__new__(kind)))} |"
+    yield "\nA strategy of your own sets them as class attributes: see `Strategy` in [the API](api.md).\n"
+
+
+def _meanings() -> dict[str, str]:
+    """What the docstring of Strategy says of each trait."""
+    said = re.findall(r"^(\w+): (.+(?:\n {4}.+)*)", inspect.cleandoc(Strategy.__doc__), re.MULTILINE)
+    lines = {trait: " ".join(meaning.split()).removesuffix(".") for trait, meaning in said}
+    return {trait: lines[trait] for trait in TRAITS}
+
+
+def _needs() -> Iterator[str]:
+    yield "## Needs, and what excludes them\n"
+    yield "The needs of hooks come first; the rest are those of terms, phases, compilation, callbacks and optimizers.\n"
+    yield "| need | meaning | excluded by | what the check says |\n|---|---|---|---|"
+    for need, meaning in NEEDS.items():
+        reasons: dict[str, list[str]] = {}
+        for trait, reason in EXCLUDED.get(need, {}).items():
+            reasons.setdefault(reason, []).append(SWITCHES.get(trait) or f"`{trait}`")
+        rows = [(", ".join(traits), reason) for reason, traits in reasons.items()] or [("nothing", "-")]
+        for index, (traits, reason) in enumerate(rows):
+            said = f"`{need}` | {meaning}" if index == 0 else "|"
+            yield f"| {said} | {traits} | {reason} |"
+    yield ""
+
+
+def _hooks() -> Iterator[str]:
+    hooks, strategies, meanings = _built_hooks(), _chosen(), _meanings()
+    yield "## Hooks\n\n| hook | needs |\n|---|---|"
+    yield from (f"| `{name}` | {_listed(hook.all_needs)} |" for name, hook in hooks.items())
+    numbers = {trait: number for number, trait in enumerate(_excluding(hooks, [*TRAITS, *SWITCHES]), start=1)}
+    yield "\n## Hooks and strategies\n"
+    yield "A number names the trait that excludes the hook, listed at the end. With * a hook judges more.\n"
+    yield from _table(hooks, {words.removeprefix("strategy="): traits for words, traits in strategies.items()}, numbers)
+    yield "\n## Hooks and the rest of a run\n"
+    yield from _table(hooks, {SWITCHES[word]: frozenset({word}) for word in SWITCHES if word in numbers}, numbers)
+    yield ""
+    for trait, number in numbers.items():
+        yield f"{number}. {SWITCHES.get(trait) or f'`{trait}`: {meanings[trait]}'}"
+
+
+def _table(
+    hooks: Mapping[str, Hook], columns: Mapping[str, frozenset[str]], numbers: Mapping[str, int]
+) -> Iterator[str]:
+    yield f"| hook | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for name, hook in hooks.items():
+        cells = [_excluding({name: hook}, [one for one in numbers if one in traits]) for traits in columns.values()]
+        said = ["no " + " ".join(f"[{numbers[trait]}]" for trait in cell) if cell else "yes" for cell in cells]
+        yield f"| `{name}`{'*' * hook.overrides('faults')} | {' | '.join(said)} |"
+
+
+def _excluding(hooks: Mapping[str, Hook], traits: list[str]) -> list[str]:
+    """Of these traits those that exclude a need of one of the hooks, in their order."""
+    needs = frozenset().union(*(hook.all_needs for hook in hooks.values()))
+    return [trait for trait in traits if any(trait in EXCLUDED.get(need, {}) for need in needs)]
+
+
+def _chosen() -> dict[str, frozenset[str]]:
+    """The traits of every strategy of conf/strategy, and of those options that change them."""
+    words = sorted([f"strategy={path.stem}" for path in (ROOT / "conf" / "strategy").glob("*.yaml")] + list(OPTIONS))
+    return {one: traits_of(build_strategy(_plain(one.split()))) for one in words}
+
+
+def _built_hooks() -> dict[str, Hook]:
+    names = ",".join(sorted(path.stem for path in (ROOT / "conf" / "hooks").glob("*.yaml")))
+    return build_entries(_plain([f"hooks=[{names}]"]), "hooks")
+
+
+def _plain(overrides: list[str]) -> dict[str, Any]:
+    return plain_config(exp.compose(overrides))
+
+
+def _listed(words: frozenset[str]) -> str:
+    order = [*TRAITS, *NEEDS]
+    return ", ".join(f"`{word}`" for word in sorted(words, key=order.index)) or "nothing"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

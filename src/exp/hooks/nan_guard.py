@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from exp.errors import Fault, RunError
 from exp.hooks.findings import Finding, finding_of, message
@@ -79,12 +79,13 @@ class NanGuard(Hook):
     def faults(self, planned: Planned) -> Iterable[Fault]:
         """An optimizer that may run the network itself, several times a step, is none to stop."""
         yield from super().faults(planned)
-        target = planned.config["optimizer"].get("_target_")
         # Those of phases get no closure to call.
-        if target and not planned.config["phases"] and (not target.startswith("torch.optim.") or "LBFGS" in target):
+        for kind in planned.optimizers if not planned.config["phases"] else ():
+            if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
+                continue
             yield self.fault(
                 key="optimizer._target_",
-                got=f"{target}, with hooks.{self.name}",
+                got=f"{planned.config['optimizer']['_target_']}, with hooks.{self.name}",
                 expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
                 "and steps by the last of them, whereas the first is looked at",
                 cure=f"Choose another optimizer, or {self.leave_out}",

@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 
 from exp.errors import Fault
 from exp.functions.at_least_float32 import at_least_float32
+from exp.hooks.clip_module import ClipModule
 from exp.hooks.hook import Hook, Values
 from exp.hooks.isolated_forward import apart, objective_faults, running
 from exp.hooks.panels import Histogram
@@ -61,10 +62,8 @@ class PerSampleGradients(Hook):
         if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
             got, expected = f"a step of one sample, {own}", "2 or more, to compare one with all"
             yield self.fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {self.leave_out}")
-        for other, node in config["hooks"].items():
-            # Written out: a hook that its YAML leaves at the default of `at` is at the output.
-            at, algorithm = node.get("at", "output"), node.get("algorithm", "norm")
-            if node["_target_"] == CLIP_MODULE and at != "parameters" and algorithm == "norm":
+        for other, hook in planned.hooks.items():
+            if isinstance(hook, ClipModule) and hook.at != "parameters" and hook.algorithm == "norm":
                 yield self.fault(
                     key=f"hooks.{other}",
                     got=f"the gradient of a batch clipped, {own}, for which each sample's would be by itself",
@@ -150,7 +149,6 @@ def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:
     return torch.cat([row[:count] for row, count in zip(step.gather(padded), counts, strict=True)])
 
 
-CLIP_MODULE = "exp.hooks.clip_module.ClipModule"
 APART = "a network that treats the samples of a batch apart"
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -86,8 +86,8 @@ class Profile(Hook):
                 cure=f"Leave one out: ~hooks.{self.name}, or trainer.profiler=null",
             )
         # With the windows of the hooks before this one, so that each pair is told once.
-        for other, node in itertools.takewhile(lambda item: item[0] != self.name, config["hooks"].items()):
-            if node["_target_"] == OWN and window.overlaps(before := window_of(node)):
+        for other, hook in itertools.takewhile(lambda item: item[0] != self.name, planned.hooks.items()):
+            if isinstance(hook, Profile) and window.overlaps(before := hook.window):
                 got = f"{window.start}: {window} and {window.warmup} before them, beside hooks.{other} with {before}"
                 expected = "windows that do not overlap: a process has one torch.profiler at a time"
                 yield self.fault("start_step", got=got, expected=expected)
@@ -221,7 +221,6 @@ class Profile(Hook):
 
 
 LIGHTNINGS = ("pytorch", "lightning.pytorch.profilers.PyTorchProfiler")
-OWN = "exp.hooks.profile.Profile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +268,3 @@ class ProfileWindow:
 
     def __str__(self) -> str:
         return f"step {self.start}" if self.steps == 1 else f"steps {self.start} to {self.last}"
-
-
-def window_of(node: Mapping[str, Any]) -> ProfileWindow:
-    """That of a plain node of this hook."""
-    names = {"start_step": "start", "steps": "steps", "warmup": "warmup", "ranks": "ranks"}
-    return ProfileWindow(**{names[key]: value for key, value in node.items() if key in names})

@@ -129,7 +129,6 @@ class DeepSpeed(Strategy):
             )
 
     def _watching_faults(self, planned: Planned) -> Iterator[Fault]:
-        hooks = planned.config["hooks"]
         averages = [name for name, kind in planned.callbacks.items() if averages_weights(kind)]
         if self.stage == 3 and averages:
             yield Fault(
@@ -137,9 +136,10 @@ class DeepSpeed(Strategy):
                 got="an average of the weights with strategy.stage=3, which has them in parts",
                 expected="strategy.stage=1 or 2",
             )
-        for name, node in hooks.items():
-            target = node["_target_"]
-            if not self.show_gradients and target.startswith("exp.hooks.gradient"):
+        for name, hook in planned.hooks.items():
+            # This room cannot import hooks, which know strategies: by the names of all classes that one derives from.
+            names = {f"{base.__module__}.{base.__qualname__}" for base in type(hook).__mro__}
+            if not self.show_gradients and any(base.startswith("exp.hooks.gradient") for base in names):
                 yield Fault(
                     key="strategy.show_gradients",
                     got=f"false with hooks.{name}",
@@ -147,11 +147,11 @@ class DeepSpeed(Strategy):
                     cure=f"Or take the hook out with ~hooks.{name}",
                 )
             elif self.stage == 3 and (
-                target not in WITHOUT_WEIGHTS or ("modules" in node and node["modules"] != ["*"])
+                names.isdisjoint(WITHOUT_WEIGHTS) or getattr(hook, "modules", None) != ("*",)
             ):
                 yield Fault(
                     key=f"hooks.{name}",
-                    got=f"{target} with strategy.stage=3",
+                    got=f"{type(hook).__name__} with strategy.stage=3",
                     expected="a hook that looks at no weight, for they lie in parts: gradients of all, throughput",
                     cure=f"Take it out with ~hooks.{name}, or write strategy.stage=2",
                 )

@@ -64,7 +64,7 @@ def _refuse_ranks() -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from exp.sweeps.multirun import sweep
+    from exp.sweeps.sweep import sweep
 
     return sweep(
         arguments.overrides,

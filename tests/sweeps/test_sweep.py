@@ -14,8 +14,7 @@ from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.errors import ConfigError, Fault, Interrupted, RunError
 from exp.report import Report
-from exp.sweeps.multirun import sweep
-from exp.sweeps.sweep import Sweep
+from exp.sweeps.sweep import Sweep, sweep
 
 
 class Runs:
@@ -254,8 +253,7 @@ import json, sys
 from pathlib import Path
 from exp.errors import RunError
 from exp.report import Report
-from exp.sweeps.multirun import sweep
-from exp.sweeps.sweep import Sweep
+from exp.sweeps.sweep import Sweep, sweep
 
 def run(config):
     directory = Path(config._composition_.directory)

@@ -10,7 +10,7 @@ from torch import nn
 import exp
 from exp.check.plan import plan, resolve
 from exp.models.forward_trace import ForwardTrace, Recorder
-from exp.tensorboard.graph import draw
+from exp.tensorboard.summaries import graph_of
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ def nodes(graph) -> dict[str, list[str]]:
 def test_a_residual_block_is_drawn_as_it_is_written():
     network = nn.Sequential(Block(), nn.Dropout(0.5), nn.Linear(4, 2)).train()
     before = torch.random.get_rng_state()
-    graph = draw(traced(network.to("meta"), torch.zeros(3, 4, device="meta")))
+    graph = graph_of(traced(network.to("meta"), torch.zeros(3, 4, device="meta")))
     assert nodes(graph) == {
         "input": [],
         "0/norm/batch_norm": ["input"],
@@ -61,7 +61,7 @@ MODELS = ["sequential", "shared", "branches", "parameter_list", "parameter_dict"
 def test_our_containers_are_drawn_from_end_to_end(overrides):
     seen = plan(resolve(exp.compose(overrides))).shapes()
     network = seen.network
-    wires = nodes(draw(seen.traces[None]))
+    wires = nodes(graph_of(seen.traces[None]))
     reached, waiting = set(), ["output"]
     while waiting:
         reached.add(name := waiting.pop())

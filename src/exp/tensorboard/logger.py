@@ -16,8 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
-from exp.tensorboard.graph import draw
-from exp.tensorboard.summaries import Layout, end_summary, start_summaries, summary_value, text_value
+from exp.tensorboard.summaries import Layout, end_summary, graph_of, start_summaries, summary_value, text_value
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class TensorBoardLogger(RunLogger):
             if trace is None:
                 log.warning("the graph is left out: %s", "; ".join(notes))
             else:
-                events.append(Event(wall_time=time.time(), graph_def=draw(trace).SerializeToString()))
+                events.append(Event(wall_time=time.time(), graph_def=graph_of(trace).SerializeToString()))
         self._write(events)
 
     @rank_zero_only

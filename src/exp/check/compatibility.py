@@ -20,19 +20,37 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
-from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 from exp.errors import Fault
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
 from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
-from exp.strategies.fsdp import ELEMENTWISE
 from exp.strategies.strategy import Planned, averages_weights
 
 # Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
 COPYING = (StochasticWeightAveraging, WeightAveraging)
 REPLACING = (ModelPruning, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
+# What these do to a number depends on that number's own history alone, so that it may be done to parts of a weight.
+ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop)
 # Why an optimizer cannot work on parts of a weight.
 REASONS: Mapping[type[Optimizer], str] = {
     LBFGS: "it searches along all weights together",

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from exp.errors import ConfigError, Fault
 from exp.optim.optimizer import FUSED_IN_SHARDS
@@ -27,10 +26,6 @@ from exp.types import Batch
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-# What these do to a number depends on that number's own history alone, so that it may be done to parts of a weight.
-ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop)
 
 
 class FSDP(Strategy):
@@ -96,8 +91,7 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         faults += _tied_faults(planned.network, chosen)
-        sharded = [kind.__name__ for kind in planned.optimizers if kind in ELEMENTWISE]
-        unfused = [name for name in sharded if name not in FUSED_IN_SHARDS]
+        unfused = [kind.__name__ for kind in planned.optimizers if kind.__name__ not in FUSED_IN_SHARDS]
         if planned.config["optimizer"].get("fused") is True and unfused:
             faults.append(
                 Fault(

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exp.hooks import memory_snapshot as snapshot
 from exp.hooks.memory_snapshot import Use, advice
-from exp.hooks.out_of_memory import asked_for, failing_module, is_out_of_memory
+from exp.hooks.out_of_memory import asked_for, is_out_of_memory
+from exp.hooks.saved_tensors import failing_module
 from exp.report import read_report
 from exp.train import main
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.files import write_whole
-from exp.hooks.out_of_memory import asked_for, failing_module
-from exp.hooks.saved_tensors import Kept, held, storages
+from exp.hooks.out_of_memory import asked_for
+from exp.hooks.saved_tensors import Kept, failing_module, held, storages
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.strategies.process_group import global_rank

@@ -1,14 +1,10 @@
-"""Running out of memory: how it is known, how much was asked for, and where."""
+"""Running out of memory: how it is known, how much was asked for, and what is said of it."""
 
 from __future__ import annotations
 
 import re
-from types import TracebackType
 
 import torch
-from torch import nn
-
-from exp.hooks.saved_tensors import CALL
 
 # What torch's allocators say where they raise a plain RuntimeError (torch 2.13).
 ALLOCATORS = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|MPS backend out of memory")
@@ -27,17 +23,6 @@ def asked_for(error: BaseException) -> int | None:
     """The bytes that there was no room for; None where the message does not say."""
     found = ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
-
-
-def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """The path of the innermost module in whose call it was raised; None where it was in none, as in a backward."""
-    paths = {id(module): path for path, module in network.named_modules()}
-    found, trace = None, error.__traceback__
-    while isinstance(trace, TracebackType):
-        if trace.tb_frame.f_code is CALL:
-            found = paths.get(id(trace.tb_frame.f_locals["self"]), found)
-        trace = trace.tb_next
-    return found
 
 
 def explained(error: BaseException, *, is_built: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,17 @@ def innermost_call() -> nn.Module | None:
             return module
         frame = frame.f_back
     return None
+
+
+def failing_module(error: BaseException, network: nn.Module) -> str | None:
+    """The path of the innermost module in whose call an error was raised; None where it was in none, as in a backward."""
+    paths = {id(module): path for path, module in network.named_modules()}
+    found, trace = None, error.__traceback__
+    while isinstance(trace, TracebackType):
+        if trace.tb_frame.f_code is CALL:
+            found = paths.get(id(trace.tb_frame.f_locals["self"]), found)
+        trace = trace.tb_next
+    return found
 
 
 def held(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -13,8 +13,8 @@ from torch import nn
 import exp
 from exp.build import Parts
 from exp.errors import ConfigError, MissingExtraError
-from exp.precision.fp8 import convert_linear, refuse_without_torchao
-from exp.precision.words import capability_fault, refuse_without
+from exp.precision.conversion import convert_linear
+from exp.precision.words import capability_fault, refuse_without, refuse_without_torchao
 
 HAS_TORCHAO = find_spec("torchao") is not None
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

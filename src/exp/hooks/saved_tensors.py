@@ -96,7 +96,7 @@ def innermost_call() -> nn.Module | None:
 
 
 def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """The path of the innermost module in whose call an error was raised; None where it was in none, as in a backward."""
+    """The path of the innermost module in whose call an error was raised; None where in none, as in a backward."""
     paths = {id(module): path for path, module in network.named_modules()}
     found, trace = None, error.__traceback__
     while isinstance(trace, TracebackType):

@@ -1,8 +1,8 @@
-"""Convert a network to the dtypes of a word: its tensors, its inputs, and the edges of kept layers."""
+"""Convert a network to the dtypes of a word: its tensors, inputs, edges of kept layers, and float8 layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from exp.models.containers import forward_name
 from exp.nested import Nested, mapped
 from exp.precision.keep import outermost
-from exp.precision.words import HALF, Word
+from exp.precision.words import HALF, Word, refuse_without_torchao
 
 Arguments = tuple[object, ...]
 Keywords = dict[str, object]
@@ -23,6 +23,8 @@ STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
+# The kernels of float8 take matrices whose sides are multiples of this.
+FLOAT8_MULTIPLE = 16
 
 
 def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Nested:
@@ -204,3 +206,29 @@ def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandl
 
 def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, STATISTICS) and module.running_mean is not None
+
+
+def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: bool = False) -> list[str]:
+    """Puts torchao's Float8Linear in the place of nn.Linear below `network`; the parameters stay the same objects.
+
+    Left as they are: layers in `kept`, those whose sides are not multiples of 16, and subclasses of nn.Linear.
+    emulated: compute in float32 with numbers rounded to float8, on any device: to try, not to train.
+    Returns: the names of what was converted.
+    """
+    refuse_without_torchao()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    names = [name for name, module in network.named_modules() if name and name not in kept and _fits_float8(module)]
+    if names:
+        convert_to_float8_training(
+            network,
+            module_filter_fn=lambda module, name: name in names,
+            config=Float8LinearConfig(emulate=emulated),
+        )
+    return names
+
+
+def _fits_float8(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear:
+        return False
+    return module.in_features % FLOAT8_MULTIPLE == 0 and module.out_features % FLOAT8_MULTIPLE == 0

@@ -21,8 +21,7 @@ from torchmetrics import Metric
 
 from exp.errors import ConfigError
 from exp.nested import Nested
-from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors
-from exp.precision.fp8 import convert_linear
+from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors, convert_linear
 from exp.precision.keep import kept_layers, refuse_shared
 from exp.precision.scaler import CountingScaler, ScaleWatch, hold
 from exp.precision.tf32 import TensorFloat32, why_without_effect

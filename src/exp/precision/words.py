@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
 from exp.errors import ConfigError, Fault, MissingExtraError
-from exp.precision.fp8 import refuse_without_torchao
 from exp.spelling import did_you_mean
 
 # Compute capability of Hopper, the first whose tensor cores multiply float8.
@@ -108,6 +108,15 @@ class Word:
                 cure="Choose precision=fp16, or set precision.scaler.enabled=false",
             )
             raise ConfigError([fault])
+
+
+def refuse_without_torchao() -> None:
+    """fp8 is computed by torchao, which is an extra.
+
+    Raises: MissingExtraError.
+    """
+    if find_spec("torchao") is None:
+        raise MissingExtraError(feature="precision=fp8", package="torchao", extra="fp8")
 
 
 def read_word(name: str) -> Word:

@@ -22,7 +22,7 @@ from exp.data.data import Data
 from exp.data.randomness import initialisation
 from exp.errors import ConfigError, ExpError, Fault
 from exp.models.inference import example_inputs, lazy_class, materialise
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase

@@ -12,7 +12,7 @@ from torch import nn
 from exp.errors import ConfigError
 from exp.models.containers import ModuleDictModel, forward_name, forward_names, with_forward
 from exp.models.inference import materialise
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 
 PROGRAMS = {
     "twice": "return head(body(body(x)))",

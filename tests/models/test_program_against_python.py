@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from exp.models.containers import ModuleDictModel
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 
 WIDTH = 3
 

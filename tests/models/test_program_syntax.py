@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exp.models.program import MAX_CHARACTERS, MAX_DEPTH, parse
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 
 LAYERS = ("linears", "head")
 

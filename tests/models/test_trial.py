@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from exp.models.containers import ModuleDictModel, ModuleListModel, ParameterListModel
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 
 
 def run(text: str, x: torch.Tensor, *, constants: dict | None = None, **layers: object) -> object:

@@ -234,7 +234,7 @@ def _offers(node: dict[str, Any]) -> dict[str, Any]:
 
 def _fault(config: DictConfig, key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[Fault]:
     from exp.models.program import parse
-    from exp.models.program_error import ProgramError
+    from exp.models.syntax import ProgramError
 
     try:
         parse(text, layers, **offers)

@@ -486,7 +486,7 @@ def _examine_shapes(
 ) -> ShapeExamination:
     from exp.check.shapes import examine_shapes
     from exp.construct import build_unsized_network
-    from exp.models.program_error import ProgramError
+    from exp.models.syntax import ProgramError
 
     def network() -> nn.Module:
         try:

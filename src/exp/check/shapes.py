@@ -16,7 +16,7 @@ from exp.models.containers import ProgramModel, config_key, forward_name, forwar
 from exp.models.forward_trace import Call, ForwardTrace, Recorder
 from exp.models.inference import LAZY_CLASSES, example_inputs, materialise
 from exp.models.matching import FEATURE_NORMS
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 from exp.objectives.loss_inputs import ELEMENTWISE
 from exp.objectives.objective import Objective, Term
 from exp.objectives.penalties import R1, JacobianNorm

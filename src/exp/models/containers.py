@@ -21,7 +21,7 @@ from exp.models.initialisation import Scheme, initialise
 from exp.models.initialisation import freeze as freeze_parameters
 from exp.models.layers import Held, built
 from exp.models.program import Program, layers_used, parse
-from exp.models.program_error import ProgramError
+from exp.models.syntax import ProgramError
 
 _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from exp.models.program_error import ProgramError
-from exp.models.syntax import Names, check, own_names
+from exp.models.syntax import Names, ProgramError, check, own_names
 
 MAX_CHARACTERS = 20_000
 MAX_NODES = 5_000

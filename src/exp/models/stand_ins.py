@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from exp.models.constants import element
-from exp.models.program_error import nearest_or
+from exp.models.syntax import nearest_or
 from exp.models.vocabulary import PARAMETER_ATTRIBUTES
 
 COMPUTABLE = "what a forward program can compute before the run"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from exp.models import constants, vocabulary
 from exp.models.program import Program
-from exp.models.program_error import ProgramError
 from exp.models.stand_ins import COMPUTABLE, UNKNOWN, Function, Layer, Refusal, stand_in
+from exp.models.syntax import ProgramError
 
 MAX_STEPS = 50_000
 MAX_ARGUMENT_DEPTH = 20

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from exp.build import Parts
-from exp.precision.plugin import build_precision
-from exp.precision.tf32 import TensorFloat32, why_without_effect
+from exp.precision.plugin import TensorFloat32, build_precision, why_without_effect
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 RUN = ("launch.accelerator=cuda", "launch.devices=1", "model=lenet", "trainer.max_steps=20", "data.batch_size=64")

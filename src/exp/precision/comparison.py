@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from exp.nested import tensors_in
 from exp.precision.conversion import Arguments, Keywords, cast
-from exp.precision.plugin import RunPrecision
-from exp.precision.tf32 import TensorFloat32
+from exp.precision.plugin import RunPrecision, TensorFloat32
 from exp.types import dtype_name
 
 Loss = Callable[[nn.Module], Tensor]

@@ -23,6 +23,11 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_readme_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\(docs/([\w-]+)\.md", (ROOT / "README.md").read_text("utf-8")))
+    assert {page.stem for page in PAGES} - linked == set()
+
+
 @pytest.mark.parametrize("name", ["make_api", "make_compatibility"])
 def test_a_page_that_is_made_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")

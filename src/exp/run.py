@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -67,12 +68,17 @@ def fit(config: DictConfig) -> Report:
 
 
 def run(
-    directory: Path | str, *, rank: Rank = ALONE, resume: Path | None = None, decided: Plan | None = None
+    directory: Path | str,
+    *,
+    rank: Rank = ALONE,
+    resume: Path | None = None,
+    decided: Plan | None = None,
+    join: Callable[[Plan], None] | None = None,
 ) -> Report:
     """Run a frozen config as one rank of it. Rank 0 writes the report, also of a run that fails or is interrupted.
 
     resume: a checkpoint to go on from, instead of the config's.
-    decided: the plan, where this process has made it already.
+    decided: the plan, where this process has made it already. join: meets the other ranks, once there is a plan.
     Raises: whatever ended the run.
     """
     directory = Path(directory).absolute()
@@ -85,6 +91,8 @@ def run(
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)
+            if join is not None:
+                join(decided)
             parts = build(decided, directory, rank=rank)
             _prepare(decided, parts, directory, rank=rank, resume=resume)
             _work(decided, parts, resume)

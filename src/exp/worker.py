@@ -20,14 +20,21 @@ def main() -> None:
 
 def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
     """Join the run's process group and run it."""
-    from exp.check.plan import adopt, frozen
+    from exp.check.plan import Plan
     from exp.run import run
     from exp.strategies.process_group import join
 
-    decided = adopt(frozen(directory), rank=rank)
-    chosen = ("timeout_seconds", "network_interface", "high_priority_stream")
-    join(rank, decided.placement, **{name: decided.plain["launch"][name] for name in chosen})
-    run(directory, rank=rank, resume=resume, decided=decided)
+    def meet(decided: Plan) -> None:
+        launch = decided.plain["launch"]
+        join(
+            rank,
+            decided.placement,
+            timeout_seconds=launch["timeout_seconds"],
+            network_interface=launch["network_interface"],
+            high_priority_stream=launch["high_priority_stream"],
+        )
+
+    run(directory, rank=rank, resume=resume, join=meet)
 
 
 if __name__ == "__main__":

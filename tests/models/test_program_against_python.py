@@ -178,6 +178,7 @@ ENDLESS = [
     "y = {}\nfor i in range(9000):\n    for j in range(9):\n        y[f'{i} {j}'] = [y, y]",
     "y = f'{[1]}'",
     "y = round(10 ** 400, -400)",
+    "y = round(5, -10 ** 9)",
     "y = math.exp(10 ** 6)",
     "y = int(math.inf)",
     "\n".join("    " * depth + f"for i{depth} in range(2):" for depth in range(25)) + "\n" + "    " * 25 + "pass",

@@ -179,3 +179,15 @@ def test_no_hook_stays_behind() -> None:
     before = len(module._global_forward_pre_hooks), len(module._global_forward_hooks)
     examine(OwnError)
     assert (len(module._global_forward_pre_hooks), len(module._global_forward_hooks)) == before
+
+
+def test_the_branch_that_training_does_not_take_is_looked_at_too() -> None:
+    program = "x = flat(x)\nif not training:\n    x = hidden(head(x))\nreturn head(hidden(x))"
+
+    def build() -> nn.Module:
+        layers = {"flat": nn.Flatten(), "hidden": nn.Linear(64, 64), "head": nn.Linear(64, 10)}
+        return ModuleDictModel(layers=layers, forward=program)
+
+    (fault,) = examine(build, objective=CLASSES).faults
+    assert fault.key == "model.layers.hidden"
+    assert "is given [B, 10] float32" in fault.got

@@ -98,6 +98,10 @@ def examine_shapes(
                 traces[name] = recorder.trace(seen, inputs)
             seen = network
             materialise(network, inputs)
+            if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
+                # The branches that training does not take.
+                recorder.trace(network.eval(), inputs)
+                network.train()
         except Exception as error:
             return _failure(error, recorder, seen, built=network, traces=traces)
         finally:

@@ -77,7 +77,7 @@ SLOTS = (
     Slot(pattern="objective.*", bases=(MODULE,)),
     Slot(pattern="objective.*.loss", bases=(MODULE,)),
     Slot(pattern="metrics.*", bases=("torchmetrics.Metric",)),
-    Slot(pattern="hooks.*", bases=("exp.hooks.hook.Hook",), filled=("workload",)),
+    Slot(pattern="hooks.*", bases=("exp.hooks.hook.Hook",), filled=("workload", "origin")),
     Slot(pattern="callbacks.*", bases=("lightning.pytorch.Callback",)),
     Slot(pattern="logger.*", bases=("lightning.pytorch.loggers.Logger",), filled=("directory", "save_dir")),
     Slot(pattern="trainer.profiler", bases=("lightning.pytorch.profilers.Profiler",)),

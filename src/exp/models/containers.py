@@ -104,6 +104,11 @@ class ProgramModel(nn.Module):
         return fx.GraphModule(self, graph_of_function(self, self._function(program)), type(self).__name__)
 
     @property
+    def reads_training(self) -> bool:
+        """Whether a program of it asks if the network trains: one forward takes one of its branches."""
+        return any("training" in program.names for program in (self.program, *self.programs.values()))
+
+    @property
     def chain(self) -> list[str]:
         """The paths of the layers that are called one after the other; empty where a program wires them."""
         paths = []

@@ -92,7 +92,7 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
     except DependsOnMode as error:
         got = f"{type(network).__name__}, where {error}: a part would compute in evaluation what it does in training"
         expected = "a network whose forward does not ask self.training; its layers may"
-        cure = "Use torch.nn.Dropout as a layer, not the function, or a container with a forward program"
+        cure = "Use torch.nn.Dropout as a layer, not the function, or a forward program that does not ask `training`"
         raise ConfigError([Fault(key=MODULE_KEY, got=got, expected=expected, cure=cure)]) from error
     except ValueError as error:
         got = f"{type(network).__name__}, which torch.fx cannot trace ({error})"

@@ -297,6 +297,10 @@ def _sum(guards: Guards, value: object, start: object = 0) -> object:
     return start
 
 
+# Of a number: a float has 17 of them.
+MOST_DIGITS = 400
+
+
 def _numbers(function: Callable[..., object], name: str) -> Builtin:
     """A builtin on numbers: max, min, abs, round."""
 
@@ -305,6 +309,8 @@ def _numbers(function: Callable[..., object], name: str) -> Builtin:
             args = tuple(guards.elements(args[0]))
         if any(value is UNKNOWN for value in args):
             raise Refusal(f"`{name}` of a value that is known only while the network runs")
+        if name == "round" and any(isinstance(value, int) and abs(value) > MOST_DIGITS for value in args[1:]):
+            raise Refusal(f"`round` to {args[1]} digits", f"at most {MOST_DIGITS} of them")
         return constants.mathematics(function, args, name)
 
     return apply

@@ -173,7 +173,7 @@ def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
         (FSDPStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
         (ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
         (DDPStrategy, frozenset({"replicates", "splits_batch", "steps_once"})),
-        (ParallelStrategy, frozenset({"splits_batch", "steps_once"})),
+        (ParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
         (SingleDeviceStrategy, frozenset({"replicates"})),
     )
     return next((traits for kind, traits in of_lightning if isinstance(strategy, kind)), frozenset())

@@ -12,7 +12,7 @@ from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
 from exp.hooks.step import Step
 from exp.strategies.placement import Machine, placement
-from exp.strategies.strategy import Planned
+from exp.strategies.strategy import Blueprint
 
 pytestmark = pytest.mark.numeric
 
@@ -169,7 +169,7 @@ def test_wrong_options_are_told_before_the_run():
 
 def test_stage_3_of_deepspeed_has_no_gradients_to_look_at():
     config = exp.compose(["strategy=deepspeed", "strategy.stage=3", "trainer.gradient_clip_val=1.0", "phases=[]"])
-    planned = Planned(
+    planned = Blueprint(
         network=two_layers(),
         placement=placement("ddp", devices=2, accelerator="cpu", machine=Machine(gpus=0)),
         batch_size=8,

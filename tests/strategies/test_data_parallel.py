@@ -7,7 +7,7 @@ import torch
 
 from exp.strategies.data_parallel import DataParallel
 from exp.strategies.placement import Machine, placement
-from exp.strategies.strategy import Planned
+from exp.strategies.strategy import Blueprint
 
 SHORT = ("optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
 
@@ -48,7 +48,8 @@ def test_what_casts_at_edges_is_refused_where_there_are_replicas(word, keep, key
             demand=strategy.demand,
             machine=Machine(gpus=2, mps=False),
         )
-        planned = Planned(network=torch.nn.Linear(1, 1), placement=placed, batch_size=4, precision=word, config=config)
+        network = torch.nn.Linear(1, 1)
+        planned = Blueprint(network=network, placement=placed, batch_size=4, precision=word, config=config)
         refused = key if (devices, accelerator) == (2, "cuda") else None
         assert [fault.key for fault in strategy.faults(planned)] == ([refused] if refused else [])
 

@@ -44,7 +44,7 @@ from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
 from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
-from exp.strategies.strategy import Planned, averages_weights
+from exp.strategies.strategy import Blueprint, averages_weights
 
 # Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
 COPYING = (StochasticWeightAveraging, WeightAveraging)
@@ -163,7 +163,7 @@ class Part:
     cure: str | None = None
 
 
-def compatibility_faults(parts: Iterable[Part], planned: Planned) -> Iterator[Fault]:
+def compatibility_faults(parts: Iterable[Part], planned: Blueprint) -> Iterator[Fault]:
     """A fault for each part of a run and each thing in the run that excludes one of its needs."""
     present = conditions(planned)
     for part in parts:
@@ -187,7 +187,7 @@ def compatibility_faults(parts: Iterable[Part], planned: Planned) -> Iterator[Fa
                 )
 
 
-def conditions(planned: Planned) -> Mapping[str, str]:
+def conditions(planned: Blueprint) -> Mapping[str, str]:
     """What a run has that may exclude a need: the word in EXCLUDED to how the config says it."""
     config, runtime = planned.config, planned.config["runtime"]
     strategy = f"strategy={config['strategy']['name']}"
@@ -227,7 +227,7 @@ def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
         )
 
 
-def other_parts(planned: Planned) -> Iterator[Part]:
+def other_parts(planned: Blueprint) -> Iterator[Part]:
     """What needs something of the rest beside hooks: terms, phases, compilation, callbacks, optimizers."""
     config, ddp = planned.config, "Or write strategy=ddp"
     unmet = planned.needs - planned.meets

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from exp.optim.phase import Phase
     from exp.strategies.placement import Placement
     from exp.strategies.rank import Rank
-    from exp.strategies.strategy import Planned, Strategy
+    from exp.strategies.strategy import Blueprint, Strategy
 
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
@@ -376,13 +376,13 @@ class _Draft:
 
     def _planned(
         self, objective: Objective, seen: ShapeExamination, network: nn.Module
-    ) -> Planned | None:
+    ) -> Blueprint | None:
         """What parts may know of the run; None where nobody knows where it goes."""
-        from exp.strategies.strategy import Planned, Strategy, traits_of
+        from exp.strategies.strategy import Blueprint, Strategy, traits_of
 
         if self.strategy is None or self.placement is None:
             return None
-        return Planned(
+        return Blueprint(
             network=network,
             trace=seen.traces.get(None),
             placement=self.placement,
@@ -411,7 +411,7 @@ class _Draft:
                     found[name] = resolve_target(node["_target_"], allow=self.plain["security"]["allow"])
         return found
 
-    def _look_at_the_strategy(self, known: Iterable[Fault], planned: Planned) -> None:
+    def _look_at_the_strategy(self, known: Iterable[Fault], planned: Blueprint) -> None:
         """What the strategy cannot do, and what excludes what."""
         from exp.check.compatibility import compatibility_faults, other_parts
         from exp.strategies.strategy import Strategy
@@ -424,7 +424,7 @@ class _Draft:
             self.faults += self.strategy.faults(planned)
 
     def _look_at_the_hooks(
-        self, known: Iterable[Fault], seen: ShapeExamination, network: nn.Module, planned: Planned | None
+        self, known: Iterable[Fault], seen: ShapeExamination, network: nn.Module, planned: Blueprint | None
     ) -> None:
         """What the hooks cannot do with this run; where what they read is wrong, patterns that match nothing alone."""
         from exp.check.compatibility import compatibility_faults, hook_parts

@@ -11,7 +11,7 @@ from torch import nn
 
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean
-from exp.strategies.strategy import Planned
+from exp.strategies.strategy import Blueprint
 
 CHANNELS_LAST = "runtime.channels_last"
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -20,7 +20,7 @@ CUDA_GRAPH = "runtime.cuda_graph"
 COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
 
 
-def switch_faults(planned: Planned) -> Sequence[Fault]:
+def switch_faults(planned: Blueprint) -> Sequence[Fault]:
     """Everything that `runtime` asks for and that would do nothing for a run, or not run."""
     runtime = planned.config["runtime"]
     faults: list[Fault] = []
@@ -96,7 +96,7 @@ def channels_last_faults(network: nn.Module, input_shape: Sequence[int]) -> list
     return []
 
 
-def cuda_graph_faults(planned: Planned) -> list[Fault]:
+def cuda_graph_faults(planned: Blueprint) -> list[Fault]:
     """What of a run cannot be in a graph."""
     config, placement = planned.config, planned.placement
     if placement.accelerator != "cuda":

@@ -15,7 +15,7 @@ from exp.hooks.hook import Hook, Values
 from exp.types import Stage
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 class ClassCounts(Hook, ABC):
@@ -53,7 +53,7 @@ class ClassCounts(Hook, ABC):
         assert self.num_classes is not None, "faults() refuses it"
         return self.num_classes
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         yield from stage_faults(self, self.stages, known=EVALUATIONS)
         if self.num_classes is None:

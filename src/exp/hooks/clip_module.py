@@ -18,7 +18,7 @@ from exp.models.matching import matching
 from exp.strategies.whole_state import local
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 PART_OF_A_GRADIENT = (
     "ranks hold parts of one network, and what flows back in one of them is no gradient of a whole tensor"
@@ -66,13 +66,13 @@ class ClipModule(GradientTransform):
             return (method == "after_backward") == (self.at == "parameters")
         return super().overrides(method)
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         set_to = f"with hooks.{self.name} of at={self.at}, algorithm={self.algorithm}"
         for key, what, expected, cure in self._conflicts(planned):
             yield self.fault(key=key, got=f"{what}, {set_to}", expected=expected, cure=cure)
 
-    def _conflicts(self, planned: Planned) -> Iterator[tuple[str, str, str, str]]:
+    def _conflicts(self, planned: Blueprint) -> Iterator[tuple[str, str, str, str]]:
         """What only some of its settings cannot live with: its key, what it is, what is expected, and a cure."""
         config, traits = planned.config, planned.traits
         strategy, in_forward = config["strategy"], self.at != "parameters"

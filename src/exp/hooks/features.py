@@ -15,7 +15,7 @@ from exp.models.matching import matches
 from exp.nested import tensors_in
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 # A map is enlarged by whole pixels until its longer side has so many.
 SIDE = 48
@@ -47,7 +47,7 @@ class Features(Hook):
         self._images: dict[str, Image] = {}
         self._others: dict[str, str] = {}
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         faults = list(super().faults(planned))
         yield from faults
         if any(fault.key == f"hooks.{self.name}.modules" for fault in faults):

@@ -16,7 +16,7 @@ from exp.hooks.hook import Boundary
 from exp.hooks.step import Step
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 class GradientReversal(GradientTransform):
@@ -55,7 +55,7 @@ class GradientReversal(GradientTransform):
             return self.schedule == "progressive"
         return super().overrides(method)
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         trainer = planned.config["trainer"]
         endless = all(name not in trainer or trainer[name] in (None, -1) for name in ("max_steps", "max_epochs"))

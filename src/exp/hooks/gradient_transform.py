@@ -16,7 +16,7 @@ from exp.nested import mapped, tensors_in
 
 if TYPE_CHECKING:
     from exp.models.forward_trace import Call
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 At = Literal["input", "output"]
 _METHOD_AT = {"input": "forward_pre", "output": "forward"}
@@ -64,7 +64,7 @@ class GradientTransform(Hook, ABC):
 
     # --- before the run ---
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """Beside what every hook says: modules inside each other, and those at which no gradient flows."""
         yield from super().faults(planned)
         try:

@@ -18,7 +18,7 @@ from exp.models.matching import matching
 from exp.strategies.whole_state import local
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 NORM, CLIPPED = "gradients/norm/", "gradients/norm_clipped/"
@@ -60,7 +60,7 @@ class Gradients(Hook):
         self._tags: dict[str, list[str]] = {}
         self._ratio = UpdateRatio()
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """Stage 3 of DeepSpeed has no gradients to look at, but their norms, and clips them itself."""
         yield from super().faults(planned)
         if not {"owns_step", "shards_parameters"} <= planned.traits:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from exp.hooks.panels import Panel
     from exp.hooks.step import Step, Update
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 Values = Mapping[str, "Tensor | float | Panel"]
 Boundary = Literal["batch", "forward", "backward", "optimizer"]
@@ -82,7 +82,7 @@ class Hook:
 
     # --- before the run ---
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """What this hook cannot do with a run beside what its needs exclude, and patterns that match nothing."""
         kind = type(self)
         yield from class_faults(kind, Hook, key=f"hooks.{self.name}")

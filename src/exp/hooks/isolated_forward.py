@@ -16,10 +16,10 @@ from exp.errors import Fault
 
 if TYPE_CHECKING:
     from exp.hooks.hook import Hook
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
-def objective_faults(hook: Hook, planned: Planned, *, takes_samples: bool) -> Iterator[Fault]:
+def objective_faults(hook: Hook, planned: Blueprint, *, takes_samples: bool) -> Iterator[Fault]:
     """What an objective must not be for a hook that runs it apart from the step.
 
     takes_samples: each sample by itself. Else a rank's samples together, among which weights matter over ranks alone.

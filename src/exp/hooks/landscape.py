@@ -21,7 +21,7 @@ from exp.hooks.panels import Image
 from exp.hooks.step import Step
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 class Landscape(Hook):
@@ -49,7 +49,7 @@ class Landscape(Hook):
             raise ValueError(f"points is {points}; it must be odd, and 3 or more, so that the middle one is at 0")
         self.distance, self.points = distance, points
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         yield from objective_faults(self, planned, takes_samples=False)
 

@@ -22,7 +22,7 @@ from exp.hooks.step import Step
 from exp.nested import tensors_in
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Memory(Hook):
         self._tags: set[str] | None = None
         self._has_told = False
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """A history of an allocator that there is not."""
         yield from super().faults(planned)
         accelerator = planned.placement.accelerator

@@ -31,7 +31,7 @@ from exp.hooks.step_trace import Trace
 from exp.precision.scaler import release
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class NanGuard(Hook):
         self._latch: Tensor | None = None
         self._held: list[Optimizer] = []
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """An optimizer that may run the network itself, several times a step, is none to stop."""
         yield from super().faults(planned)
         # Those of phases get no closure to call.

@@ -23,7 +23,7 @@ from exp.nested import mapped, tensors_in
 from exp.types import Batch
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 # On a sample's loss, so that float16 keeps its gradients: the largest that float16 holds.
@@ -54,7 +54,7 @@ class PerSampleGradients(Hook):
         self.chunk_size = chunk_size
         self._noise = NoiseScale(smoothing=smoothing)
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """What has no gradient of one sample by itself, each at the key of what stands in its way."""
         yield from super().faults(planned)
         yield from objective_faults(self, planned, takes_samples=True)
@@ -72,7 +72,7 @@ class PerSampleGradients(Hook):
                 )
         yield from self._network_faults(planned, own)
 
-    def _network_faults(self, planned: Planned, own: str) -> Iterator[Fault]:
+    def _network_faults(self, planned: Blueprint, own: str) -> Iterator[Fault]:
         network, trace = planned.network, planned.trace
         mixing = [path for path, module in network.named_modules() if _mixes(module)]
         if mixing:

@@ -15,7 +15,7 @@ from exp.hooks.panels import THRESHOLDS, PrecisionRecallCurve
 from exp.types import Stage
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 
 class PRCurve(ClassCounts):
@@ -55,7 +55,7 @@ class PRCurve(ClassCounts):
         # The classes that are drawn, on the device: a copy at each batch would wait for it.
         self._drawn: Tensor | None = None
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         last = (self.num_classes or 1) - 1
         if self.positive_class is not None and not 0 <= self.positive_class <= last:

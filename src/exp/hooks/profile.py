@@ -20,7 +20,7 @@ from exp.hooks.panels import Panel
 from exp.hooks.profile_files import RecordedWindow
 from exp.hooks.step import Step
 from exp.strategies.process_group import global_rank
-from exp.strategies.strategy import Planned
+from exp.strategies.strategy import Blueprint
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Profile(Hook):
         self._ranges: list[record_function] = []
         self._recorded: list[int] = []
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         window, config, world = self.window, planned.config, planned.placement.world_size
         limit, profiler = config["trainer"].get("max_steps"), config["trainer"].get("profiler")

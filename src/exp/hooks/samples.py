@@ -18,7 +18,7 @@ from exp.nested import tensors_in
 from exp.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from exp.strategies.strategy import Planned
+    from exp.strategies.strategy import Blueprint
 
 # A caption has room for so many numbers.
 NUMBERS = 3
@@ -65,7 +65,7 @@ class Samples(Hook):
         self._parts: list[Shown] = []
         self._drawn_step = 0
 
-    def faults(self, planned: Planned) -> Iterable[Fault]:
+    def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         yield from stage_faults(self, self.stages, known=STAGES)
         if self.input != "input":

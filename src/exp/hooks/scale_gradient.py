@@ -12,7 +12,7 @@ from exp.hooks.gradient_transform import At, GradientTransform
 
 
 class ScaleGradient(GradientTransform):
-    """functions/scale_gradient.py at modules.
+    """functions/identities.py at modules.
 
     factor: above 1 what gets the gradient learns faster, below 1 slower, at 0 not at all; below 0 it unlearns.
     at: output: the module gets the scaled gradient and hands it on. input: only what lies before it does.

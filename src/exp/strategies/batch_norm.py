@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from exp.errors import Fault
 from exp.models.matching import ANY_BATCH_NORM, BATCH_NORMS
-from exp.strategies.strategy import Planned
+from exp.strategies.strategy import Blueprint
 
 
 class Share:
@@ -135,7 +135,7 @@ def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
             del part.process_group
 
 
-def batch_norm_faults(planned: Planned, *, sync_batchnorm: bool) -> Iterator[Fault]:
+def batch_norm_faults(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[Fault]:
     """What of a network cannot be, or has to be, normalised over the global batch."""
     layers = list(batch_norms(planned.network))
     if not sync_batchnorm:

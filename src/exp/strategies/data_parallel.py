@@ -18,7 +18,7 @@ from exp.errors import Fault
 from exp.precision.words import WORDS
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, module_of, network_of
+from exp.strategies.strategy import Blueprint, Strategy, module_of, network_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class DataParallel(Strategy):
         """One process with all devices of the run."""
         return Demand(rest="devices")
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
         return list(self._faults(planned))
 
@@ -50,7 +50,7 @@ class DataParallel(Strategy):
         log.warning(ADVICE)
         return ReplicatingStrategy(devices=placement.devices(rank.local_rank))
 
-    def _faults(self, planned: Planned) -> Iterator[Fault]:
+    def _faults(self, planned: Blueprint) -> Iterator[Fault]:
         placement = planned.placement
         if placement.world_size > 1:
             yield Fault(
@@ -69,7 +69,7 @@ class DataParallel(Strategy):
         if placement.accelerator == "cuda" and placement.devices_per_rank > 1:
             yield from self._precision_faults(planned)
 
-    def _precision_faults(self, planned: Planned) -> Iterator[Fault]:
+    def _precision_faults(self, planned: Blueprint) -> Iterator[Fault]:
         # Their hooks remember a forward from its start to its end, and the replicas run at once, in threads.
         reason = "with data_parallel, whose replicas would share what casts their numbers"
         word = WORDS[planned.precision]

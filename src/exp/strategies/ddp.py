@@ -37,7 +37,7 @@ from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import MEETS, LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, module_of
+from exp.strategies.strategy import Blueprint, Strategy, module_of
 from exp.types import Batch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -145,7 +145,7 @@ class DDP(Strategy):
             return DEFAULT_DEMAND
         return Demand(dimensions=Dimensions(devices=self.inner.devices), cpu_devices=CPU_RANKS * self.inner.devices)
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Options that contradict each other, the network or the machine."""
         faults = [*self._contradictions(planned), *self._phase_faults(planned)]
         faults += batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)
@@ -162,7 +162,7 @@ class DDP(Strategy):
             return LayerSplitStrategy(devices=devices, layers=layers)
         return SplitDDPStrategy(devices=devices, layers=layers, placement=placement, options=self)
 
-    def _contradictions(self, planned: Planned) -> Iterator[Fault]:
+    def _contradictions(self, planned: Blueprint) -> Iterator[Fault]:
         is_local = self.local_sgd.every_n_steps is not None
         if self.options["static_graph"] and self.options["find_unused_parameters"]:
             yield Fault(
@@ -196,7 +196,7 @@ class DDP(Strategy):
             yield Fault(key=f"strategy.{key}", got=got, expected=expected)
         yield from self._powersgd_faults(planned)
 
-    def _phase_faults(self, planned: Planned) -> Iterator[Fault]:
+    def _phase_faults(self, planned: Blueprint) -> Iterator[Fault]:
         """Phases average their gradients after each backward themselves, without ddp's reducer."""
         if not planned.config["phases"] or planned.placement.world_size == 1:
             return
@@ -219,7 +219,7 @@ class DDP(Strategy):
                     expected=f"{_word(default)}: it would do nothing",
                 )
 
-    def _powersgd_faults(self, planned: Planned) -> Iterator[Fault]:
+    def _powersgd_faults(self, planned: Blueprint) -> Iterator[Fault]:
         if self.communication_hook != "powersgd":
             return
         if planned.placement.accelerator == "cpu" and torch.cuda.is_available():

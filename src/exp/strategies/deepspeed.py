@@ -32,7 +32,7 @@ from exp.precision.words import WORDS
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, averages_weights, module_of, network_of, precision_of
+from exp.strategies.strategy import Blueprint, Strategy, averages_weights, module_of, network_of, precision_of
 
 # Hooks that are right without whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
@@ -82,7 +82,7 @@ class DeepSpeed(Strategy):
         """One rank a device; in stage 3 they keep parts of one copy of the weights."""
         return Demand(rest="shard" if self.shards_parameters else "data")
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """DeepSpeed that is not there, and what its engine cannot do."""
         return [
             *([] if is_installed() else [_missing()]),
@@ -111,7 +111,7 @@ class DeepSpeed(Strategy):
                 got, expected = f"true with strategy.stage={self.stage}", "stage 3, which divides the weights"
                 yield Fault(key=key, got=got, expected=expected)
 
-    def _engine_faults(self, planned: Planned) -> Iterator[Fault]:
+    def _engine_faults(self, planned: Blueprint) -> Iterator[Fault]:
         # DeepSpeed keeps a loss scale of its own, and casts the network itself; these words leave both alone.
         words = [word for word in WORDS.values() if not (word.needs_scaler or word.float8)]
         known = [word.name for word in words if word.parameters is None]
@@ -128,7 +128,7 @@ class DeepSpeed(Strategy):
                 expected="norm, or null: DeepSpeed clips by norm alone",
             )
 
-    def _watching_faults(self, planned: Planned) -> Iterator[Fault]:
+    def _watching_faults(self, planned: Blueprint) -> Iterator[Fault]:
         averages = [name for name, kind in planned.callbacks.items() if averages_weights(kind)]
         if self.stage == 3 and averages:
             yield Fault(

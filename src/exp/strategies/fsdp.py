@@ -20,7 +20,7 @@ from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics,
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, module_of, move_all_but_network, network_of
+from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.units import AUTO, checkpoint_activations, matched, uniform, units
 from exp.types import Batch
 
@@ -78,7 +78,7 @@ class FSDP(Strategy):
         options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
         return Demand(rest="shard", group=any(options))
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
         faults = list(batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm))
         chosen = {}

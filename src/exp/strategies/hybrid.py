@@ -12,7 +12,7 @@ from exp.errors import ConfigError, Fault
 from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy
+from exp.strategies.strategy import Blueprint, Strategy
 from exp.strategies.tensor_parallel import MEETS, TensorOptions, TensorParallelStrategy
 from exp.strategies.tensor_plan import AUTO
 
@@ -89,7 +89,7 @@ class Hybrid(Strategy):
             cpu_devices=CPU_RANKS * self.dimensions.model_ranks,
         )
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """What cannot be cut so."""
         if self.pipeline is not None:
             return self.pipeline.faults(planned)

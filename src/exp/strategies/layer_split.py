@@ -19,7 +19,7 @@ from exp.nested import moved
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import (
-    Planned,
+    Blueprint,
     Strategy,
     data_of,
     module_of,
@@ -55,7 +55,7 @@ class LayerSplit(Strategy):
         """All devices of the run, in one process."""
         return Demand(rest="devices", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """A split that does not fit the network or the devices."""
         placement = planned.placement
         if placement.world_size > 1:
@@ -112,7 +112,7 @@ def refuse_shapeless(layers: object) -> None:
     raise ConfigError([Fault(key="layers", got=repr(layers), expected=expected)])
 
 
-def split_faults(planned: Planned, *, count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
+def split_faults(planned: Blueprint, *, count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
     """Why the network cannot be cut into so many parts."""
     try:
         split(planned.network, count=count, layers=layers, inputs=stand_ins(planned.config))

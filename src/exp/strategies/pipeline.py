@@ -21,7 +21,7 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
 from exp.strategies.placement import Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, data_of, module_of, move_all_but_network, network_of
+from exp.strategies.strategy import Blueprint, Strategy, data_of, module_of, move_all_but_network, network_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Pipeline(Strategy):
         down = [stage % ranks for stage in range(count)]
         return [*range(ranks), *reversed(range(ranks))] if self.schedule.is_v else down
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """What does not go through a pipeline, and a split that does not fit the network or the ranks."""
         ranks = planned.placement.model_ranks
         if planned.placement.world_size == 1:
@@ -131,7 +131,7 @@ class Pipeline(Strategy):
         """One rank of a pipeline."""
         return PipelineStrategy(placement=placement, plan=self)
 
-    def _batch_faults(self, planned: Planned, ranks: int) -> list[Fault]:
+    def _batch_faults(self, planned: Blueprint, ranks: int) -> list[Fault]:
         share = planned.batch_size // planned.placement.data_ranks
         stages = ranks * self.stages_per_rank
         count = self.microbatches_of(share, ranks)
@@ -190,7 +190,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _batch_norm_faults(planned: Planned, count: int) -> list[Fault]:
+def _batch_norm_faults(planned: Blueprint, count: int) -> list[Fault]:
     """Statistics of a part of the batch are others, and would find another network."""
     normed = [name for name, _ in batch_norms(planned.network)]
     if not normed:

@@ -41,8 +41,8 @@ from exp.strategies.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What a run is going to be, as far as a strategy has to know. Nothing of it is allocated yet.
+class Blueprint:
+    """What a part may know of the run when it says what it cannot do. Nothing of it is allocated yet.
 
     network: on the meta device, every layer sized.
     batch_size: of the global batch, B.
@@ -128,7 +128,7 @@ class Strategy(ABC):
         """What it asks of the machine; by default one rank a device, each with a share of the batch of its own."""
         return DEFAULT_DEMAND
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """What this strategy cannot do with a run, all of it, before anything is started; by default nothing."""
         return ()
 

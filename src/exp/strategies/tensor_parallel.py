@@ -16,7 +16,7 @@ from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Planned, Strategy, module_of, move_all_but_network, network_of
+from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.tensor_layers import Cut, carry_out, join, own
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
@@ -46,7 +46,7 @@ class TensorOptions:
         """Raises: ConfigError."""
         return make_plan(network, self.plan, divide=self.divide, sequence=self.sequence, vocabulary=self.vocabulary)
 
-    def faults(self, planned: Planned, *, ranks: int) -> list[Fault]:
+    def faults(self, planned: Blueprint, *, ranks: int) -> list[Fault]:
         """What cannot be cut so."""
         faults = []
         if WORDS[planned.precision].float8:
@@ -89,7 +89,7 @@ class TensorParallel(Strategy):
         """All ranks work on one batch together."""
         return Demand(rest="tensor")
 
-    def faults(self, planned: Planned) -> Sequence[Fault]:
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """What cannot be cut so."""
         return self.tensor.faults(planned, ranks=planned.placement.model_ranks)
 

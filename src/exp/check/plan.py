@@ -506,7 +506,7 @@ def _hooks(
     """The hooks by name, each with what it may ask of the run: the FLOPs of a step, and what the run was made from."""
     from exp.check.step_flops import flops_of_a_sample
     from exp.construct import build_entries, build_objective, build_phases
-    from exp.hooks.offers import Origin, Workload
+    from exp.hooks.hook import Origin, Workload
 
     plain = resolved.plain
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from exp.hooks.chosen_steps import OnChosenSteps
-from exp.hooks.hook import Values
+from exp.hooks.hook import OnChosenSteps, Values
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in

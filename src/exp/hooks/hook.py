@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from exp.hooks.panels import Panel
     from exp.hooks.step import Step, Update
+    from exp.models.flop_count import FlopCount
     from exp.strategies.strategy import Blueprint
 
 Values = Mapping[str, "Tensor | float | Panel"]
@@ -43,6 +45,27 @@ IN_FORWARD = ("forward_pre", "forward", "tensor_gradient")
 IN_BACKWARD = ("full_backward", "post_accumulate_grad")
 # In a step; a state dict's are always there.
 AT_MODULES = (*IN_FORWARD, *IN_BACKWARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run was made from. read: gives its config, whole, as YAML. allow: the packages that it trusts."""
+
+    read: Callable[[], str]
+    allow: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a run's step computes, and on what.
+
+    precision: its word. devices: on which all ranks together compute.
+    flops: of one sample in a step, from a batch as the data set gives it.
+    """
+
+    precision: str
+    devices: int
+    flops: Callable[[object], FlopCount]
 
 
 class Hook:
@@ -269,6 +292,25 @@ class Hook:
             self._attached = None
             self._loss_scale = None
             self.teardown()
+
+
+class OnChosenSteps(Hook):
+    """Is due at the optimizer steps of a list.
+
+    steps: counted from 1; None is every `every_n_steps`.
+    """
+
+    def __init__(
+        self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps, modules=modules)
+        if steps is not None and (not steps or any(step < 1 for step in steps)):
+            expected = "optimizer steps counted from 1, such as [1, 100], or null for every_n_steps"
+            raise ValueError(f"steps is {list(steps)}; expected {expected}")
+        self.steps = None if steps is None else frozenset(steps)
+
+    def due(self, index: int) -> bool:
+        return super().due(index) if self.steps is None else index in self.steps
 
 
 class Attached:

@@ -22,9 +22,8 @@ from torch.optim import LBFGS, Optimizer
 
 from exp.errors import Fault, RunError
 from exp.hooks.findings import Finding, finding_of, message
-from exp.hooks.hook import Hook
+from exp.hooks.hook import Hook, Origin
 from exp.hooks.norms import norms
-from exp.hooks.offers import Origin
 from exp.hooks.step import Step, Update
 from exp.hooks.step_file import BuffersBefore, Copies, StepFile, put_back, tensors_of
 from exp.hooks.step_trace import Trace

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.errors import RunError
 from exp.files import write_whole
-from exp.hooks.chosen_steps import OnChosenSteps
-from exp.hooks.hook import OBSERVING, Boundary, Values
+from exp.hooks.hook import OBSERVING, Boundary, OnChosenSteps, Values
 from exp.hooks.module_calls import ModuleCalls, running_node
 from exp.hooks.panels import Text
 from exp.hooks.step import Step

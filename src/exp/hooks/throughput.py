@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.hook import Boundary, Hook
-from exp.hooks.offers import Workload
+from exp.hooks.hook import Boundary, Hook, Workload
 from exp.hooks.panels import Panel
 from exp.hooks.step import Step
 from exp.hooks.utilisation import PeakFlops, Utilisation

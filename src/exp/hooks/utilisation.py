@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from exp.hooks.offers import Workload
+from exp.hooks.hook import Workload
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.models.flop_count import FlopCount

@@ -45,8 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "repeats": 1,
     "forward": None,
 }
-# What exp reads in a phase's own optimizer and scheduler, where they leave it out.
-OPTIMIZER_DEFAULTS: dict[str, Any] = {"groups": {}, "exempt_from_decay": []}
+# What exp reads in a phase's own scheduler, where it leaves it out.
 SCHEDULER_DEFAULTS: dict[str, Any] = {"interval": "step", "monitor": None}
 
 

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Placement
     from exp.strategies.rank import Rank
     from exp.strategies.strategy import Blueprint, Strategy
+
+Value = TypeVar("Value")
 
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
@@ -302,8 +304,8 @@ class _Draft:
         if not self._is_known(SHAPE_KEYS):
             return
         found = len(self.faults)
-        self._try(lambda: setattr(self, "objective", build_objective(self.plain)))
-        self._try(lambda: setattr(self, "metrics", build_entries(self.plain, "metrics")))
+        self.objective = self._try(lambda: build_objective(self.plain))
+        self.metrics = self._try(lambda: build_entries(self.plain, "metrics")) or {}
         if len(self.faults) > found or self.objective is None:
             return
         # Phases may take the optimizer and the schedule at the top.
@@ -435,12 +437,12 @@ class _Draft:
             return
         is_hidden = _touched(known, KEYS_OF_HOOKS) or self._holds_unknown(KEYS_OF_HOOKS)
         if planned is None or is_hidden:
-            self._try(lambda: setattr(self, "hooks", build_entries(self.plain, "hooks")))
+            self.hooks = self._try(lambda: build_entries(self.plain, "hooks")) or {}
             for name, hook in self.hooks.items():
                 self._try(functools.partial(matching, network, hook.modules, key=f"hooks.{name}.modules"))
             return
         placement = planned.placement
-        self._try(lambda: setattr(self, "hooks", _hooks(self.resolved, placement, lambda: seen)))
+        self.hooks = self._try(lambda: _hooks(self.resolved, placement, lambda: seen)) or {}
         planned = dataclasses.replace(planned, hooks=self.hooks)
         self.faults += compatibility_faults(hook_parts(self.hooks), planned)
         for name, hook in self.hooks.items():
@@ -454,11 +456,13 @@ class _Draft:
         values = [self.plain[key] for key in keys]
         return any(value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value)) for value in values)
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _try(self, call: Callable[[], Value]) -> Value | None:
+        """What a call gives; None where it finds faults, which are kept."""
         try:
-            call()
+            return call()
         except ConfigError as error:
             self.faults += error.faults
+            return None
 
 
 def _fill_in(config: DictConfig) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+INTERRUPTED_BY_KEY = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +94,26 @@ class Interrupted(ExpError):
     def __str__(self) -> str:
         text = super().__str__() + (f". It goes on with\n  {self.command}" if self.command else "")
         return f"{text}\n{self.detail}" if self.detail else text
+
+
+def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted", fault: int | None = None) -> int:
+    """Run a command, and print on stderr what a user can mend.
+
+    interrupted: what is said of a Ctrl-C that nothing else answered. fault: the status of every error of exp's; None
+        leaves each its own.
+    Returns: the command's own status, or that of the error which ended it.
+    """
+    try:
+        return command()
+    except ExpError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status if fault is None else fault
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED_BY_KEY
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except BrokenPipeError:
+        # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

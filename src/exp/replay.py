@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, ExpError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, exit_status
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: 0 where loss or gradients are not finite again, 1 where they are; 2 where the file is not a step's, or its
         config is refused.
     """
-    try:
-        return _command(sys.argv[1:] if argv is None else argv)
-    except ExpError as error:
-        print(error, file=sys.stderr)
-        return NO_FILE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv), fault=NO_FILE)
 
 
 def _command(argv: Sequence[str]) -> int:

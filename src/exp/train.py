@@ -8,14 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, ExpError, Fault
+from exp.errors import ConfigError, Fault, exit_status
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from exp.report import Report
-
-INTERRUPTED_BY_KEY = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,20 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
     """
-    try:
-        return _command(sys.argv[1:] if argv is None else argv)
-    except ExpError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("interrupted at once; a run that had begun has its last checkpoint to resume from", file=sys.stderr)
-        return INTERRUPTED_BY_KEY
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    except BrokenPipeError:
-        # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return exit_status(
+        lambda: _command(sys.argv[1:] if argv is None else argv),
+        interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from",
+    )
 
 
 def _command(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, ExpError, RunError
+from exp.errors import ConfigError, RunError, exit_status
 
 if TYPE_CHECKING:
 
@@ -23,20 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: 0 and a line that begins with ok, or 2 after the list of faults.
     """
-    try:
-        _command(sys.argv[1:] if argv is None else argv)
-    except ExpError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    return 0
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
 
 
-def _command(argv: Sequence[str]) -> None:
+def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.config.command import answer_question, is_question, parse_arguments
 
@@ -47,6 +37,7 @@ def _command(argv: Sequence[str]) -> None:
         print(f"ok: {_checked_sweep(arguments)} jobs")
     else:
         print(_checked_run(arguments))
+    return 0
 
 
 def _checked_run(arguments: argparse.Namespace) -> str:

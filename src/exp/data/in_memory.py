@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sized
-from typing import Protocol, TypeAlias, cast, runtime_checkable
+from typing import Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,10 +69,9 @@ class Tensors(Dataset[Entries]):
         lengths = {len(tensor) for tensor in tensors_of(entries)}
         if len(lengths) != 1:
             raise ValueError(f"the tensors hold {sorted(lengths)} samples; expected one length")
-        self._length = lengths.pop()
 
     def __len__(self) -> int:
-        return self._length
+        return len(tensors_of(self.entries)[0])
 
     def __getitem__(self, index: int) -> Entries:
         return mapped(self.entries, lambda tensor: tensor[index])
@@ -79,9 +79,11 @@ class Tensors(Dataset[Entries]):
     def gather(self, indices: Tensor) -> Entries:
         return mapped(self.entries, lambda tensor: tensor.index_select(0, indices))
 
-    def select(self, indices: Tensor) -> Tensors:
-        """Copies these samples into a data set of their own."""
-        return Tensors(entries=self.gather(indices), num_classes=self.num_classes)
+    def select(self, indices: Tensor) -> Self:
+        """Copies these samples into a data set of their own, of the same kind."""
+        part = copy.copy(self)
+        part.entries = self.gather(indices)
+        return part
 
 
 class Selection(Dataset[Entries]):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from exp.data.dataset_files import shipped_columns
 from exp.data.faults import data_fault, unlike_training
-from exp.data.in_memory import Tensors
+from exp.data.in_memory import Tensors, tensors_of
 
 
 class Table(Tensors):
@@ -30,21 +30,11 @@ class Table(Tensors):
         standardise: bool = True,
     ) -> None:
         self.columns, self.classes, self.standardise = columns, classes, standardise
-        self.features = _doubles(features)
         if classes is None:
-            self.targets = _doubles(targets).reshape(-1, 1)
+            wanted, count = _doubles(targets).reshape(-1, 1), None
         else:
-            self.targets = torch.as_tensor(targets, dtype=torch.int64)
-        super().__init__(entries=(self.features, self.targets), num_classes=None if classes is None else len(classes))
-
-    def select(self, indices: Tensor) -> Table:
-        return Table(
-            features=self.features[indices].numpy(),
-            targets=self.targets[indices].numpy(),
-            columns=self.columns,
-            classes=self.classes,
-            standardise=self.standardise,
-        )
+            wanted, count = torch.as_tensor(targets, dtype=torch.int64), len(classes)
+        super().__init__(entries=(_doubles(features), wanted), num_classes=count)
 
     def prepare(self, train: object) -> Tensors:
         """Standardises the rows by the training part.
@@ -56,14 +46,14 @@ class Table(Tensors):
         for name, mine, theirs in (("columns", self.columns, train.columns), ("classes", self.classes, train.classes)):
             if mine != theirs:
                 raise data_fault("", got=f"a part with the {name} {mine}", expected=f"those of training, {theirs}")
-        features, targets = self.features, self.targets
-        if self.standardise:
-            features = _standardised(features, train.features)
-            targets = _standardised(targets, train.targets) if self.classes is None else targets
-        return Tensors(
-            entries=(features.float(), targets.float() if self.classes is None else targets),
-            num_classes=self.num_classes,
-        )
+
+        def prepared(mine: Tensor, theirs: Tensor) -> Tensor:
+            if not mine.is_floating_point():
+                return mine  # classes
+            return (_standardised(mine, theirs) if self.standardise else mine).float()
+
+        pairs = zip(tensors_of(self.entries), tensors_of(train.entries), strict=True)
+        return Tensors(entries=tuple(prepared(*pair) for pair in pairs), num_classes=self.num_classes)
 
 
 class BreastCancer(Table):

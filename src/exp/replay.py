@@ -87,14 +87,16 @@ def replay(file: StepFile, *, path: Path, device: str, allow: Sequence[str] = ()
     path: for messages. allow: the packages that its targets may name, as security.allow.
     Raises: ConfigError for a config with faults; RunError where the state is not that of its network.
     """
-    from exp.engine.step_replay import trace_again
+    from exp.engine.step_replay import run_again
+    from exp.hooks.step_trace import trace_of
 
     place = _device(device)
     config = _checked(file, path=path, device=place, allow=allow)
     module = _built(file, config, device=place)
     transforms = _transforms(file, config, module, device=place)
     try:
-        return trace_again(module, _window(file, module, device=place))
+        window = _window(file, module, device=place)
+        return trace_of(partial(run_again, module), window, network=module.network, objective=module.objective)
     finally:
         transforms.detach()
         module.trainer.precision_plugin.teardown()

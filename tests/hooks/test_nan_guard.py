@@ -17,8 +17,8 @@ from torch import nn
 import exp
 from exp.check.plan import resolve
 from exp.construct import build_network
-from exp.engine import step_replay
 from exp.errors import ConfigError, RunError
+from exp.hooks import step_trace
 from exp.hooks.step import Window
 from exp.hooks.step_file import BuffersBefore, StepFile, put_back, tensors_of
 from exp.hooks.step_trace import Trace, Tracer
@@ -330,13 +330,13 @@ def test_the_step_alone_has_the_runs_memory_format_and_matrix_products(monkeypat
     )
     seen: dict[str, Any] = {}
 
-    def look(module: Any, window: Window) -> Trace:
-        weight = module.network.get_submodule("conv2").weight
+    def look(again: Any, window: Window, *, network: nn.Module, objective: nn.Module) -> Trace:
+        weight = network.get_submodule("conv2").weight
         seen["is_last"] = weight.is_contiguous(memory_format=torch.channels_last)
         seen["matmul"] = torch.get_float32_matmul_precision()
         return Trace(count=0, tensors=[])
 
-    monkeypatch.setattr(step_replay, "trace_again", look)
+    monkeypatch.setattr(step_trace, "trace_of", look)
     replay_step(file, path=Path("step-1.pt"), device="cpu")
     assert seen == {"is_last": True, "matmul": "high"}
     assert torch.get_float32_matmul_precision() == "highest"

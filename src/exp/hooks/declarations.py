@@ -5,13 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from types import FunctionType
-from typing import TYPE_CHECKING
 
 from exp.errors import Fault
 from exp.spelling import nearest
-
-if TYPE_CHECKING:
-    pass
 
 NEEDS = {
     "whole_parameters": "each rank holds whole weights and whole gradients",

@@ -26,7 +26,7 @@ from exp.hooks.hook import Hook, Origin
 from exp.hooks.norms import norms
 from exp.hooks.step import Step, Update
 from exp.hooks.step_file import BuffersBefore, Copies, StepFile, put_back, tensors_of
-from exp.hooks.step_trace import Trace
+from exp.hooks.step_trace import Trace, trace_of
 from exp.precision.scaler import release
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class NanGuard(Hook):
         losses = [float(loss) for loss in update.losses]
         world_size = update.window.batches[0][0].world_size
         path, unwritten = self._write(step, seen, world_size=world_size)
-        trace, untraced = _traced(update)
+        trace, untraced = _traced(update, step.network)
         finding = finding_of(
             trace,
             index=seen.index,
@@ -256,9 +256,9 @@ class _OnItsWay:
         return float(self._number)
 
 
-def _traced(update: Update) -> tuple[Trace | None, list[str]]:
+def _traced(update: Update, network: nn.Module) -> tuple[Trace | None, list[str]]:
     try:
-        return update.again(update.window), []
+        return trace_of(update.again, update.window, network=network, objective=update.objective), []
     except Exception as error:  # out of memory, or a network that cannot run twice: the stop must be told all the same
         return None, [f"The step could not be run again to find the module: {type(error).__name__}: {error}."]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from exp.hooks.norms import norms_by_name
 from exp.types import Batch
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from exp.hooks.step_trace import Trace
     from exp.strategies.whole_state import Parts
 
 
@@ -101,6 +100,26 @@ class Window:
     turn: tuple[int, ...] = ()
 
 
+class Look(Protocol):
+    """Who looks at a forward and a backward that are run again."""
+
+    def forward(self) -> AbstractContextManager[object]:
+        """A context around the forward and the objective."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Called before the backward from `loss`, 0-d."""
+
+
+class Again(Protocol):
+    """Runs a step's forward and backward again, uncompiled and apart from the run.
+
+    The buffers must be those from before. Where ranks share the data, every one of them must call it.
+    """
+
+    def __call__(self, window: Window, place: int, look: Look) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Of the window's micro-batch at `place`: the loss, 0-d, and the gradients by parameter."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
     """One step of one optimizer that is about to be taken: its gradients are true, averaged, and not clipped.
@@ -112,8 +131,7 @@ class Update:
     can_hold: whether the optimizer can leave a step out by a number on its device, as torch's fused ones do.
     hold: takes a 0-d float32 tensor: where it is not 0 when the device comes to it, the step changes nothing. Waits for
         nothing. Only where `can_hold`.
-    again: runs forward and backward of a window again, uncompiled and apart from the run, with a look at each module.
-        The buffers must be those from before. Where ranks share the data, every one of them must call it.
+    again: runs forward and backward of a window's micro-batch again; see Again.
     save: writes tensors and plain values to a file, whole or not at all. Raises OSError, and RunError for anything else
         in them.
     """
@@ -126,5 +144,5 @@ class Update:
     is_compiled: bool
     can_hold: bool
     hold: Callable[[Tensor], None]
-    again: Callable[[Window], Trace]
+    again: Again
     save: Callable[[Path, Mapping[str, Any]], None]

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from exp.hooks.module_calls import ModuleCalls, nodes_behind
+from exp.hooks.norms import norms
+from exp.hooks.step import Again, Window
 from exp.nested import tensors_in
 
 
@@ -234,7 +237,42 @@ class Tracer:
         return self.rows[name]
 
 
-def not_finite(named: Mapping[str, Tensor]) -> list[str]:
+def trace_of(again: Again, window: Window, *, network: nn.Module, objective: nn.Module) -> Trace:
+    """Run the micro-batches of a window again, and trace them up to the first that is not finite."""
+    tensors = _not_finite({**dict(network.named_parameters()), **dict(network.named_buffers())})
+    trace = Trace(count=len(window.batches), tensors=tensors)
+    sums: dict[str, Tensor] = {}
+    for place, (batch, _) in enumerate(window.batches):
+        tracer = Tracer(network, objective)
+        loss, gradients = again(window, place, tracer)
+        if trace.is_bad:
+            continue  # the other ranks may have to meet this one in what follows
+        for name, gradient in gradients.items():
+            sums[name] = sums[name] + gradient if name in sums else gradient
+        trace.place, trace.batch = place, _broken_entries(batch.data)
+        trace.rows, trace.loss = tracer.rows, float(loss)
+        trace.gradients = Extent.of(sums.values())
+        trace.origin = tracer.origin(is_lost=trace.loss - trace.loss != 0.0)
+        if trace.is_bad and batch.world_size == 1:
+            return trace
+    if not trace.is_bad:
+        sizes = dict(zip(sums, norms(list(sums.values())), strict=True))
+        trace.overflown = [name for name, size in sizes.items() if not size.isfinite()]
+        trace.origin = None
+    return trace
+
+
+def _broken_entries(data: Any) -> list[str]:
+    """The names of a batch's entries, or their places, that hold numbers that are none."""
+    if isinstance(data, Tensor):
+        data = {"input": data}
+    elif not isinstance(data, Mapping):
+        names = ("input", "target") if len(data) <= 2 else map(str, range(len(data)))
+        data = dict(zip(names, data, strict=False))
+    return _not_finite({name: value for name, value in data.items() if isinstance(value, Tensor)})
+
+
+def _not_finite(named: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors with numbers that are none; masks aside."""
     return [name for name, tensor in named.items() if Extent.of([tensor]).bad and not is_mask(tensor)]
 

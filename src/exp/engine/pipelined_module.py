@@ -21,8 +21,8 @@ from exp.data.randomness import reseed
 from exp.engine.forward import Values, detached, target_of
 from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
-from exp.models.graphs import flatten
 from exp.models.partition import Split
+from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
@@ -146,7 +146,7 @@ class PipelinedModule(TrainingModule):
 
 def nothing_of(output: object) -> Tensor:
     """Return a 0 that depends on every tensor of an output, so that its micro-batch has a backward, too."""
-    return sum((tensor.sum() for tensor in flatten(output) if tensor.requires_grad), torch.zeros(())) * 0.0
+    return sum((tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 
 
 vars(PipelinedModule.training_step)["__signature__"] = inspect.signature(PipelinedModule.training_step)

@@ -94,9 +94,7 @@ class Recorder(TorchFunctionMode):
         """Run `network(*inputs)` while entered. Raises whatever the forward raises."""
         self.clear()
         output = network(*inputs)
-        return ForwardTrace(
-            network=network, inputs=inputs, output=output, calls=self.calls, operations=self.operations
-        )
+        return ForwardTrace(network=network, inputs=inputs, output=output, calls=self.calls, operations=self.operations)
 
     def __enter__(self) -> Recorder:
         self._handles = [

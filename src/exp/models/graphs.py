@@ -13,10 +13,8 @@ from torch import Tensor, fx, nn
 
 from exp.models.compiler import MODE
 
-# Where a structure holds a tensor.
-TENSOR = "tensor"
-
-Kind = Any
+# In the place of a tensor of which nothing else is known.
+TENSOR = torch.empty(0, device="meta")
 
 
 class DependsOnMode(ValueError):
@@ -114,21 +112,21 @@ def _equal(one: Any, other: Any) -> bool:
     return alike and (one.is_meta or other.is_meta or torch.equal(one, other))
 
 
-def kinds_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[str, Kind]:
-    """What each node of the graph gives, by its name: TENSOR, a structure with TENSOR in it, or a plain value.
+def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[str, object]:
+    """What each node of the graph gives, by its name, with tensors on the meta device: no memory, no numbers.
 
-    One forward on the meta device: no memory, no numbers. Empty where that cannot be done (an operator needs numbers).
+    Empty where one forward on that device cannot be done (an operator needs numbers).
 
     inputs: stand-ins for the network's inputs, of any device.
     """
-    kinds = _Kinds(fx.GraphModule(on_meta(network), graph))
+    forward = _Kept(fx.GraphModule(on_meta(network), graph))
     try:
         with torch.no_grad():
-            kinds.run(*(tensor.to("meta") for tensor in inputs))
+            forward.run(*(tensor.to("meta") for tensor in inputs))
     except Exception as error:  # the shape check has told what is wrong, or why nothing can be said
         logging.getLogger(__name__).debug("the values of the network are taken for tensors: %s", error)
         return {}
-    return kinds.found
+    return forward.found
 
 
 def on_meta(network: nn.Module) -> nn.Module:
@@ -138,67 +136,16 @@ def on_meta(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, memo)
 
 
-def flatten(value: Any) -> list[Tensor]:
-    """The tensors in a value, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in flatten(item)]
-    return []
-
-
-def kind_of(value: Any) -> Kind:
-    """The structure of a value, with TENSOR where it holds one."""
-    if isinstance(value, Tensor):
-        return TENSOR
-    if isinstance(value, dict):
-        return {key: kind_of(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return _like(value, [kind_of(item) for item in value])
-    return ("plain", value)
-
-
-def unflatten(kind: Kind, tensors: list[Tensor]) -> Any:
-    """The value of a kind; takes its tensors from the front of the list."""
-    if kind is TENSOR:
-        return tensors.pop(0)
-    if isinstance(kind, dict):
-        return {key: unflatten(item, tensors) for key, item in kind.items()}
-    if type(kind) is tuple and len(kind) == 2 and kind[0] == "plain":
-        return kind[1]
-    return _like(kind, [unflatten(item, tensors) for item in kind])
-
-
-def holds_tensor(kind: Kind) -> bool:
-    """Whether a value of this kind has a tensor in it."""
-    if kind is TENSOR:
-        return True
-    if isinstance(kind, dict):
-        return any(map(holds_tensor, kind.values()))
-    if type(kind) is tuple and len(kind) == 2 and kind[0] == "plain":
-        return False
-    return isinstance(kind, list | tuple) and any(map(holds_tensor, kind))
-
-
-def _like(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
-    return list(items) if isinstance(value, list) else tuple(items)
-
-
 def _meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-class _Kinds(fx.Interpreter):
+class _Kept(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.found: dict[str, Kind] = {}
+        self.found: dict[str, object] = {}
 
     def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
-        self.found[node.name] = kind_of(value)
-        return value
+        self.found[node.name] = super().run_node(node)
+        return self.found[node.name]

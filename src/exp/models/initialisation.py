@@ -47,10 +47,7 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
     parameters = dict(network.named_parameters())
     chosen: dict[str, str] = {}
     for pattern in patterns:
-        matches = fnmatch.filter(parameters, pattern)
-        if not matches:
-            raise ConfigError([unmatched(f"initialisation.{pattern}", pattern, list(parameters))])
-        chosen.update(dict.fromkeys(matches, pattern))
+        chosen.update(dict.fromkeys(_matched(parameters, pattern, key=f"initialisation.{pattern}"), pattern))
     for name, pattern in chosen.items():
         fill(parameters[name], patterns[pattern], key=f"initialisation.{pattern}")
 
@@ -59,10 +56,7 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
     """Take the gradients from the parameters whose name matches. Raises ConfigError where a pattern matches nothing."""
     parameters = dict(network.named_parameters())
     for index, pattern in enumerate(patterns):
-        matches = fnmatch.filter(parameters, pattern)
-        if not matches:
-            raise ConfigError([unmatched(f"freeze.{index}", pattern, list(parameters))])
-        for name in matches:
+        for name in _matched(parameters, pattern, key=f"freeze.{index}"):
             parameters[name].requires_grad_(False)
 
 
@@ -88,8 +82,11 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
         raise ConfigError([Fault(key=key, got=got, expected="a scheme that fits the shape")]) from None
 
 
-def unmatched(key: str, pattern: str, names: list[str]) -> Fault:
-    """The fault of a name pattern that matches no parameter."""
-    near = nearest(pattern, names)
-    cure = f"The names are those of the state dict, such as {(near or names)[0]}" if names else None
-    return Fault(key=key, got="no parameter matches", expected="a pattern that matches at least one", cure=cure)
+def _matched(parameters: Mapping[str, Tensor], pattern: str, *, key: str) -> list[str]:
+    names = fnmatch.filter(parameters, pattern)
+    if not names:
+        near = [*nearest(pattern, parameters), *parameters]
+        cure = f"The names are those of the state dict, such as {near[0]}" if near else None
+        expected = "a pattern that matches at least one"
+        raise ConfigError([Fault(key=key, got="no parameter matches", expected=expected, cure=cure)])
+    return names

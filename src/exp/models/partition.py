@@ -24,7 +24,9 @@ from torch import Tensor, fx, nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel
-from exp.models.graphs import TENSOR, DependsOnMode, Kind, graph_of, holds_tensor, kinds_of
+from exp.models.graphs import TENSOR, DependsOnMode, graph_of, values_of
+from exp.nested import tensors_in
+from exp.spelling import among
 
 KEY = "strategy.layers"
 
@@ -55,12 +57,12 @@ class Split:
     """A network in parts.
 
     inputs: names of the network's inputs with their defaults, `inspect.Parameter.empty` where there is none.
-    kinds: of the values that are carried.
+    values: what is carried, by name, with meta tensors in the place of those of a run.
     """
 
     parts: tuple[Part, ...]
     inputs: Mapping[str, object]
-    kinds: Mapping[str, Kind]
+    values: Mapping[str, object]
 
     def carried(self, part: int) -> tuple[str, ...]:
         """What has to be there behind a part: values of it and of earlier ones that later ones read, in order."""
@@ -99,19 +101,19 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
         expected = "a network whose layers run in one straight line: model=sequential and the like, or an nn.Sequential"
         raise ConfigError([Fault(key=MODULE_KEY, got=got, expected=expected)]) from error
     found = assign(network, graph, count=count, layers=layers)
-    cutter = _Cutter(network, graph, found, count, kinds_of(network, graph, inputs))
+    cutter = _Cutter(network, graph, found, count, values_of(network, graph, inputs))
     parts = tuple(cutter.part(index) for index in range(count))
     carried = {name for part in parts for name in part.gives}
-    return Split(parts=parts, inputs=cutter.inputs, kinds={name: cutter.kind(name) for name in carried})
+    return Split(parts=parts, inputs=cutter.inputs, values={name: cutter.value(name) for name in carried})
 
 
 class _Cutter:
     """Places every node of a graph in a part, and writes the graph of each."""
 
     def __init__(
-        self, network: nn.Module, graph: fx.Graph, found: Mapping[str, int], count: int, kinds: Mapping[str, Kind]
+        self, network: nn.Module, graph: fx.Graph, found: Mapping[str, int], count: int, values: Mapping[str, object]
     ) -> None:
-        self.network, self.graph, self.found, self.count, self.kinds = network, graph, found, count, kinds
+        self.network, self.graph, self.found, self.count, self.values = network, graph, found, count, values
         held = dict(network.named_parameters(remove_duplicate=False))
         self.held = held | dict(network.named_buffers(remove_duplicate=False))
         self.called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
@@ -120,8 +122,8 @@ class _Cutter:
         self._place()
         self.needed = [self._needed(part) for part in range(count)]
 
-    def kind(self, name: str) -> Kind:
-        return self.kinds.get(name, TENSOR)
+    def value(self, name: str) -> object:
+        return self.values.get(name, TENSOR)
 
     def _place(self) -> None:
         now = 0
@@ -136,7 +138,7 @@ class _Cutter:
             source = node.args[0] if is_part and isinstance(node.args[0], fx.Node) else None
             if unit is not None:
                 self.of[node] = self.found[unit]
-            elif source is not None and source in self.of and self.kind(source.name) is not TENSOR:
+            elif source is not None and source in self.of and not isinstance(self.value(source.name), Tensor):
                 self.of[node] = self.of[source]
             else:
                 self.of[node] = max([now, *(self.of[used] for used in node.all_input_nodes if used in self.of)])
@@ -145,7 +147,7 @@ class _Cutter:
         """Whether a part may have a copy of the node: an input of the network, or a value without a tensor."""
         if node.op == "placeholder" or (node.op == "get_attr" and str(node.target) not in self.held):
             return True
-        return node.op in ("call_function", "call_method") and not holds_tensor(self.kind(node.name))
+        return node.op in ("call_function", "call_method") and not any(True for _ in tensors_in(self.value(node.name)))
 
     def _needed(self, part: int) -> list[fx.Node]:
         """The nodes of one part's graph, copies and carried values included, in the order of the whole."""
@@ -287,7 +289,7 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
 
 
 def _named(units: Sequence[Unit], layers: Patterns, faults: list[Fault]) -> dict[str, int]:
-    there = _listed([unit.name for unit in units])
+    there = among([unit.name for unit in units], count=20)
     found: dict[str, int] = {}
     for part, patterns in enumerate(layers):
         for pattern in patterns:
@@ -301,7 +303,7 @@ def _named(units: Sequence[Unit], layers: Patterns, faults: list[Fault]) -> dict
                     faults.append(Fault(key=f"{KEY}.{part}", got=got, expected="each layer in one part"))
     missing = [unit.name for unit in units if unit.tensors and unit.name not in found]
     if missing:
-        got = f"no part for {_listed(missing)}"
+        got = f"no part for {among(missing, count=20)}"
         faults.append(Fault(key=KEY, got=got, expected="every layer with parameters in one of the parts"))
     part = 0
     for unit in units:
@@ -315,13 +317,13 @@ def _order_faults(units: Sequence[Unit], found: Mapping[str, int]) -> list[Fault
     for before, unit in itertools.pairwise(units):
         if found[before.name] > found[unit.name]:
             got = f"{unit.name} in part {found[unit.name]}, behind {before.name} in part {found[before.name]}"
-            order = _listed([one.name for one in units])
+            order = among([one.name for one in units], count=20)
             faults.append(Fault(key=KEY, got=got, expected=f"parts in the order in which the layers run: {order}"))
     for unit in units:
         later = [other.name for other in units if found[other.name] > found[unit.name] and other.first < unit.last]
         if later:
             got = f"{unit.name} runs in part {found[unit.name]}, and again behind {later[0]}"
-            expected = f"a layer that runs several times in one part with what runs between, {_listed(later)}"
+            expected = f"a layer that runs several times in one part with what runs between, {among(later, count=20)}"
             faults.append(Fault(key=KEY, got=got, expected=expected))
     return faults
 
@@ -344,7 +346,7 @@ def _balanced(units: Sequence[Unit], count: int, faults: list[Fault]) -> dict[st
     sizes = [sum(unit.bytes for unit in block) for block in blocks]
     weighty = sum(size > 0 for size in sizes)
     if weighty < count:
-        names = _listed([unit.name for unit in units if unit.bytes])
+        names = among([unit.name for unit in units if unit.bytes], count=20)
         expected = f"at most {weighty}: the layers with parameters that can be parted are {names}"
         faults.append(Fault(key=KEY, got=f"{count} parts", expected=expected, cure="Cuts go between whole layers"))
         return {}
@@ -407,7 +409,3 @@ def _cuts(sizes: Sequence[int], count: int) -> list[int]:
 def _matches(name: str, pattern: str) -> bool:
     ends = [place for place, letter in enumerate(name) if letter == "."]
     return any(fnmatchcase(name[:end], pattern) for end in (*ends, len(name)))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

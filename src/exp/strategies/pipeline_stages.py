@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from exp.models.graphs import Kind, flatten, kind_of, unflatten
+from exp.models.graphs import TENSOR
 from exp.models.partition import Part, Split
-from exp.nested import mapped, rebuilt
+from exp.nested import mapped, rebuilt, tensors_in
 
 Data = TypeVar("Data")
 Note = TypeVar("Note")
@@ -53,29 +53,29 @@ class Stage:
         self.gives = split.carried(index)
         self.is_last = index == len(split.parts) - 1
         # Of the network's output, once it has been seen.
-        self.output: Kind = None
+        self.output: object = None
         own = set(self.part.tensors)
         self.parameters = [parameter for name, parameter in network.named_parameters() if name in own]
         self.buffers = [name for name, _ in network.named_buffers() if name in own]
 
     def run(self, received: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
         """What is sent on: the tensors of the values that later stages read; of the last stage those of the output."""
-        tensors = list(received)
-        values: dict[str, object] = {name: unflatten(self.split.kinds[name], tensors) for name in self.takes}
+        tensors = iter(received)
+        values: dict[str, object] = {name: _filled(self.split.values[name], tensors) for name in self.takes}
         read = [inputs[name] for name in self.part.inputs] + [values[name] for name in self.part.takes]
         with self.around():
             result = self.part.run(self.network, *read)
         if self.is_last:
-            self.output = kind_of(result)
-            return tuple(flatten(result))
+            self.output = mapped(result, lambda _: TENSOR)
+            return tuple(tensors_in(result))
         # A value that only passes through is a new one to autograd, for this stage may read it as well.
         values = mapped(values, lambda tensor: tensor.view_as(tensor))
         values.update(zip(self.part.gives, result, strict=True))
-        return tuple(tensor.contiguous() for name in self.gives for tensor in flatten(values[name]))
+        return tuple(tensor.contiguous() for name in self.gives for tensor in tensors_in(values[name]))
 
     def whole_output(self, tensors: Sequence[Tensor]) -> Any:
         """The network's output of its tensors."""
-        return unflatten(self.output, list(tensors))
+        return _filled(self.output, iter(tensors))
 
 
 class Stages:
@@ -264,7 +264,7 @@ def _heard(told: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def _shapes(inputs: Inputs) -> Shape:
-    return tuple((name, tuple((t.shape, t.dtype) for t in flatten(value))) for name, value in inputs.items())
+    return tuple((name, tuple((t.shape, t.dtype) for t in tensors_in(value))) for name, value in inputs.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +329,11 @@ def joined(outputs: Sequence[Any]) -> Any:
 def cut(output: Data, size: int) -> Data:
     """The first `size` samples of an output."""
     return mapped(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
+
+
+def _filled(kind: object, tensors: Iterator[Tensor]) -> Any:
+    """A value of this structure, with the next of the tensors in the place of each of its own."""
+    return mapped(kind, lambda _: next(tensors))
 
 
 def _slice(data: Data, *, start: int, stop: int, size: int, each: int) -> Data:

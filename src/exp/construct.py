@@ -82,12 +82,19 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     except ExpError:
         raise
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, OSError) as error:
-        fault = Fault(
-            key=key,
-            got=f"{node['_target_']} refused its values ({type(error).__name__}: {error})",
-            expected="values that it accepts",
-        )
-        raise ConfigError([fault]) from error
+        raise ConfigError([_refusal(error, key, node)]) from error
+
+
+def _refusal(error: Exception, key: str, node: Mapping[str, Any]) -> Fault:
+    """What a constructor raised, told at the node's key; `NAME is VALUE; expected WHAT` at that of the parameter."""
+    got, said, expected = str(error).partition("; expected ")
+    name, _, value = got.partition(" is ")
+    if said and name in node:
+        return Fault(key=f"{key}.{name}", got=value, expected=expected)
+    if said:
+        return Fault(key=key, got=got, expected=expected)
+    got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
+    return Fault(key=key, got=got, expected="values that it accepts")
 
 
 def _placed(fault: Fault, key: str) -> Fault:

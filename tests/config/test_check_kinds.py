@@ -10,15 +10,19 @@ import typing
 import pytest
 import torch
 import torchmetrics
+from annotated_types import Ge, Gt, Interval, Le, MinLen, MultipleOf, Predicate
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from exp.check.parameters import node_faults
 from exp.check.signature import HIDDEN_NAMES, fits, signature_of, worded, words_of
 from exp.config.reading import UNKNOWN
-from exp.spelling import among, did_you_mean, nearest
+from exp.construct import construct
+from exp.errors import ConfigError
+from exp.spelling import among, did_you_mean, nearest, show
 
 
 class Colour(enum.Enum):
@@ -98,6 +102,72 @@ def test_any_value_fits_or_not_and_every_kind_has_words(value, annotation):
 )
 def test_kinds_are_told_in_plain_words(annotation, words):
     assert worded(annotation) == words
+
+
+class Bounded:
+    """Bounds as a part declares them: its annotations are texts, as everywhere in exp."""
+
+    def __init__(
+        self,
+        *,
+        decay: "typing.Annotated[float, Interval(ge=0, lt=1)]" = 0.9,
+        share: "typing.Annotated[float, Interval(gt=0, le=1)]" = 1.0,
+        between: "typing.Annotated[float, Interval(ge=0, le=1)]" = 1.0,
+        above: "typing.Annotated[float, Gt(0)]" = 1.0,
+        steps: "typing.Annotated[int, 'a whole number of steps', Ge(1)]" = 1,
+        most: "typing.Annotated[int, Le(3)] | None" = None,
+        odd: "typing.Annotated[int, 'an odd number', Predicate(lambda value: value % 2 == 1), Ge(3)]" = 3,
+        eights: "typing.Annotated[int, MultipleOf(8)]" = 8,
+        some: "typing.Annotated[list[int], MinLen(1)]" = (1,),
+        each: "list[typing.Annotated[float, Gt(0)]]" = (1.0,),
+        word: "typing.Literal['auto'] | typing.Annotated[int, Ge(2)]" = "auto",
+        inner: "Bounded | None" = None,
+    ) -> None:
+        pass
+
+
+BOUNDS = [
+    ("decay", 1.5, "a number, 0 or more and below 1"), ("decay", -0.1, "a number, 0 or more and below 1"),
+    ("decay", float("nan"), "a number, 0 or more and below 1"), ("decay", "x", "a number, 0 or more and below 1"),
+    ("share", 0, "a number above 0 and at most 1"), ("between", 2, "a number between 0 and 1"),
+    ("above", 0, "a number above 0"), ("above", float("inf"), "a number above 0"),
+    ("steps", 0, "a whole number of steps, 1 or more"), ("steps", 1.5, "a whole number of steps, 1 or more"),
+    ("most", 4, "an integer, at most 3, or null"), ("odd", 4, "an odd number, 3 or more"),
+    ("eights", 12, "an integer, a multiple of 8"), ("some", [], "a list of integers, 1 or more of them"),
+    ("each", [1, 0], "a list, each a number above 0"), ("word", 1, "auto, or an integer, 2 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BOUNDS)
+def test_a_bound_in_an_annotation_is_a_fault_at_the_key_of_its_parameter(monkeypatch, name, value, expected):
+    monkeypatch.setattr("exp.check.parameters.resolve", lambda *_, **__: Bounded)
+    [fault] = node_faults("callbacks.mine", {"_target_": "Bounded", name: value}, allow=())
+    assert str(fault) == f"callbacks.mine.{name}: {show(value)}; expected {expected}"
+
+
+def test_values_within_their_bounds_are_none(monkeypatch):
+    monkeypatch.setattr("exp.check.parameters.resolve", lambda *_, **__: Bounded)
+    kept = {"decay": 0, "share": 1, "between": 0.5, "above": 1e-9, "steps": 1, "most": None, "odd": 3, "eights": 16}
+    kept |= {"some": [0], "each": [], "word": "auto", "inner": {"_target_": "Bounded"}}
+    assert not list(node_faults("callbacks.mine", {"_target_": "Bounded", **kept, "_partial_": True}, allow=()))
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("last is 1; expected 4 or more. Swap", "hooks.mine.last: 1; expected 4 or more. Swap"),
+        ("both are 3; expected two numbers", "hooks.mine: both are 3; expected two numbers"),
+        ("no", "hooks.mine: Mine refused its values (ValueError: no); expected values that it accepts"),
+    ],
+)  # fmt: skip
+def test_a_constructors_own_words_are_told_at_the_key_of_the_parameter_that_they_begin_with(monkeypatch, words, fault):
+    def refuse(*, first, last):
+        raise ValueError(words)
+
+    monkeypatch.setattr("exp.construct.resolve", lambda *_, **__: refuse)
+    with pytest.raises(ConfigError) as caught:
+        construct({"_target_": "Mine", "first": 3, "last": 1}, key="hooks.mine", allow=())
+    assert [str(found) for found in caught.value.faults] == [fault]
 
 
 def test_the_overload_of_lstm_is_read():

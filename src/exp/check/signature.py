@@ -6,6 +6,8 @@ import collections.abc
 import datetime
 import enum
 import inspect
+import math
+import operator
 import os
 import types
 import typing
@@ -30,6 +32,17 @@ SEQUENCES = (
 PLAIN = (type(None), bool, int, float, str, list, tuple)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+# What annotated_types declares of a value, by its names there.
+BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "le": operator.le,
+    "multiple_of": lambda value, step: value % step == 0,
+    "min_length": lambda value, length: len(value) >= length,
+    "max_length": lambda value, length: len(value) <= length,
+    "func": lambda value, accepts: bool(accepts(value)),
+}
 # Classes that take names in **kwargs and pick them out by hand. A test holds each against the installed version.
 HIDDEN_NAMES: dict[str, dict[str, Any]] = {
     # What it hands on to torch's DistributedDataParallel.
@@ -205,7 +218,7 @@ def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
     stand_in = type("Annotated", (), {"__annotations__": {"value": annotation}})
     try:
         names = vars(inspect.getmodule(inspect.unwrap(function)))
-        return typing.get_type_hints(stand_in, globalns=names)["value"]
+        return typing.get_type_hints(stand_in, globalns=names, include_extras=True)["value"]
     except (NameError, TypeError, AttributeError, SyntaxError):
         # Names under TYPE_CHECKING are not there at run time: such a parameter takes any value.
         return EMPTY
@@ -245,7 +258,7 @@ def worded(annotation: Any, default: Any = EMPTY) -> str:
     if _is_union(origin):
         return _worded_union(arguments)
     if origin is typing.Annotated:
-        return worded(arguments[0])
+        return _worded_bounds(arguments[0], arguments[1:])
     if base in SEQUENCES:
         return _worded_list(arguments)
     if base in MAPPINGS:
@@ -266,7 +279,40 @@ def _worded_union(arguments: tuple[Any, ...]) -> str:
         kinds.remove(WORDS[int])
     if type(None) in arguments:
         kinds.append(WORDS[type(None)])
-    return " or ".join(dict.fromkeys(kinds))
+    return (", or " if any("," in kind for kind in kinds) else " or ").join(dict.fromkeys(kinds))
+
+
+def _worded_bounds(annotation: Any, metadata: Sequence[Any]) -> str:
+    """The kind, or the text among the metadata that stands for it, with its bounds: `a number, 0 or more`."""
+    bounds = _bounds(metadata)
+    words = next((text for text in metadata if isinstance(text, str)), None) or worded(annotation)
+    if "ge" in bounds and "le" in bounds:
+        words += f" between {bounds['ge']} and {bounds['le']}"
+    else:
+        lower = f", {bounds['ge']} or more" if "ge" in bounds else f" above {bounds['gt']}" if "gt" in bounds else ""
+        upper = f" below {bounds['lt']}" if "lt" in bounds else f" at most {bounds['le']}" if "le" in bounds else ""
+        words += lower + (" and" if lower and upper else "" if "lt" in bounds else "," if upper else "") + upper
+    if "multiple_of" in bounds:
+        words += f", a multiple of {bounds['multiple_of']}"
+    if "min_length" in bounds:
+        words += f", {bounds['min_length']} or more of them"
+    if "max_length" in bounds:
+        words += f", {bounds['max_length']} of them at most"
+    return words
+
+
+def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
+    """The bounds that an Annotated declares by annotated_types, Interval and Len among them, by their names there."""
+    declared = [(name, getattr(entry, name, None)) for entry in metadata for name in BOUNDS]
+    return {name: bound for name, bound in declared if bound is not None}
+
+
+def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
+    """Whether a value of the right kind keeps its bounds; a number with bounds is finite."""
+    bounds = _bounds(metadata)
+    if bounds and isinstance(value, float) and not math.isfinite(value):
+        return False
+    return all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 
 
 def _worded_list(arguments: tuple[Any, ...]) -> str:
@@ -319,7 +365,7 @@ def _is(value: Any, annotation: Any) -> bool:
     if _is_union(origin):
         return any(_is(value, argument) for argument in arguments)
     if origin is typing.Annotated:
-        return _is(value, arguments[0])
+        return _is(value, arguments[0]) and (is_node(value) or _is_within(value, arguments[1:]))
     base = origin or annotation
     if base in (bool, int, float, str, complex):
         return _is_scalar(value, base)
@@ -370,6 +416,8 @@ def _is_class(value: Any, base: Any) -> bool:
 def _is_object(annotation: Any) -> bool:
     """Whether only a node with a `_target_`, or nothing in a config, can be such a value."""
     base = typing.get_origin(annotation) or annotation
+    if base is typing.Annotated:
+        return _is_object(typing.get_args(annotation)[0])
     return (
         inspect.isclass(base)
         and base not in WORDS

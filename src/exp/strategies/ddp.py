@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from exp.errors import Fault, RunError
 from exp.models.partition import Patterns
 from exp.precision.words import WORDS
+from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import MEETS, LayerSplitStrategy, OverDevices, inner_split, split_faults
@@ -215,8 +216,8 @@ class DDP(Strategy):
             if self.options[key] != default:
                 yield Fault(
                     key=f"strategy.{key}",
-                    got=f"{_word(self.options[key])}, with phases, which run without ddp's reducer",
-                    expected=f"{_word(default)}: it would do nothing",
+                    got=f"{show(self.options[key])}, with phases, which run without ddp's reducer",
+                    expected=f"{show(default)}: it would do nothing",
                 )
 
     def _powersgd_faults(self, planned: Blueprint) -> Iterator[Fault]:
@@ -228,10 +229,6 @@ class DDP(Strategy):
                 got="powersgd on cpu ranks of a machine with a GPU",
                 expected="bf16, fp16 or null: torch's hook waits for the GPU",
             )
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 class ExpDDPStrategy(DDPStrategy):

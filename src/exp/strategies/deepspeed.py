@@ -16,7 +16,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -146,9 +146,7 @@ class DeepSpeed(Strategy):
                     expected="true: hooks see the gradients that are gathered for them",
                     cure=f"Or take the hook out with ~hooks.{name}",
                 )
-            elif self.stage == 3 and (
-                names.isdisjoint(WITHOUT_WEIGHTS) or getattr(hook, "modules", None) != ("*",)
-            ):
+            elif self.stage == 3 and (names.isdisjoint(WITHOUT_WEIGHTS) or getattr(hook, "modules", None) != ("*",)):
                 yield Fault(
                     key=f"hooks.{name}",
                     got=f"{type(hook).__name__} with strategy.stage=3",
@@ -181,7 +179,6 @@ class ZeroStrategy(ModelParallel):
         super().__init__(placement=placement)
         self.options = options
         self.engine: Any = None
-        self._is_boundary = True
         self._gradient_norms: dict[str, Tensor] = {}
 
     # --- placing ---
@@ -247,21 +244,12 @@ class ZeroStrategy(ModelParallel):
 
     # --- a step ---
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it around the backward of accumulated batches, but for the last."""
-        self._is_boundary = False
-        try:
-            yield
-        finally:
-            self._is_boundary = True
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
         module = module_of(self)
         loss = precision_of(self).pre_backward(closure_loss, module)
-        self.engine.set_gradient_accumulation_boundary(self._is_boundary)
+        self.engine.set_gradient_accumulation_boundary(self.is_last_backward)
         self.engine.backward(loss)
-        if self._is_boundary and self.options.show_gradients:
+        if self.is_last_backward and self.options.show_gradients:
             self._show_gradients()
         return precision_of(self).post_backward(loss, module)
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
-from torch import Tensor, nn
+from torch import nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.inference import example_inputs
@@ -115,7 +115,8 @@ def refuse_shapeless(layers: object) -> None:
 def split_faults(planned: Blueprint, *, count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
     """Why the network cannot be cut into so many parts."""
     try:
-        split(planned.network, count=count, layers=layers, inputs=stand_ins(planned.config))
+        inputs = example_inputs(DataSpec.of(planned.config["data"]), device="meta")
+        split(planned.network, count=count, layers=layers, inputs=inputs)
     except ConfigError as error:
         return list(error.faults)
     return []
@@ -130,11 +131,6 @@ def _device_faults(count: int, layers: Sequence[Sequence[str]] | None) -> list[F
         expected = "2 or more to split over"
         return [Fault(key="launch.devices", got="1 device", expected=expected, cure="Write strategy=single")]
     return []
-
-
-def stand_ins(config: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """A batch of zeros of the data's shape, on the meta device."""
-    return example_inputs(DataSpec.of(config["data"]), device="meta")
 
 
 def _is_part(part: object) -> bool:

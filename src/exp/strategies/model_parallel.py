@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ class ModelParallel(WholeState):
     parameters that this rank is left with: their groups, and a checkpoint's indices, are those of one process.
 
     is_placed: whether the network is in parts already.
+    is_last_backward: whether an optimizer step follows, and not the backward of another accumulated batch.
     data_group: the ranks that hold the same part of the model, one a share of the batch. model_group: the ranks that
         hold the parts of one model, and work on one share of a batch. Set when the process group is joined.
     """
@@ -49,6 +51,7 @@ class ModelParallel(WholeState):
         super().__init__(placement=placement)
         self._is_grouped = False
         self.is_placed = False
+        self.is_last_backward = True
         self._parameter_names: list[str] = []
 
     @abstractmethod
@@ -149,6 +152,17 @@ class ModelParallel(WholeState):
         for module in module_of(self).modules():
             if isinstance(module, Metric):
                 module.process_group = self.data_group
+
+    # --- accumulated batches ---
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it around the backward of accumulated batches, but for the last."""
+        self.is_last_backward = False
+        try:
+            yield
+        finally:
+            self.is_last_backward = True
 
     # --- evaluation ---
 

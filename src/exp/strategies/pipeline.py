@@ -16,7 +16,7 @@ from exp.models.inference import example_inputs
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.layer_split import refuse_shapeless, stand_ins
+from exp.strategies.layer_split import refuse_shapeless, split_faults
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
 from exp.strategies.placement import Demand, Dimensions, Placement
@@ -119,13 +119,8 @@ class Pipeline(Strategy):
         if planned.placement.world_size == 1:
             expected = "2 or more: each rank holds a part of the network"
             return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
-        faults = list(self._batch_faults(planned, ranks))
-        try:
-            inputs = stand_ins(planned.config)
-            split(planned.network, count=ranks * self.stages_per_rank, layers=self.layers, inputs=inputs)
-        except ConfigError as error:
-            faults += error.faults
-        return faults
+        faults = self._batch_faults(planned, ranks)
+        return faults + split_faults(planned, count=ranks * self.stages_per_rank, layers=self.layers)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One rank of a pipeline."""
@@ -205,10 +200,6 @@ def _batch_norm_faults(planned: Blueprint, count: int) -> list[Fault]:
         expected = "one pipeline: they would normalise over each one's share of the batch"
         return [Fault(key="launch.devices", got=f"{pipelines} pipelines, with {layers}", expected=expected, cure=cure)]
     return []
-
-
-def _refused(key: str, got: str, expected: str, *, cure: str | None = None) -> Fault:
-    return Fault(key=key, got=got, expected=f"{expected} (the network's layers are in several ranks)", cure=cure)
 
 
 class Pipelined(Protocol):

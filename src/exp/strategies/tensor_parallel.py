@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor, nn
@@ -109,7 +108,6 @@ class TensorParallelStrategy(ModelParallel):
         super().__init__(placement=placement)
         self.tensor = tensor
         self._cuts: dict[str, Cut] = {}
-        self._is_averaging = True
 
     def place_model(self) -> None:
         network = network_of(self)
@@ -149,15 +147,6 @@ class TensorParallelStrategy(ModelParallel):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._is_averaging and self.placement.dimensions.data > 1:
+        if self.is_last_backward and self.placement.dimensions.data > 1:
             average_gradients(network_of(self).parameters(), group=self.data_group)
         return loss
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it around the backward of accumulated batches, but for the last, which averages the sums."""
-        self._is_averaging = False
-        try:
-            yield
-        finally:
-            self._is_averaging = True

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from exp.errors import ConfigError, RunError, exit_status
 
 if TYPE_CHECKING:
-
     from exp.check.plan import Plan
 
 PROGRAM = "python -m exp.check"
@@ -73,8 +72,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
 
     from exp.check.plan import validate
     from exp.config.compose import composition_of
-    from exp.config.diagnosis import fault_of
-    from exp.config.hydra_adapter import job_return, run_sweeper
+    from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
     from exp.run import fit
     from exp.sweeps.sweep import Sweep, job_faults
 

@@ -30,9 +30,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None, con
     The reserved node `_composition_` says where it came from: overrides, directory, config_dir, config_name.
     Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
     """
-    return job_config(
-        composition_of(overrides, config_dir=config_dir, config_name=config_name, check=config_faults)
-    )
+    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name, check=config_faults))
 
 
 def config_faults(config: DictConfig) -> list[Fault]:

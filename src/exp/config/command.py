@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.compose import composition_of
-from exp.config.diagnosis import fault_of
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import AXIS, MANY, ONE, PRIMARY, Vocabulary, open_search_path
-from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser
+from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
 from exp.config.overrides import checked_lines, for_hydra
 from exp.errors import ConfigError, Fault
 

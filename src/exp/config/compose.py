@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from exp.config.diagnosis import diagnose, fault_of
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY, open_search_path
-from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, Loader, hydra_config, text_values
-from exp.config.hydra_node import (
-    chosen_and_ignored,
-    directory_faults,
-    hydra_node_faults,
-    is_inside,
-    recorded_override_faults,
-)
-from exp.config.overrides import Line, checked_lines, for_hydra
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
+from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
+from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices
 from exp.errors import ConfigError, Fault
 
 
@@ -33,10 +25,6 @@ class Composition:
     overrides: tuple[str, ...]
     config_name: str
     config_dir: str | None
-
-    @property
-    def layers(self) -> list[Layer]:
-        return self.loader.layers
 
 
 def composition_of(
@@ -91,8 +79,8 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
             config.hydra.job.num = job
             config.hydra.job.id = str(job)
     with hydra_config(config):
-        directory = _directory(config, sweep=sweep)
-        _resolve_hydra_values(config)
+        directory = directory_of(config, sweep=sweep)
+        resolve_hydra_values(config)
     return _without_hydra(composition, directory=directory)
 
 
@@ -116,52 +104,11 @@ def _literal(text: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
-def _directory(config: DictConfig, *, sweep: str | None) -> str:
-    if sweep is None:
-        return os.path.abspath(str(config.hydra.run.dir))
-    faults = directory_faults(config, "hydra.sweep.subdir")
-    if faults:
-        raise ConfigError(faults)
-    directory = os.path.join(sweep, config.hydra.sweep.subdir)
-    if not is_inside(directory) or not os.path.abspath(directory).startswith(os.path.abspath(sweep) + os.sep):
-        raise ConfigError([Fault(
-            key="hydra.sweep.subdir", got=config.hydra.sweep.subdir, expected="a directory below the sweep's own"
-        )])  # fmt: skip
-    return os.path.abspath(directory)
-
-
-def _resolve_hydra_values(config: DictConfig) -> None:
-    """Puts values in the place of `${hydra:...}` and `${hydra....}`, for the hydra node does not go with the job."""
-    faults = []
-    for key, text in text_values(config):
-        if "${hydra" not in text:
-            continue
-        try:
-            value = OmegaConf.select(config, key, throw_on_missing=True)
-            # Hydra's resolver gives None for what is not known yet: the run directory is made after the check.
-            reason = "it has no value yet" if "output_dir" in text else None
-        except HYDRA_ERRORS as error:
-            reason = str(error).splitlines()[0]
-        if reason is None:
-            OmegaConf.update(config, key, value)
-        else:
-            faults.append(Fault(key=key, got=f"{text}: {reason}", expected="a value that is known before the run"))
-    if faults:
-        raise ConfigError(faults)
-
-
 def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:
     with hydra_config(config):
         faults = hydra_node_faults(config, multirun=multirun)
     OmegaConf.set_readonly(config.hydra, False)
-    last = {line.group: line for line in lines if line.group and not line.is_sweep and line.sign == ""}
-    added = [line for line in lines if line.group and not line.is_sweep and line.sign == "+"]
-    chosen = []
-    for line in [*last.values(), *added]:
-        if line.parsed.package is None:
-            values = line.value if isinstance(line.value, list) else [line.value]
-            chosen += [(line.group, str(value)) for value in values]
-    return faults + chosen_and_ignored(chosen, [layer.config_path for layer in loader.layers])
+    return faults + ignored_choices(lines, [layer.config_path for layer in loader.layers])
 
 
 def _other_faults(found: Sequence[Fault], *, known: Sequence[Fault]) -> list[Fault]:

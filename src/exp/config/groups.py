@@ -7,13 +7,10 @@ axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
 from exp.config.search_path import load_env_file, make_importable, search_places
-from exp.errors import ConfigError, Fault
-from exp.spelling import among, did_you_mean
+from exp.errors import ConfigError
 
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
@@ -59,20 +56,6 @@ class Vocabulary:
     def words(self) -> list[str]:
         return sorted({*self.groups, *self.keys})
 
-    def option_fault(self, group: str, option: object) -> Fault | None:
-        """What is wrong with one option of a group, or None."""
-        if isinstance(option, str) and self.loader.has_option(group, option):
-            return None
-        options = self.options(group)
-        expected = f"one of {among(options, word=str(option))}" if options else "an option, of which it has none"
-        return Fault(
-            key=group,
-            got=f"there is no option {option!r}",
-            expected=expected,
-            cure=did_you_mean(str(option), options),
-            source=COMMAND_LINE,
-        )
-
     def in_use(self, group: str) -> bool:
         return group in self.groups or group in USED_GROUPS
 
@@ -88,29 +71,3 @@ def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loade
     make_importable()
     loader = Loader(search_places(config_dir=config_dir))
     return loader, Vocabulary(loader, config_name=config_name)
-
-
-def normalised(lines: Sequence[tuple[str, str, object]], texts: Sequence[str], vocabulary: Vocabulary) -> list[str]:
-    """Overrides as Hydra should see them, so that `+` means one thing whatever else stands on the command line.
-
-    lines: (sign, group, value) of each override that chooses options, ("", "", None) of the others; texts: as typed.
-    An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each
-    other and with its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
-    """
-    replaced = {group: value for sign, group, value in lines if group and sign == ""}
-    added: dict[str, list[str]] = {}
-    result = []
-    for (sign, group, value), text in zip(lines, texts, strict=True):
-        if sign != "+" or not group:
-            result.append(text)
-        elif vocabulary.kind(group) == "axis":
-            result.append(text.removeprefix("+"))
-        else:
-            added.setdefault(group, []).extend(value if isinstance(value, list) else [str(value)])
-    for group, options in added.items():
-        if group in replaced:
-            base = replaced[group]
-            options = [*(base if isinstance(base, list) else [str(base)]), *options]
-        sign = "" if group in replaced else "+"
-        result.append(f"{sign}{group}=[{','.join(dict.fromkeys(options))}]")
-    return result

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,16 +35,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.search_path import Place, shown
+from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault
-from exp.spelling import is_slip
+from exp.spelling import among, did_you_mean, is_slip
 
 HYDRA_VERSION = hydra.__version__
 VERSION_BASE = "1.3"
@@ -52,6 +54,7 @@ HYDRA_ERRORS = (
     HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
     RecursionError,
 )  # fmt: skip
+MAX_MESSAGE = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +130,7 @@ class Loader(ConfigLoaderImpl):
         self._overrides, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         return self._overrides, repo
 
-    def _compose_config_from_defaults_list(
-        self, defaults: list[ResultDefault], repo: IConfigRepository
-    ) -> DictConfig:
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]
         config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
         for override in self._overrides:
@@ -183,10 +184,6 @@ class Loader(ConfigLoaderImpl):
             options = self.repository.get_group_options(group, ObjectType.CONFIG)
         # `_loader` is a part that other options include, not a choice.
         return [option for option in options if not option.startswith("_")]
-
-    def groups(self, parent: str = "") -> list[str]:
-        with hydra_base():
-            return self.repository.get_group_options(parent, ObjectType.GROUP)
 
     def has_option(self, group: str, option: str) -> bool:
         """Whether a group holds an option; of a folder within it, too (`model=mine/small`)."""
@@ -277,23 +274,44 @@ def registered_targets() -> set[str]:
                 collect(value)
         elif hasattr(node, "node"):
             plain = OmegaConf.to_container(node.node, resolve=False, throw_on_missing=False)
-            found.update(targets_in(plain))
+            found.update(str(inner["_target_"]) for _, inner in nodes_in(plain))
 
     with hydra_base():
         collect(ConfigStore.instance().repo["hydra"])
     return found
 
 
-def targets_in(plain: Any) -> Iterator[str]:
-    """Every `_target_` in plain values, at any depth."""
-    if isinstance(plain, dict):
-        if "_target_" in plain:
-            yield str(plain["_target_"])
-        for value in plain.values():
-            yield from targets_in(value)
-    elif isinstance(plain, list):
-        for value in plain:
-            yield from targets_in(value)
+def fault_of(error: Exception) -> Fault:
+    """One fault from what Hydra or OmegaConf raised."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing_config_fault(error, error.missing_cfg_file)
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    if any(isinstance(cause, RecursionError) for cause in causes):
+        return Fault(key="config", got="nested too deeply, or into itself", expected="a few levels")
+    told = [text for text in (_short(cause) for cause in causes) if text]
+    key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
+    detail = "; ".join(dict.fromkeys(told)) or type(error).__name__
+    return Fault(key=str(key) or "config", got=detail, expected="a config that can be composed")
+
+
+def _missing_config_fault(error: MissingConfigException, path: str) -> Fault:
+    group, _, option = path.rpartition("/")
+    options = error.options or []
+    named_by = re.match(r"In '([^']+)'", str(error))
+    return Fault(
+        key=group or path, got=f"there is no option {option!r}" if group else "no such config",
+        expected=f"one of {among(options, word=option)}" if options else "a config on the search path",
+        cure=did_you_mean(option, options), source=f"defaults list of {named_by[1]}" if named_by else None,
+    )  # fmt: skip
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).partition("\nConfig search path:")[0].partition("\nTo append to your")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return " ".join(kept)[:MAX_MESSAGE]
 
 
 def dotted_keys(config: DictConfig) -> list[str]:

@@ -10,8 +10,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.hydra_adapter import HYDRA_ERRORS, parse_override, recorded_overrides, registered_targets, targets_in
-from exp.errors import Fault
+from exp.config.hydra_adapter import (
+    HYDRA_ERRORS,
+    parse_override,
+    recorded_overrides,
+    registered_targets,
+    text_values,
+)
+from exp.config.slots import nodes_in
+from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
@@ -62,7 +69,7 @@ def hydra_node_faults(config: DictConfig, *, multirun: bool) -> list[Fault]:
         faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
     for name in ("sweeper", "launcher"):
         faults += _plugin_faults(config, name)
-    return faults + directory_faults(config, "hydra.sweep.dir" if multirun else "hydra.run.dir")
+    return faults + _directory_faults(config, "hydra.sweep.dir" if multirun else "hydra.run.dir")
 
 
 def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
@@ -79,7 +86,7 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
             f"{key}._target_", f"{target} is not of an installed Hydra plug-in",
             f"hydra/{name}=NAME of an installed plug-in",
         )
-        for target in targets_in(plain)
+        for target in (str(node["_target_"]) for _, node in nodes_in(plain))
         if target not in known
     ]  # fmt: skip
     for word in _keys_in(plain):
@@ -133,7 +140,7 @@ def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[F
     return faults
 
 
-def directory_faults(config: DictConfig, key: str) -> list[Fault]:
+def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
     """Faults of a directory that results go to: it must have a value and lie inside the working directory."""
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
@@ -142,34 +149,57 @@ def directory_faults(config: DictConfig, key: str) -> list[Fault]:
         return [_fault(key, reason, "a path that can be worked out before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_fault(key, repr(directory), "a directory below the working directory")]
-    if not is_inside(directory):
+    if not _is_inside(directory):
         cure = "Link a larger disk to ./outputs, or start in the directory that is to hold the results"
         return [_fault(key, directory, "a directory below the working directory", cure)]
     return []
 
 
-def is_inside(directory: str) -> bool:
+def _is_inside(directory: str) -> bool:
     """Whether a path lies below the working directory, read as text: links may lead out, `..` may not."""
     path = Path(directory)
     return Path.cwd() in Path(os.path.abspath(path)).parents and ".." not in path.parts
 
 
-def chosen_and_ignored(chosen: Sequence[tuple[str, str]], loaded: Sequence[str]) -> list[Fault]:
-    """Choices of the command line that the composition did not follow.
+def directory_of(config: DictConfig, *, sweep: str | None) -> str:
+    """The absolute path of a job's run directory. sweep: the directory of its sweep.
 
-    chosen: pairs of group and option; loaded: the config paths that were merged.
+    Raises: ConfigError where it leads out of the sweep's.
     """
-    return [
-        Fault(
-            key=group,
-            got=f"{group}={option} was ignored by the defaults list",
-            expected="a choice that takes effect",
-            cure=f"Look for `override {group}` in the primary config",
-            source="command line",
+    if sweep is None:
+        return os.path.abspath(str(config.hydra.run.dir))
+    faults = _directory_faults(config, "hydra.sweep.subdir")
+    if faults:
+        raise ConfigError(faults)
+    directory = os.path.join(sweep, config.hydra.sweep.subdir)
+    if not _is_inside(directory) or not os.path.abspath(directory).startswith(os.path.abspath(sweep) + os.sep):
+        raise ConfigError(
+            [_fault("hydra.sweep.subdir", config.hydra.sweep.subdir, "a directory below the sweep's own")]
         )
-        for group, option in chosen
-        if f"{group}/{option}" not in loaded
-    ]
+    return os.path.abspath(directory)
+
+
+def resolve_hydra_values(config: DictConfig) -> None:
+    """Puts values in the place of `${hydra:...}` and `${hydra....}`, for the hydra node does not go with the job.
+
+    Raises: ConfigError where one has no value before the run.
+    """
+    faults = []
+    for key, text in text_values(config):
+        if "${hydra" not in text:
+            continue
+        try:
+            value = OmegaConf.select(config, key, throw_on_missing=True)
+            # Hydra's resolver gives None for what is not known yet: the run directory is made after the check.
+            reason = "it has no value yet" if "output_dir" in text else None
+        except HYDRA_ERRORS as error:
+            reason = str(error).splitlines()[0]
+        if reason is None:
+            OmegaConf.update(config, key, value)
+        else:
+            faults.append(_fault(key, f"{text}: {reason}", "a value that is known before the run"))
+    if faults:
+        raise ConfigError(faults)
 
 
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:

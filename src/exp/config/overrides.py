@@ -1,19 +1,23 @@
-"""What can be said of the command line's overrides before anything is composed: all faults, each on its own."""
+"""The command line's overrides: read, handed to Hydra, and each that is wrong told on its own.
+
+Most is said before anything is composed. Hydra stops at the first that it stumbles over; a person wants all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
-from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary, normalised
+from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
-from exp.config.hydra_adapter import parse_override
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys, fault_of, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
-from exp.errors import Fault
+from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, nearest
 
 MAX_CHARACTERS = 20_000
@@ -85,12 +89,52 @@ def checked_lines(
 
 
 def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
-    """The overrides to hand to Hydra; see groups.normalised."""
-    triples = []
+    """The overrides to hand to Hydra, so that `+` means one thing whatever else stands on the command line.
+
+    An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each
+    other and with its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
+    """
+    replaced = {line.group: line.value for line in lines if line.group and line.sign == "" and not line.is_sweep}
+    added: dict[str, list[str]] = {}
+    result = []
     for line in lines:
-        joins = line.group and (not line.is_sweep or vocabulary.kind(line.group) == "axis")
-        triples.append((line.sign, line.group, line.value) if joins else ("", "", None))
-    return normalised(triples, [_text_for_hydra(line) for line in lines], vocabulary)
+        is_axis = vocabulary.kind(line.group) == "axis"
+        if line.sign != "+" or not line.group or (line.is_sweep and not is_axis):
+            result.append(_text_for_hydra(line))
+        elif is_axis:
+            result.append(line.text.removeprefix("+"))
+        else:
+            added.setdefault(line.group, []).extend(_options(line.value))
+    for group, options in added.items():
+        if group in replaced:
+            options = [*_options(replaced[group]), *options]
+        sign = "" if group in replaced else "+"
+        result.append(f"{sign}{group}=[{','.join(dict.fromkeys(options))}]")
+    return result
+
+
+def _options(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [str(value)]
+
+
+def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[Fault]:
+    """Choices of the command line that the composition did not follow. loaded: the config paths that were merged."""
+    choices = [line for line in lines if line.group and not line.is_sweep]
+    last = {line.group: line for line in choices if line.sign == ""}
+    chosen = [
+        (line.group, option)
+        for line in (*last.values(), *(line for line in choices if line.sign == "+"))
+        if line.parsed.package is None
+        for option in map(str, _options(line.value))
+    ]
+    return [
+        _fault(
+            group, f"{group}={option} was ignored by the defaults list", "a choice that takes effect",
+            f"Look for `override {group}` in the primary config",
+        )
+        for group, option in chosen
+        if f"{group}/{option}" not in loaded
+    ]  # fmt: skip
 
 
 def _text_for_hydra(line: Line) -> str:
@@ -166,12 +210,18 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
         options = value
     else:
         options = [value]
-    for option in options:
-        fault = vocabulary.option_fault(group, option)
-        if fault is not None:
-            known = cure_of_option(group, option)
-            return _fault(group, fault.got, fault.expected, _sentence(known)) if known else fault
-    return None
+    return next((fault for option in options if (fault := _option_fault(group, option, vocabulary))), None)
+
+
+def _option_fault(group: str, option: object, vocabulary: Vocabulary) -> Fault | None:
+    """What is wrong with one option of a group, or None."""
+    if isinstance(option, str) and vocabulary.loader.has_option(group, option):
+        return None
+    options = vocabulary.options(group)
+    expected = f"one of {among(options, word=str(option))}" if options else "an option, of which it has none"
+    known = cure_of_option(group, option)
+    cure = _sentence(known) if known else did_you_mean(str(option), options)
+    return _fault(group, f"there is no option {option!r}", expected, cure)
 
 
 def _elements(line: Line) -> list[Any] | None:
@@ -191,7 +241,7 @@ def _value_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
         cure = _cure_of_choice(line) or f"Set its keys one by one, see --cfg job --package {line.key}"
         return _fault(line.key, f"no group, but a node of train.yaml: {line.text}", "a key of it", cure)
     if line.key in vocabulary.groups and line.key not in vocabulary.keys:
-        return vocabulary.option_fault(line.key, line.value)
+        return _option_fault(line.key, line.value, vocabulary)
     if line.sign == "~" and "." not in line.key:
         return _fault(line.key, "~ on a key at the top", "a value", f"Write {line.key}=...")
     return None
@@ -213,22 +263,87 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top)}", cure)
 
 
-def missing_key_fault(
-    line: Line, keys: Sequence[str], *, parent: str, siblings: Sequence[str] | None, target: str | None
-) -> Fault:
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What failed, and what is left without it.
+
+    config: None where not even the choices of groups compose. healthy: the overrides that it holds.
+    """
+
+    faults: tuple[Fault, ...]
+    config: DictConfig | None
+    healthy: tuple[Line, ...]
+
+
+def diagnose(
+    loader: Loader, vocabulary: Vocabulary, lines: Sequence[Line], *, config_name: str, multirun: bool
+) -> Diagnosis:
+    """Composes with the choices of groups alone, then applies the values one by one, and says which of them fail."""
+    choices = [line for line in lines if line.group]
+    try:
+        config = loader.compose(config_name=config_name, overrides=for_hydra(choices, vocabulary), multirun=multirun)
+    except ConfigError as error:
+        return Diagnosis(faults=error.faults, config=None, healthy=())
+    except HYDRA_ERRORS as error:
+        return Diagnosis(faults=(fault_of(error),), config=None, healthy=())
+    faults, healthy = [], list(choices)
+    for line in lines:
+        if line.group or line.is_sweep:
+            continue
+        try:
+            loader.apply(line.parsed, config)
+            healthy.append(line)
+        except HYDRA_ERRORS as error:
+            faults.append(_refused_fault(line, config, error))
+    return Diagnosis(faults=tuple(faults), config=config, healthy=tuple(healthy))
+
+
+def _refused_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
+    """What is wrong with a value that could not be applied to the composed config."""
+    parent, node = _longest_part(config, line.key)
+    if parent != line.key:
+        return _missing_key_fault(line, config, parent=parent, node=node)
+    if line.sign == "+":
+        return _fault(line.key, "+ on a key that is there", "= to change it", f"Write {line.text[1:]}")
+    is_mapping = line.sign == "" and isinstance(node, DictConfig)
+    adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
+    return _fault(line.key, f"{_short(line.text)}: {fault_of(error).got}", "a value that fits", adds)
+
+
+def _longest_part(config: DictConfig, key: str) -> tuple[str, object]:
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        part = ".".join(parts[:count])
+        try:
+            node = OmegaConf.select(config, part, throw_on_missing=False)
+        except HYDRA_ERRORS:
+            node = None
+        if node is not None or _holds(config, part):
+            return part, node
+    return "", config
+
+
+def _holds(config: DictConfig, key: str) -> bool:
+    parent, _, last = key.rpartition(".")
+    try:
+        node = OmegaConf.select(config, parent) if parent else config
+    except HYDRA_ERRORS:
+        return False
+    return isinstance(node, DictConfig) and last in node
+
+
+def _missing_key_fault(line: Line, config: DictConfig, *, parent: str, node: object) -> Fault:
     """A fault for a key that the composed config does not hold.
 
-    keys: all dotted keys of the config; parent: the longest part of the key that is there; siblings: what it holds,
-        None where it is no mapping.
-    target: the class below whose node the key was meant to be.
+    parent: the longest part of the key that is there; node: its value.
     """
     last = line.key.rpartition(".")[2]
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key
-    is_empty, siblings = siblings is not None and not siblings, siblings or ()
+    siblings = [str(key) for key in node if key != "hydra"] if isinstance(node, DictConfig) else []
     near = nearest(word, siblings)
-    elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
+    elsewhere = [key for key in dotted_keys(config) if key.rpartition(".")[2] == last]
     cure, habit = None, _near_habit(line.key)
-    if is_empty and line.sign == "":
+    if isinstance(node, DictConfig) and not siblings and line.sign == "":
         # A mapping by names, such as precision.keep: what is not there is added.
         cure = f"To add it, write +{line.text}"
     elif near:
@@ -238,8 +353,8 @@ def missing_key_fault(
     elif habit:
         cure = cure_of_key(habit, line.value_text)
         cure = f"{_sentence(cure)}." if cure else None
-    if target and line.sign == "":
-        cure = f"{cure + ' ' if cure else ''}To pass {last} on to {target}, write +{line.text}"
+    if "_target_" in siblings and line.sign == "" and isinstance(node, DictConfig):
+        cure = f"{cure + ' ' if cure else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
     return _fault(line.key, "there is no such key", where, cure)
 
@@ -255,7 +370,7 @@ def _near_habit(key: str) -> str | None:
 
 
 def _syntax_fault(text: str, error: Exception) -> Fault:
-    short = text if len(text) <= 60 else text[:57] + "..."
+    short = _short(text)
     key = short.lstrip("+~").partition("=")[0] or "overrides"
     if isinstance(error, RecursionError):
         return _fault(key, "nested too deeply", "a value of a few levels")
@@ -271,3 +386,7 @@ def _syntax_fault(text: str, error: Exception) -> Fault:
 
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
     return Fault(key=key or "overrides", got=got, expected=expected, cure=cure, source=COMMAND_LINE)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -12,11 +12,10 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
 from exp.spelling import nearest
 
-MAX_NODES = 20_000
-MAX_DEPTH = 60
 # References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
 MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
@@ -81,6 +80,7 @@ class _Reader:
         self.faults: list[Fault] = []
         raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
         self.raw = cast(dict[str, Any], raw)
+        self.values = Values(self.raw)
         self.costs: dict[str, int] = {}
 
     def mapping(self, node: DictConfig, raw: dict[Any, Any], key: str, depth: int) -> dict[str, Any]:
@@ -173,17 +173,10 @@ class _Reader:
             if reference in trail or reference.startswith("."):
                 continue
             if reference not in self.costs:
-                self.costs[reference] = self.cost(self.raw_text(reference), (*trail, reference))
+                text = self.values[reference]
+                self.costs[reference] = self.cost(text, (*trail, reference)) if isinstance(text, str) else 0
             total += 1 + self.costs[reference]
         return total
-
-    def raw_text(self, key: str) -> str:
-        node: Any = self.raw
-        for part in key.split("."):
-            if not isinstance(node, dict) or part not in node:
-                return ""
-            node = node[part]
-        return node if isinstance(node, str) else ""
 
     def too_large(self, key: str) -> Any:
         if not any("too large" in fault.got for fault in self.faults):

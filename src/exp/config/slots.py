@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.config.reading import is_node
+from exp.config.reading import is_node, leaves
 
 MODULE = "torch.nn.Module"
 RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")
@@ -113,8 +113,6 @@ def is_layer(parts: list[str]) -> bool:
 
 def nodes_in(plain: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every mapping with a `_target_`, outermost first, with its dotted key."""
-    if is_node(plain):
-        yield key, plain
-    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
-    for name, value in items:
-        yield from nodes_in(value, f"{key}.{name}" if key else str(name))
+    for path, value in ((key, plain), *leaves(plain, key)):
+        if is_node(value):
+            yield path, value

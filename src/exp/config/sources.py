@@ -10,16 +10,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from exp.config import yaml_files
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import COMMAND_LINE, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, parse_override
 from exp.config.overrides import checked_lines, for_hydra
 from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
-from exp.config.yaml_files import position_of as position_in
 from exp.errors import ConfigError
-
-__all__ = ["Position", "position_of", "source_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ def position_of(config: DictConfig, key: str) -> Position | None:
     None where no file set it: it came from the command line, or nobody set it.
     """
     setter = _setters_of(config).get(split(key))
-    return None if setter is None or setter.file is None else position_in(setter.file, setter.keys)
+    return None if setter is None or setter.file is None else yaml_files.position_of(setter.file, setter.keys)
 
 
 def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:

@@ -22,10 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import config_faults
 from exp.config.compose import Composition, composition_of, job_config
-from exp.config.diagnosis import fault_of
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
-from exp.config.hydra_adapter import hydra_config, job_return, parse_override, run_sweeper, task_overrides
+from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
 from exp.report import Report

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import re
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,15 +120,12 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     from omegaconf import OmegaConf
 
     from exp.check.plan import examine, resolve
-    from exp.config.yaml_files import read_yaml
+    from exp.config.yaml_files import parse_yaml
 
     if file.config is None:
         raise RunError(f"{path} has no config, so the network cannot be built: its run gave none")
-    with tempfile.TemporaryDirectory(prefix="exp-replay-") as directory:
-        text = Path(directory) / "config.yaml"
-        text.write_text(file.config, encoding="utf-8")
-        # Bounded: a file may come from anywhere.
-        content = read_yaml(text)
+    # Bounded: a file may come from anywhere.
+    content = parse_yaml(file.config, name=str(path))
     fixed = ("security", "launch", "runtime")
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in fixed):
         raise RunError(f"{path} is a step's file without the config of a run")

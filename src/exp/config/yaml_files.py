@@ -44,30 +44,40 @@ def read_yaml(path: Path) -> Any:
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror or error}", "a readable file") from error
+        raise _refused(shown(path), f"cannot be read: {error.strerror or error}", "a readable file") from error
 
 
 # A sweep composes the same files for every job.
 @functools.lru_cache(maxsize=512)
 def _read(path: Path, _changed: int, size: int) -> Any:
     if size > MAX_BYTES:
-        raise _refused(path, f"{size} bytes", f"at most {MAX_BYTES} bytes")
+        raise _refused(shown(path), f"{size} bytes", f"at most {MAX_BYTES} bytes")
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _refused(shown(path), str(error), "valid YAML in UTF-8") from error
+    return parse_yaml(text, name=shown(path))
+
+
+def parse_yaml(text: str, *, name: str) -> Any:
+    """The content of YAML text. name: of its file, for messages. Raises: ConfigError, as read_yaml."""
+    if len(text) > MAX_BYTES:
+        raise _refused(name, f"{len(text)} characters", f"at most {MAX_BYTES}")
+    try:
         loader = _loader(fast=sum(map(text.count, "[{-?")) < MAX_FAST_SIGNS)(text)
         root = loader.get_single_node()
         if root is None:
             return None
-        _bound(path, root)
+        _bound(name, root)
         return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise _refused(path, f"{where}{error.problem or error.context}", "valid YAML") from error
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
-        raise _refused(path, " ".join(str(error).split()), "valid YAML in UTF-8") from error
+        raise _refused(name, f"{where}{error.problem or error.context}", "valid YAML") from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise _refused(name, " ".join(str(error).split()), "valid YAML in UTF-8") from error
     except RecursionError as error:
-        raise _too_deep(path) from error
+        raise _too_deep(name) from error
 
 
 def split(key: str) -> tuple[str, ...]:
@@ -102,12 +112,12 @@ def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
     return None
 
 
-def _bound(path: Path, root: yaml.Node) -> None:
+def _bound(name: str, root: yaml.Node) -> None:
     sizes: dict[int, int] = {}
 
     def size_of(node: yaml.Node, above: tuple[int, ...]) -> int:
         if id(node) in above or len(above) > MAX_DEPTH:
-            raise _too_deep(path)
+            raise _too_deep(name)
         if id(node) not in sizes:
             inner: list[yaml.Node] = []
             if isinstance(node, yaml.MappingNode):
@@ -119,7 +129,7 @@ def _bound(path: Path, root: yaml.Node) -> None:
 
     size = size_of(root, ())
     if size > MAX_NODES:
-        raise _refused(path, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
+        raise _refused(name, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
 
 
 @functools.cache
@@ -142,9 +152,9 @@ def _loader(*, fast: bool) -> Any:
     return FastLoader
 
 
-def _too_deep(path: Path) -> ConfigError:
-    return _refused(path, "nested too deeply, or into itself", f"at most {MAX_DEPTH} levels")
+def _too_deep(name: str) -> ConfigError:
+    return _refused(name, "nested too deeply, or into itself", f"at most {MAX_DEPTH} levels")
 
 
-def _refused(path: Path, got: str, expected: str) -> ConfigError:
-    return ConfigError([Fault(key=shown(path), got=got, expected=expected, source=shown(path))])
+def _refused(name: str, got: str, expected: str) -> ConfigError:
+    return ConfigError([Fault(key=name, got=got, expected=expected, source=name)])

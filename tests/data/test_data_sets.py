@@ -195,8 +195,6 @@ def test_text_faults(tmp_path):
         ConfigError, match=r"data.dataset.block_size: 8, and a part of 3 characters; expected 2 at most"
     ):
         Data(train=Text(files=str(tmp_path / "short.txt"), block_size=8))
-    with pytest.raises(ConfigError, match=r"data.dataset.vocabulary_size: 0"):
-        Text(vocabulary_size=0)
 
 
 def test_the_digits_file_is_read_without_importing_scikit_learn():

@@ -1,6 +1,7 @@
 """Parts are disjoint, seeded, and of the sizes asked for."""
 
 import itertools
+import shlex
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+import exp
 from exp.data.data import Data
 from exp.data.splits import lengths, random_splits
 from exp.errors import ConfigError, RunError
@@ -85,10 +87,6 @@ def test_fractions_are_rounded_along_their_sum(length, sizes, whole):
         ({"parts": {"train": 30, "val": 20}}, r"data.parts: 50 samples asked for; expected 40 at most"),
         ({"parts": {"train": 0.9, "val": 0.001}}, r"data.parts.val: 0.001 of 40 samples, an empty part"),
         ({"batch_size": 64, "drop_last": True}, r"data.batch_size: 64 with drop_last=true, and 28 training samples"),
-        ({"batch_size": 0}, r"data.batch_size: 0; expected 1 or more"),
-        ({"num_workers": -1}, r"data.num_workers: -1; expected 0 or more"),
-        ({"prefetch_factor": 0}, r"data.prefetch_factor: 0"),
-        ({"multiprocessing_context": "frok"}, r"data.multiprocessing_context: frok; expected null or one of fork"),
         ({"input_shape": [2]}, r"data.input_shape: \[2\]; expected \[1\], which is what the data holds"),
         ({"input_dtype": "int64"}, r"data.input_dtype: int64; expected float32"),
         ({"num_classes": 1}, r"data.num_classes: 1; expected 2 or more: the data holds the class 1"),
@@ -100,6 +98,27 @@ def test_fractions_are_rounded_along_their_sum(length, sizes, whole):
 def test_faults_name_their_key(settings, message):
     with pytest.raises(ConfigError, match=message):
         Data(**{"dataset": numbers(), **settings})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.batch_size=0", r"data.batch_size: 0; expected an integer, 1 or more"),
+        ("data.num_workers=-1", r"data.num_workers: -1; expected an integer, 0 or more"),
+        ("data.prefetch_factor=0", r"data.prefetch_factor: 0; expected an integer, 1 or more, or null"),
+        ("data.shuffle_buffer=-1", r"data.shuffle_buffer: -1; expected an integer, 0 or more"),
+        ("data.multiprocessing_context=frok", r"data.multiprocessing_context: .frok.; expected .*mean fork\?"),
+        ("data=text data.dataset.vocabulary_size=0", r"data.dataset.vocabulary_size: 0; expected an integer, 1"),
+        ("data=text data.dataset.block_size=0", r"data.dataset.block_size: 0; expected an integer, 1 or more"),
+        ("data=csv data.dataset.task=clustering", r"data.dataset.task: .clustering.; expected one of classification"),
+        ("data=csv 'data.dataset.delimiter=\";;\"'", r"data.dataset.delimiter: .*; expected one character"),
+        ("data=digit_domains data.train.change=rotated", r"data.train.change: .rotated.; expected one of lit, shifted"),
+        ("data=digit_domains data.train.part=all", r"data.train.part: .all.; expected one of train, val, test"),
+    ],
+)
+def test_bounds_are_told_by_the_check(override, message):
+    with pytest.raises(ConfigError, match=message):
+        exp.validate(exp.compose(shlex.split(override)))
 
 
 def test_a_stream_cannot_be_divided():

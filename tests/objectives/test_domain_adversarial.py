@@ -13,7 +13,6 @@ from exp.check.plan import resolve
 from exp.construct import build_data, build_network
 from exp.data.digits import Digits
 from exp.data.domains import CHANGES, DigitDomains
-from exp.errors import ConfigError
 
 pytestmark = pytest.mark.numeric
 
@@ -71,10 +70,3 @@ def test_the_domains_hold_other_digits_and_only_one_has_classes() -> None:
         known = {tuple(image.flatten().tolist()) for image in Digits().entries[0]}
         rows = [tuple(image.flatten().tolist()) in known for image in train["input"]]
         assert rows == (train["domain"] == 0).tolist()
-
-
-def test_a_part_or_a_change_that_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"change: rotated; expected one of lit, shifted, inverted"):
-        DigitDomains(part="val", change="rotated")
-    with pytest.raises(ConfigError, match=r"part: all; expected one of train, val, test"):
-        DigitDomains(part="all")

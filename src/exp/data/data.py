@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.faults import data_fault
@@ -15,7 +16,7 @@ from exp.data.randomness import preserve_generators
 from exp.data.spec import DeclaredSpec, read_spec, stated_classes
 from exp.data.splits import make_splits
 from exp.data.streams import ShareOfStream, StreamLoader, open_stream
-from exp.data.workers import Collate, FetchOptions, SampleSource, Transform, WorkerLoader, apply_transforms
+from exp.data.workers import Collate, FetchOptions, SampleSource, StartMethod, Transform, WorkerLoader, apply_transforms
 from exp.errors import RunError
 from exp.types import DataSpec, Stage
 
@@ -57,10 +58,10 @@ class Data:
         drop_last: bool = False,
         num_workers: int = 0,
         pin_memory: bool | None = None,
-        prefetch_factor: int | None = None,
+        prefetch_factor: Annotated[int, Ge(1)] | None = None,
         persistent_workers: bool = True,
-        multiprocessing_context: str | None = None,
-        shuffle_buffer: int = 1000,
+        multiprocessing_context: StartMethod | None = None,
+        shuffle_buffer: Annotated[int, Ge(0)] = 1000,
         transforms: Mapping[str, Any] | None = None,
         train_transforms: Mapping[str, Any] | None = None,
         collate: Collate | None = None,
@@ -72,9 +73,6 @@ class Data:
         input_std: Sequence[float] | None = None,
         seed: int = 0,
     ) -> None:
-        for key, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-            if value < least:
-                raise data_fault(key, got=str(value), expected=f"{least} or more")
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self.shuffle_buffer = shuffle_buffer
         self._transforms = tuple((transforms or {}).values())

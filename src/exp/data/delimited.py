@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Len
 
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, name_cure
@@ -38,16 +39,12 @@ class Csv(Table):
         target: str | int,
         task: Literal["classification", "regression"] = "classification",
         directory: str = "data",
-        delimiter: str = ",",
+        delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
         header: bool = True,
         categorical: Sequence[str | int] = (),
         ignore: Sequence[str | int] = (),
         standardise: bool = True,
     ) -> None:
-        if task not in ("classification", "regression"):
-            raise data_fault("dataset.task", got=str(task), expected="classification or regression")
-        if len(delimiter) != 1:
-            raise data_fault("dataset.delimiter", got=repr(delimiter), expected="one character")
         sheet = read_sheet(data_file(path, directory=directory), delimiter=delimiter, header=header)
         wanted = sheet.column(target, key="dataset.target")
         words = [sheet.column(name, key="dataset.categorical") for name in categorical]

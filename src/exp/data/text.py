@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,9 +30,6 @@ class Characters(Dataset[object]):
     """
 
     def __init__(self, *, codes: np.ndarray, block_size: int, vocabulary_size: int | None) -> None:
-        for key, value in (("block_size", block_size), ("vocabulary_size", vocabulary_size)):
-            if value is not None and value < 1:
-                raise data_fault(f"dataset.{key}", got=str(value), expected="1 or more")
         self.codes, self.block_size, self.vocabulary_size = codes, block_size, vocabulary_size
 
     def __len__(self) -> int:
@@ -87,8 +86,8 @@ class Text(Characters):
         *,
         files: str | Sequence[str] | None = None,
         directory: str = "data",
-        block_size: int = 64,
-        vocabulary_size: int | None = None,
+        block_size: Annotated[int, Ge(1)] = 64,
+        vocabulary_size: Annotated[int, Ge(1)] | None = None,
     ) -> None:
         text = "".join(read_text(path) for path in find_files(files, directory=directory))
         super().__init__(codes=code_points(text), block_size=block_size, vocabulary_size=vocabulary_size)

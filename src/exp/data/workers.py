@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from exp.data.faults import data_fault
 from exp.data.in_memory import samples_in
 from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
@@ -21,6 +19,7 @@ from exp.types import Batch, Stage
 
 Transform = Callable[[Any], Any]
 Collate = Callable[[Any], Any]
+StartMethod = Literal["fork", "spawn", "forkserver"]
 Item = TypeVar("Item")
 
 
@@ -32,18 +31,7 @@ class FetchOptions:
     pin_memory: bool = False
     prefetch_factor: int | None = None
     persistent_workers: bool = True
-    multiprocessing_context: str | None = None
-
-    def __post_init__(self) -> None:
-        methods = multiprocessing.get_all_start_methods()
-        if self.multiprocessing_context not in (None, *methods):
-            raise data_fault(
-                "multiprocessing_context",
-                got=str(self.multiprocessing_context),
-                expected=f"null or one of {', '.join(methods)}",
-            )
-        if self.prefetch_factor is not None and self.prefetch_factor < 1:
-            raise data_fault("prefetch_factor", got=str(self.prefetch_factor), expected="null, or 1 or more")
+    multiprocessing_context: StartMethod | None = None
 
     def dataloader(self, dataset: Dataset[object], **arguments: Any) -> DataLoader[object]:
         parallel: dict[str, Any] = {}

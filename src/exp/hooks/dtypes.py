@@ -28,10 +28,7 @@ class Dtypes(OnChosenSteps):
 
     needs = frozenset({"all_layers", "one_thread"})
 
-    def __init__(
-        self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
-    ) -> None:
-        super().__init__(steps=steps, every_n_steps=every_n_steps, modules=modules)
+    def setup(self, network: nn.Module) -> None:
         self._rows: dict[str, _Row] = {}
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from exp.errors import Fault
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Hook, Values
+from exp.hooks.hook import Hook, Values, has_come
 from exp.hooks.norms import norms, with_total
 from exp.hooks.panels import BINS, Histogram, bin_counts, finite_range
 from exp.hooks.step import Step
@@ -95,18 +95,14 @@ class Gradients(Hook):
 
     def due(self, index: int) -> bool:
         """Whether any of the periods has come."""
-        return (
-            index % self.every_n_steps == 0
-            or index == 1
-            or any(_has_come(getattr(self, period), index) for period in OWN_PERIODS)
-        )
+        return any(has_come(getattr(self, period), index) for period in ("every_n_steps", *OWN_PERIODS))
 
     def after_backward(self, step: Step) -> Values | None:
         index = step.index
-        values = self._norms(step, NORM) if _has_come(self.every_n_steps, index) else {}
-        has_histograms = _has_come(self.histogram_every_n_steps, index)
-        has_shares = _has_come(self.shares_every_n_steps, index)
-        has_ratio = _has_come(self.update_ratio_every_n_steps, index)
+        values = self._norms(step, NORM) if has_come(self.every_n_steps, index) else {}
+        has_histograms = has_come(self.histogram_every_n_steps, index)
+        has_shares = has_come(self.shares_every_n_steps, index)
+        has_ratio = has_come(self.update_ratio_every_n_steps, index)
         if has_histograms or has_shares or has_ratio:
             names, gradients = self._gradients()
             found = dict(zip(names, gradients, strict=True))
@@ -123,7 +119,7 @@ class Gradients(Hook):
         return values or None
 
     def after_clipping(self, step: Step) -> Values | None:
-        if self.clipped is None or not step.clips or not _has_come(self.every_n_steps, step.index):
+        if self.clipped is None or not step.clips or not has_come(self.every_n_steps, step.index):
             return None
         values = self._norms(step, CLIPPED)
         if self.clipped == "each" or not values:
@@ -132,7 +128,7 @@ class Gradients(Hook):
         return {total: values[total]}
 
     def after_step(self, step: Step) -> Values | None:
-        if not _has_come(self.update_ratio_every_n_steps, step.index):
+        if not has_come(self.update_ratio_every_n_steps, step.index):
             return None
         return {f"gradients/update_ratio/{name}": ratio for name, ratio in self._ratio.taken(step).items()}
 
@@ -164,10 +160,6 @@ class Gradients(Hook):
         values = dict(zip(tags, each, strict=True))
         values[beginning + "total"] = total
         return values
-
-
-def _has_come(period: int | None, index: int) -> bool:
-    return period is not None and (index % period == 0 or index == 1)
 
 
 def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram]:

@@ -244,7 +244,7 @@ class Hook:
 
     def due(self, index: int) -> bool:
         """Whether step `index`, counted from 1, is one of this hook's."""
-        return index % self.every_n_steps == 0 or index == 1
+        return has_come(self.every_n_steps, index)
 
     def overrides(self, method: str) -> bool:
         """Whether a subclass gave `method` a body: the engine calls no empty one."""
@@ -292,6 +292,11 @@ class Hook:
             self._attached = None
             self._loss_scale = None
             self.teardown()
+
+
+def has_come(period: int | None, index: int) -> bool:
+    """Whether step `index`, counted from 1, is the first or a multiple of the period; None is never."""
+    return period is not None and (index % period == 0 or index == 1)
 
 
 class OnChosenSteps(Hook):

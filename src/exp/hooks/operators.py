@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +41,7 @@ class Operators(OnChosenSteps):
 
     needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread", "python_in_step"})
 
-    def __init__(
-        self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
-    ) -> None:
-        super().__init__(steps=steps, every_n_steps=every_n_steps, modules=modules)
-        self._calls: OperatorCalls | None = None
+    _calls: OperatorCalls | None = None
 
     def teardown(self) -> None:
         if self._calls is not None:

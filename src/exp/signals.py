@@ -28,9 +28,33 @@ def heeded() -> tuple[int, ...]:
     return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
 
 
-def heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Handler]:
-    """Install a handler for the signals that end a run. Returns: the handlers that were there before."""
-    return {signum: signal.signal(signum, handler) for signum in heeded()}
+def heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Install a handler for the signals that end a run, for good."""
+    for signum in heeded():
+        signal.signal(signum, handler)
+
+
+@contextmanager
+def heeding(
+    handler: Callable[[int, FrameType | None], None], *, over: tuple[Handler, ...] | None = None
+) -> Iterator[None]:
+    """Handle the signals that end a run, and put back what was there. Outside the main thread it does nothing.
+
+    over: handlers that it takes the place of, and of no other; None is all.
+    """
+    before: dict[int, Handler] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {signum: signal.getsignal(signum) for signum in heeded()}
+    try:
+        for signum, held in before.items():
+            if over is None or held in over:
+                signal.signal(signum, handler)
+        yield
+    finally:
+        for signum, held in before.items():
+            # None was not installed from Python: it cannot be put back.
+            if held is not None:
+                signal.signal(signum, held)
 
 
 def leave_closed_terminal() -> None:
@@ -100,27 +124,17 @@ def interrupting() -> Iterator[None]:
     Stopping has handlers of its own between the first batch and the last. Lightning answers a KeyboardInterrupt with
     SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signum: signal.getsignal(signum) for signum in heeded()}
 
     def leave(signum: int, frame: FrameType | None) -> None:
         leave_closed_terminal()
         raise Interrupted(signum=signum, checkpoint=None)
 
+    # A rank has handlers of its own.
     try:
-        for signum, handler in before.items():
-            # A rank has handlers of its own, and None was not installed from Python.
-            if handler in (signal.SIG_DFL, signal.default_int_handler):
-                signal.signal(signum, leave)
-        yield
+        with heeding(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
+            yield
     except (KeyboardInterrupt, SystemExit) as error:
         raise Interrupted(signum=signal.SIGINT, checkpoint=None) from error
-    finally:
-        for signum, handler in before.items():
-            if handler is not None:
-                signal.signal(signum, handler)
 
 
 def _is_interactive() -> bool:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.files import replacing, sync_directory
 from exp.nested import mapped
 
 SUFFIX = ".partial"
@@ -40,7 +41,7 @@ class AtomicCheckpointIO(CheckpointIO):
         require_plain(checkpoint)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(target) as file:
+        with _written(target) as file:
             torch.save(checkpoint, cast(BinaryIO, file))
 
     def load_checkpoint(
@@ -91,13 +92,13 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     try:
         os.link(source, partial)
     except OSError:  # a filesystem without hard links, or another one
-        with _replacing(target) as file:
+        with replacing(target, partial.name) as file:
             file.write(source.read_bytes())
         return
     # A rename between two names of one file does nothing and leaves both.
     partial.replace(target)
     partial.unlink(missing_ok=True)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
 
 
 def sweep_partial_files(directory: Path) -> None:
@@ -145,22 +146,16 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[_Remembering]:
-    """A binary file that takes its target's place when it is closed well, and leaves nothing behind otherwise."""
-    partial = _partial(target)
-    file = _Remembering(partial.open("wb"))
-    try:
-        with file.raw as raw:
+def _written(target: Path) -> Iterator[_Remembering]:
+    """Give a file for torch.save that takes its target's place, and tell the system's own error of a write."""
+    with replacing(target, _partial(target).name) as raw:
+        file = _Remembering(raw)
+        try:
             yield file
-            raw.flush()
-            os.fsync(raw.fileno())
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if file.error is not None and error is not file.error:
-            raise file.error from error
-        raise
-    partial.replace(target)
-    _sync_directory(target.parent)
+        except Exception as error:
+            if file.error is not None and error is not file.error:
+                raise file.error from error
+            raise
 
 
 class _Remembering:
@@ -183,14 +178,6 @@ class _Remembering:
 
 def _partial(target: Path) -> Path:
     return target.with_name(f".{target.name}{SUFFIX}")
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _require_sound(path: Path) -> None:

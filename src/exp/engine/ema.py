@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Interval
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from exp.engine.checkpoint import State
-from exp.errors import ConfigError, Fault
 from exp.strategies.whole_state import WholeState, local
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class ExponentialMovingAverage(Callback):
     within fit, the checkpoints' `state_dict` and the module after fit have the averages; training goes on with, and a
     resumed run gets back, the weights themselves.
 
-    decay: d, 0 or more and below 1.
+    decay: d.
     every_n_steps: optimizer steps from one update to the next.
     start_step: the optimizer step, counted from 1, of the first update.
     warmup: take min(decay, (1 + n) / (10 + n)) after n updates, so that a short run is not all beginning (the rule of
@@ -49,19 +49,13 @@ class ExponentialMovingAverage(Callback):
     averages_weights: ClassVar[bool] = True
 
     def __init__(
-        self, *, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 1, warmup: bool = True
+        self,
+        *,
+        decay: Annotated[float, Interval(ge=0, lt=1)] = 0.999,
+        every_n_steps: Annotated[int, "a whole number of steps", Ge(1)] = 1,
+        start_step: Annotated[int, "an optimizer step", Ge(1)] = 1,
+        warmup: bool = True,
     ) -> None:
-        faults = [
-            Fault(key=f"callbacks.ema.{key}", got=str(got), expected=expected)
-            for key, got, right, expected in (
-                ("decay", decay, 0.0 <= decay < 1.0, "0 or more and below 1"),
-                ("every_n_steps", every_n_steps, every_n_steps >= 1, "a whole number of steps, 1 or more"),
-                ("start_step", start_step, start_step >= 1, "an optimizer step, 1 or more"),
-            )
-            if not right
-        ]
-        if faults:
-            raise ConfigError(faults)
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.start_step = start_step

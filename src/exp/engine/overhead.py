@@ -3,6 +3,9 @@
 Lightning asks every callback and the module for every hook of every batch, whether or not it does anything, and times
 each. It skips what is not callable: so a hook that nobody overrides becomes None.
 
+Processor time without it, over with it (benchmarks/loop.py, an MLP 64-128-10, six pairs): 1.07 of a step through
+Lightning's own loop, 1.04 of a run that mostly validates, 1.00 of a step of the lean loop, which asks nobody in vain.
+
 Relied on, and tested: `_call_callback_hooks` and `_call_lightning_module_hook` ask `callable` of what they find by
 name; `Profiler.profile` is used as a context; `_broadcast_sigterm_tensor` does nothing else (seen in lightning 2.6.6).
 docs/lean-loop.md says which test holds each.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from types import FrameType
 
 from exp.launch.failure import Failure, Kind, death, first_cause, read_failure
 from exp.launch.spawn import RankProcess
-from exp.signals import Handler, heed, leave_closed_terminal
+from exp.signals import heeding, leave_closed_terminal
 
 POLL_SECONDS = 0.05
 # Neighbours of a failed rank get so long to say what they saw, and so long after SIGTERM to leave.
@@ -28,21 +27,13 @@ LOG_TAIL_LINES = 20
 def collected_signals() -> Iterator[list[int]]:
     """Collect the signals that end a run for `supervise`, and put the handlers back; none outside the main thread."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before: dict[int, Handler] = {}
 
     def collect(signum: int, frame: FrameType | None) -> None:
         leave_closed_terminal()
         received.append(signum)
 
-    try:
-        before = heed(collect)
+    with heeding(collect):
         yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 class Grace:

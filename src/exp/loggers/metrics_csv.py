@@ -14,6 +14,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import RunError
+from exp.files import replacing
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, LeftOut, RunLogger
 
@@ -134,15 +135,15 @@ class CsvLogger(RunLogger):
     def _rewrite(self, is_kept: Any) -> None:
         """The rows that are kept, below the columns of now."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            rows = self._read()
-            first = next(rows, None)
-            self._columns = self._columns or list(first or [STEP])
+        rows = self._read()
+        first = next(rows, None)
+        self._columns = self._columns or list(first or [STEP])
+        with replacing(self.path, f".{self.path.name}.{os.getpid()}") as raw:
+            file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(row for row in [first, *rows] if row is not None and is_kept(row))
-        beside.replace(self.path)
+            file.detach()
 
     def _read(self) -> Iterator[dict[str, str]]:
         """The whole rows of the file: a kill may have left a part of one at the end."""

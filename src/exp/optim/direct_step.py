@@ -1,6 +1,7 @@
 """A fused optimizer's step without the bookkeeping around its kernel: lists of its state are made once, not each step.
 
-AdamW over four parameters: 40 us a step through `optimizer.step()`, 15 us here, of which the kernel is most.
+AdamW over four parameters: 40 us a step through `optimizer.step()`, 15 us here, of which the kernel is most. A whole
+step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times the processor time without it (six pairs).
 
 Private names of torch (seen in 2.13, and tested): `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`,
 which Adam, AdamW and SGD with fused=True call with these arguments, behind `torch._foreach_add_` of the counts of

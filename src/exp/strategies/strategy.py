@@ -151,8 +151,6 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
     plugins holds the cluster environment only: add precision and checkpoint plug-ins to it.
     use_distributed_sampler is False because exp's loaders share out the batches themselves.
     """
-    # Lightning takes this from RANK or SLURM_PROCID when it is imported, whosever they are.
-    vars(rank_zero_only)["rank"] = rank.global_rank
     return {
         "strategy": _lightning(strategy, placement=placement, rank=rank),
         "accelerator": placement.accelerator,
@@ -252,6 +250,8 @@ class RankEnvironment(ClusterEnvironment):
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self._rank = rank
+        # As Lightning's environments do. At import it took this from RANK or SLURM_PROCID, whosever they are.
+        vars(rank_zero_only)["rank"] = rank.global_rank
 
     @property
     def creates_processes_externally(self) -> bool:

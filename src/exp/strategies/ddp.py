@@ -16,10 +16,11 @@ arXiv:1808.07217, post-local SGD; torch's post_localSGD_hook and PeriodicModelAv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -35,7 +36,7 @@ from exp.precision.words import WORDS
 from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
-from exp.strategies.layer_split import MEETS, LayerSplitStrategy, OverDevices, inner_split, split_faults
+from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of
@@ -119,8 +120,8 @@ class DDP(Strategy):
         powersgd: PowerSGD | None = None,
         local_sgd: LocalSGD | None = None,
         inner: Literal["layer_split"] | None = None,
-        devices_per_rank: int | None = None,
-        layers: Sequence[Sequence[str]] | None = None,
+        devices_per_rank: Annotated[int, Ge(2)] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
         self.inner = inner_split(inner, devices_per_rank=devices_per_rank, layers=layers)

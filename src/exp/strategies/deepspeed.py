@@ -17,9 +17,10 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from annotated_types import Ge
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -27,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.errors import Fault, MissingExtraError
 from exp.precision.words import WORDS
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -59,17 +60,11 @@ class DeepSpeed(Strategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         overlap_comm: bool = False,
-        reduce_bucket_size: int = 200_000_000,
-        allgather_bucket_size: int = 200_000_000,
+        reduce_bucket_size: Annotated[int, Ge(1)] = 200_000_000,
+        allgather_bucket_size: Annotated[int, Ge(1)] = 200_000_000,
         show_gradients: bool = True,
     ) -> None:
         super().__init__(name=name)
-        sizes = {"reduce_bucket_size": reduce_bucket_size, "allgather_bucket_size": allgather_bucket_size}
-        faults = [Fault(key=key, got=str(size), expected="1 or more") for key, size in sizes.items() if size < 1]
-        if stage not in (1, 2, 3):
-            faults.append(Fault(key="stage", got=str(stage), expected="1, 2 or 3"))
-        if faults:
-            raise ConfigError(faults)
         self.stage = stage
         self.replicates, self.shards_parameters = stage < 3, stage == 3
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -52,7 +53,7 @@ class FSDP(Strategy):
         *,
         name: str = "fsdp",
         shard: Literal["auto"] | str | Sequence[str] = AUTO,
-        min_parameters: int = 0,
+        min_parameters: Annotated[int, Ge(0)] = 0,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: Sequence[str] = (),
         cpu_offload: bool = False,
@@ -62,8 +63,6 @@ class FSDP(Strategy):
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(name=name)
-        if min_parameters < 0:
-            raise ConfigError([Fault(key="min_parameters", got=str(min_parameters), expected="0 or more")])
         self.shard, self.min_parameters = shard, min_parameters
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = tuple(activation_checkpointing)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import ConfigError, Fault
+from exp.spelling import show
+from exp.strategies.layer_split import Layers
 from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
@@ -35,17 +38,17 @@ class Hybrid(Strategy):
         self,
         *,
         name: str = "hybrid",
-        tensor: int = 1,
-        pipeline: int = 1,
+        tensor: Annotated[int, Ge(1)] = 1,
+        pipeline: Annotated[int, Ge(1)] = 1,
         data: Literal["average", "shard"] = "average",
         plan: str | Mapping[str, str | Sequence[str]] = AUTO,
         divide: str | Sequence[str] = AUTO,
         sequence: bool = False,
         vocabulary: bool = False,
         schedule: str = "1f1b",
-        stages_per_rank: int | None = None,
-        microbatches: int | Literal["auto"] = "auto",
-        layers: Sequence[Sequence[str]] | None = None,
+        stages_per_rank: Annotated[int, Ge(1)] | None = None,
+        microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto",
+        layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
         of_tensor = {"plan": plan, "divide": divide, "sequence": sequence, "vocabulary": vocabulary}
@@ -55,7 +58,7 @@ class Hybrid(Strategy):
             "microbatches": microbatches,
             "layers": layers,
         }
-        faults = _faults_of_sizes(tensor, pipeline, data)
+        faults = _faults_of_factors(tensor, pipeline, data)
         if not faults:
             faults = _idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline)
         if faults:
@@ -107,23 +110,14 @@ def _idle(axis: str, options: Mapping[str, object]) -> list[Fault]:
     defaults = inspect.signature(Hybrid.__init__).parameters
     cure = f"Leave it out, or write strategy.{axis}=2 and the other factor 1"
     return [
-        Fault(key=key, got=f"{value!r}, with {axis}=1", expected=_word(defaults[key].default), cure=cure)
+        Fault(key=key, got=f"{value!r}, with {axis}=1", expected=show(defaults[key].default).strip("'"), cure=cure)
         for key, value in options.items()
         if value != defaults[key].default
     ]
 
 
-def _word(default: object) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[default] if default is None or isinstance(default, bool) else str(default)
-
-
-def _faults_of_sizes(tensor: int, pipeline: int, data: str) -> list[Fault]:
-    faults = [
-        Fault(key=key, got=str(size), expected="1 or more")
-        for key, size in (("tensor", tensor), ("pipeline", pipeline))
-        if size < 1
-    ]
+def _faults_of_factors(tensor: int, pipeline: int, data: str) -> list[Fault]:
+    faults = []
     if tensor > 1 and pipeline > 1:
         cure = "Write strategy.tensor=1, or strategy.pipeline=1"
         got = f"{pipeline} with tensor={tensor}"
@@ -131,9 +125,7 @@ def _faults_of_sizes(tensor: int, pipeline: int, data: str) -> list[Fault]:
     elif tensor == pipeline == 1:
         expected = "how many ranks hold one model together, 2 or more: strategy.tensor=2 or strategy.pipeline=2"
         faults.append(Fault(key="tensor", got="1, and pipeline is 1", expected=expected, cure="Or write strategy=ddp"))
-    if data not in ("average", "shard"):
-        faults.append(Fault(key="data", got=repr(data), expected="average or shard"))
-    elif data == "shard" and pipeline > 1:
+    if data == "shard" and pipeline > 1:
         faults.append(
             Fault(key="data", got="shard with pipeline", expected="average, or tensor in the place of pipeline")
         )

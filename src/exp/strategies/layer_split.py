@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from annotated_types import Predicate
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -29,6 +30,15 @@ from exp.strategies.strategy import (
 )
 from exp.types import DataSpec
 
+
+def _has_names(layers: Sequence[Sequence[str]]) -> bool:
+    return bool(layers) and all(part and all(part) for part in layers)
+
+
+# Name patterns of the layers of each part, in the order in which the parts run.
+Layers = Annotated[
+    Sequence[Sequence[str]], 'a list, each a list of texts, such as [[stem, "stage.*"], [head]]', Predicate(_has_names)
+]
 # Terms may take gradients from the step's graph, which is one, but not call layers themselves.
 MEETS = frozenset({"retained_graph"})
 
@@ -45,9 +55,8 @@ class LayerSplit(Strategy):
     splits_devices = True
     meets = MEETS
 
-    def __init__(self, *, name: str = "layer_split", layers: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(self, *, name: str = "layer_split", layers: Layers | None = None) -> None:
         super().__init__(name=name)
-        refuse_shapeless(layers)
         self.layers = layers
 
     @property
@@ -75,26 +84,19 @@ class InnerSplit:
     """How the network of each rank is laid over devices. devices: of each rank. layers: as LayerSplit's."""
 
     devices: int
-    layers: Sequence[Sequence[str]] | None
+    layers: Layers | None
 
 
-def inner_split(
-    inner: str | None, *, devices_per_rank: int | None, layers: Sequence[Sequence[str]] | None
-) -> InnerSplit | None:
+def inner_split(inner: str | None, *, devices_per_rank: int | None, layers: Layers | None) -> InnerSplit | None:
     """The options of a strategy of several ranks whose `inner` may be layer_split. Raises: ConfigError."""
-    refuse_shapeless(layers)
     faults = []
-    if inner not in (None, "layer_split"):
-        faults.append(Fault(key="inner", got=repr(inner), expected="null, or layer_split"))
     if inner is None:
         for key, value in (("devices_per_rank", devices_per_rank), ("layers", layers)):
             if value is not None:
                 cure = "Add strategy.inner=layer_split"
                 faults.append(Fault(key=key, got=f"{value} without inner", expected="null", cure=cure))
     count = devices_per_rank if devices_per_rank is not None else (2 if layers is None else len(layers))
-    if not isinstance(count, int) or isinstance(count, bool) or count < 2:
-        faults.append(Fault(key="devices_per_rank", got=repr(count), expected="null, or an integer, 2 or more"))
-    elif layers is not None and len(layers) != count:
+    if layers is not None and len(layers) != count:
         expected = f"{len(layers)}, one for each part of strategy.layers"
         faults.append(Fault(key="devices_per_rank", got=str(count), expected=expected))
     if faults:
@@ -102,17 +104,7 @@ def inner_split(
     return None if inner is None else InnerSplit(devices=count, layers=layers)
 
 
-def refuse_shapeless(layers: object) -> None:
-    """Raises: ConfigError where `layers` is not a list of lists of names."""
-    if layers is None:
-        return
-    if isinstance(layers, Sequence) and not isinstance(layers, str) and layers and all(map(_is_part, layers)):
-        return
-    expected = 'null, or a list of name patterns for each part, such as [[stem, "stage.*"], [head]]'
-    raise ConfigError([Fault(key="layers", got=repr(layers), expected=expected)])
-
-
-def split_faults(planned: Blueprint, *, count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
+def split_faults(planned: Blueprint, *, count: int, layers: Layers | None) -> list[Fault]:
     """Why the network cannot be cut into so many parts."""
     try:
         inputs = example_inputs(DataSpec.of(planned.config["data"]), device="meta")
@@ -122,7 +114,7 @@ def split_faults(planned: Blueprint, *, count: int, layers: Sequence[Sequence[st
     return []
 
 
-def _device_faults(count: int, layers: Sequence[Sequence[str]] | None) -> list[Fault]:
+def _device_faults(count: int, layers: Layers | None) -> list[Fault]:
     if layers is not None and len(layers) != count:
         got = f"{count} device{'s' if count > 1 else ''}"
         expected = f"{len(layers)}, one for each part of strategy.layers"
@@ -131,12 +123,6 @@ def _device_faults(count: int, layers: Sequence[Sequence[str]] | None) -> list[F
         expected = "2 or more to split over"
         return [Fault(key="launch.devices", got="1 device", expected=expected, cure="Write strategy=single")]
     return []
-
-
-def _is_part(part: object) -> bool:
-    if not isinstance(part, Sequence) or isinstance(part, str):
-        return False
-    return len(part) > 0 and all(isinstance(pattern, str) and pattern for pattern in part)
 
 
 class SplitNetwork:

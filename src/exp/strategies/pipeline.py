@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Annotated, Literal, Protocol, cast
 
 import torch.distributed as dist
+from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
@@ -16,7 +17,7 @@ from exp.models.inference import example_inputs
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.layer_split import refuse_shapeless, split_faults
+from exp.strategies.layer_split import Layers, split_faults
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
 from exp.strategies.placement import Demand, Dimensions, Placement
@@ -70,14 +71,13 @@ class Pipeline(Strategy):
         *,
         name: str = "pipeline",
         schedule: str = "1f1b",
-        stages: int | None = None,
-        stages_per_rank: int | None = None,
-        microbatches: int | Literal["auto"] = "auto",
-        layers: Sequence[Sequence[str]] | None = None,
+        stages: Annotated[int, Ge(1)] | None = None,
+        stages_per_rank: Annotated[int, Ge(1)] | None = None,
+        microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto",
+        layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        refuse_shapeless(layers)
-        faults = _faults_of_words(schedule, stages, stages_per_rank, microbatches, layers)
+        faults = _faults_of_words(schedule, stages, stages_per_rank, layers)
         if faults:
             raise ConfigError(faults)
         self.schedule = SCHEDULES[schedule]
@@ -151,20 +151,12 @@ def _faults_of_words(
     schedule: str,
     stages: int | None,
     stages_per_rank: int | None,
-    microbatches: int | Literal["auto"],
-    layers: Sequence[Sequence[str]] | None,
+    layers: Layers | None,
 ) -> list[Fault]:
     faults = []
     if schedule not in SCHEDULES:
         cure = did_you_mean(str(schedule), list(SCHEDULES))
         return [Fault(key="schedule", got=repr(schedule), expected=f"one of {', '.join(SCHEDULES)}", cure=cure)]
-    for key, value in (("stages", stages), ("stages_per_rank", stages_per_rank)):
-        if value is not None and not _is_count(value):
-            faults.append(Fault(key=key, got=repr(value), expected="null, or an integer, 1 or more"))
-    if microbatches != "auto" and not _is_count(microbatches):
-        faults.append(Fault(key="microbatches", got=repr(microbatches), expected="auto, or an integer, 1 or more"))
-    if faults:
-        return faults
     takes = SCHEDULES[schedule].stages_per_rank
     if stages_per_rank is not None and stages_per_rank != takes and (takes is not None or stages_per_rank < 2):
         expected = f"{takes or '2 or more'}: {schedule} has so many stages a rank"
@@ -179,10 +171,6 @@ def _faults_of_words(
         expected = f"a multiple of {each}, the stages of each rank"
         faults.append(Fault(key=key, got=str(count), expected=expected))
     return faults
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _batch_norm_faults(planned: Blueprint, count: int) -> list[Fault]:

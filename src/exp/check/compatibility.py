@@ -234,9 +234,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     if unmet:
         more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
         named = f"terms that need {', '.join(sorted(unmet))}"
-        yield Part(
-            key="objective", named=named, needs=frozenset({"own_passes"}), without=f"{{reason}}{more}", cure=ddp
-        )
+        yield Part(key="objective", named=named, needs=frozenset({"own_passes"}), without=f"{{reason}}{more}", cure=ddp)
     if planned.weighed:
         yield Part(
             key="objective",

@@ -8,14 +8,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from exp.check.signature import EMPTY, Parameter, Signature, fits, signature_of, worded, words_of
-from exp.check.structure import value_fault
+from exp.check.kinds import EMPTY, worded
+from exp.check.signature import Parameter, Signature, signature_of
+from exp.check.structure import kind_faults, value_fault
 from exp.config.reading import UNKNOWN
 from exp.config.slots import RESERVED_IN_NODE, Slot, nodes_in, slot_of
 from exp.config.sources import position_of
 from exp.config.targets import TargetError, resolve
 from exp.errors import ConfigError, Fault, MissingExtraError
-from exp.spelling import among, did_you_mean, nearest
+from exp.spelling import among, nearest
 
 HYDRAS_OWN = {
     "_args_": "a list",
@@ -171,14 +172,8 @@ def _arguments(key: str, node: dict[str, Any], given: list[str], signature: Sign
 
 
 def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[Fault]:
-    if (filled and value is None) or fits(value, parameter.annotation, parameter.default):
-        return
-    words = words_of(parameter.annotation) if parameter.annotation is not EMPTY else []
-    fault = value_fault(key, value, expected=_words(parameter), words=words)
-    if fault.cure is None and isinstance(value, str):
-        yield Fault(key=key, got=fault.got, expected=fault.expected, cure=did_you_mean(value, words))
-    else:
-        yield fault
+    if not (filled and value is None):
+        yield from kind_faults(key, value, parameter.annotation, parameter.default)
 
 
 def _words(parameter: Parameter) -> str:

@@ -6,34 +6,30 @@ Imports nothing of torch: what the network has is judged by plan/phases.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from exp.check.schema import Rule, integer, list_of, maybe, number, one_of, text
+from annotated_types import MinLen
+
+from exp.check.kinds import worded
+from exp.check.schema import Count, Node, Positive, Text
+from exp.check.structure import kind_faults
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
 
-_PATTERNS = "a pattern of parameter names such as 'generator.*', or a list of them"
-_NODE = Rule(
-    expected="a node with a _target_, or null for the one at the top",
-    accepts=lambda value: value is None or is_node(value),
-)
-PHASE: dict[str, Rule] = {
-    "terms": Rule(
-        expected="a list of names of the objective's terms, at least one",
-        accepts=lambda value: list_of(text()).accepts(value) and bool(value),
-    ),
-    "parameters": Rule(
-        expected=_PATTERNS,
-        accepts=lambda value: text().accepts(value) or (list_of(text()).accepts(value) and bool(value)),
-    ),
+_NODE = Annotated[Node | None, "a node with a _target_, or null for the one at the top"]
+PHASE: dict[str, Any] = {
+    "terms": Annotated[list[Text], "a list of names of the objective's terms, at least one", MinLen(1)],
+    "parameters": Annotated[
+        Text | Annotated[list[Text], MinLen(1)], "a pattern of parameter names such as 'generator.*', or a list of them"
+    ],
     "optimizer": _NODE,
     "scheduler": _NODE,
-    "gradient_clip_val": maybe(number(above=0.0)),
-    "gradient_clip_algorithm": one_of("norm", "value"),
-    "every_n_steps": integer(1),
-    "repeats": integer(1),
-    "forward": maybe(text()),
+    "gradient_clip_val": Positive | None,
+    "gradient_clip_algorithm": Literal["norm", "value"],
+    "every_n_steps": Count,
+    "repeats": Count,
+    "forward": Text | None,
 }
 # What a phase that leaves them out has.
 DEFAULTS: dict[str, Any] = {
@@ -81,9 +77,9 @@ def _keys(key: str, phase: dict[str, Any]) -> Iterator[Fault]:
     for name, rule in PHASE.items():
         if name not in phase:
             if name not in DEFAULTS:
-                yield Fault(key=f"{key}.{name}", got="no such key", expected=rule.expected)
-        elif not rule.fits(phase[name]):
-            yield Fault(key=f"{key}.{name}", got=show(phase[name]), expected=rule.expected)
+                yield Fault(key=f"{key}.{name}", got="no such key", expected=worded(rule))
+        else:
+            yield from kind_faults(f"{key}.{name}", phase[name], rule)
 
 
 def phases_share_the_objective(values: Values) -> Iterator[Fault]:

@@ -16,7 +16,6 @@ from exp.spelling import among, did_you_mean
 SHOWN = 4
 
 
-
 def phase_faults(
     phases: Sequence[Phase], network: nn.Module, *, steps: int, epochs: int, made: list[Optimizer]
 ) -> list[Fault]:

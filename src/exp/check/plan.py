@@ -376,9 +376,7 @@ class _Draft:
             )
         return made
 
-    def _planned(
-        self, objective: Objective, seen: ShapeExamination, network: nn.Module
-    ) -> Blueprint | None:
+    def _planned(self, objective: Objective, seen: ShapeExamination, network: nn.Module) -> Blueprint | None:
         """What parts may know of the run; None where nobody knows where it goes."""
         from exp.strategies.strategy import Blueprint, Strategy, traits_of
 

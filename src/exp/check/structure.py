@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.check.schema import PRESENT, SCHEMA, VALUES, Rule
+from exp.check.kinds import EMPTY, fits, worded, words_of
+from exp.check.schema import PRESENT, SCHEMA, VALUES, Count, Node
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
 from exp.config.reading import UNKNOWN, is_node, leaves
@@ -27,9 +29,21 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     ]
 
 
-def value_fault(
-    key: str, value: Any, *, expected: str, words: Iterator[str] | tuple[str, ...] | list[str] = ()
-) -> Fault:
+def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:
+    """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
+    if not fits(value, annotation, default):
+        yield value_fault(key, value, expected=worded(annotation, default), words=words_of(annotation))
+
+
+def _key_faults(key: str, value: Any, annotation: Any) -> Iterator[Fault]:
+    """The same of a key that exp reads itself, which holds a node only where a node is asked for."""
+    if is_node(value) and Node not in typing.get_args(annotation):
+        yield value_fault(key, value, expected=worded(annotation))
+    else:
+        yield from kind_faults(key, value, annotation)
+
+
+def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = ()) -> Fault:
     """One wrong value, with the cure that its look suggests."""
     cure = did_you_mean(value, words) if isinstance(value, str) else None
     if cure is None and isinstance(value, float) and value.is_integer() and "integer" in expected:
@@ -65,10 +79,9 @@ def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[F
     for name, rule in schema.items():
         path = _join(key, name)
         if name not in node:
-            yield Fault(key=path, got="no such key", expected=rule.expected if isinstance(rule, Rule) else "a mapping")
-        elif isinstance(rule, Rule):
-            if not rule.fits(node[name]):
-                yield value_fault(path, node[name], expected=rule.expected, words=rule.words)
+            yield Fault(key=path, got="no such key", expected="a mapping" if isinstance(rule, dict) else worded(rule))
+        elif not isinstance(rule, dict):
+            yield from _key_faults(path, node[name], rule)
         elif isinstance(node[name], dict):
             yield from _fixed(path, node[name], rule)
         elif node[name] is not UNKNOWN:
@@ -138,8 +151,8 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
     for key, value in leaves(plain):
         for pattern, rule in VALUES.items():
-            if _matches(key, pattern) and not rule.fits(value):
-                yield value_fault(key, value, expected=rule.expected, words=rule.words)
+            if _matches(key, pattern):
+                yield from _key_faults(key, value, rule)
 
 
 def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
@@ -177,9 +190,7 @@ def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
     for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
             yield Fault(key=f"{key}.{name}", got="no such key", expected=expected)
-    count = value.get("repeat", 1)
-    if count is not UNKNOWN and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        yield value_fault(f"{key}.repeat", count, expected="an integer, 1 or more")
+    yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Count)
 
 
 def _matches(key: str, pattern: str) -> bool:

@@ -1,0 +1,244 @@
+"""Hold a plain value against an annotation, and tell the kind that it asks for in words, with its bounds."""
+
+from __future__ import annotations
+
+import collections.abc
+import datetime
+import enum
+import inspect
+import math
+import operator
+import os
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from exp.config.reading import UNKNOWN, is_node
+
+EMPTY = inspect.Parameter.empty
+SEQUENCES = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    collections.abc.Sequence,
+    collections.abc.Iterable,
+    collections.abc.Collection,
+)
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+# What annotated_types declares of a value, by its names there.
+BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "le": operator.le,
+    "multiple_of": lambda value, step: value % step == 0,
+    "min_length": lambda value, length: len(value) >= length,
+    "max_length": lambda value, length: len(value) <= length,
+    "func": lambda value, accepts: bool(accepts(value)),
+}
+
+
+def fits(value: Any, annotation: Any, default: Any = EMPTY) -> bool:
+    """Whether a plain value (scalar, list or mapping of a config) may be given for a parameter.
+
+    A parameter without an annotation is judged by its default's type, and takes anything where that says nothing. A
+    node with a `_target_` becomes an object later: only a plain scalar annotation refuses it.
+    """
+    if value is UNKNOWN or (value is None and default is None):
+        return True
+    if annotation is EMPTY or annotation is Any or annotation is object:
+        return _like_default(value, default)
+    return _is(value, annotation)
+
+
+def worded(annotation: Any, default: Any = EMPTY) -> str:
+    """The kind in words: `an integer`, `one of min, max`, `a list of 2 numbers`."""
+    if annotation is EMPTY or annotation is Any or annotation is object:
+        return WORDS[type(default)] if type(default) in WORDS and default is not None else "another value"
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    base = origin or annotation
+    if annotation in WORDS:
+        return WORDS[annotation]
+    if origin is typing.Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(word) for word in arguments)
+    if _is_union(origin):
+        return _worded_union(arguments)
+    if origin is typing.Annotated:
+        return _worded_bounds(arguments[0], arguments[1:])
+    if base in SEQUENCES:
+        return _worded_list(arguments)
+    if base in MAPPINGS:
+        named = len(arguments) == 2 and arguments[1] is not Any
+        return f"a mapping of names to {worded(arguments[1])}" if named else "a mapping"
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return "one of " + ", ".join(member.name for member in annotation)
+    if inspect.isclass(annotation) and issubclass(annotation, os.PathLike):
+        return "a path"
+    if base is collections.abc.Callable:
+        return "a node with a _target_ and _partial_: true"
+    return f"a node whose _target_ is a {base.__name__}" if inspect.isclass(base) else str(annotation)
+
+
+def _worded_union(arguments: tuple[Any, ...]) -> str:
+    plain = [kind for kind in arguments if not _is_object(kind)] or list(arguments)
+    kinds = [worded(kind) for kind in plain if kind is not type(None)]
+    if WORDS[float] in kinds and WORDS[int] in kinds:
+        kinds.remove(WORDS[int])
+    if type(None) in arguments:
+        kinds.append(WORDS[type(None)])
+    return (", or " if any("," in kind for kind in kinds) else " or ").join(dict.fromkeys(kinds))
+
+
+def _worded_bounds(annotation: Any, metadata: Sequence[Any]) -> str:
+    """The kind, or the text among the metadata that stands for it, with its bounds: `a number, 0 or more`."""
+    bounds = _bounds(metadata)
+    text = next((text for text in metadata if isinstance(text, str)), None)
+    words = text or worded(annotation)
+    if "ge" in bounds and "le" in bounds:
+        words += f" between {bounds['ge']} and {bounds['le']}"
+    else:
+        lower = f", {bounds['ge']} or more" if "ge" in bounds else f" above {bounds['gt']}" if "gt" in bounds else ""
+        upper = f" below {bounds['lt']}" if "lt" in bounds else f" at most {bounds['le']}" if "le" in bounds else ""
+        words += lower + (" and" if lower and upper else "" if "lt" in bounds else "," if upper else "") + upper
+    if "multiple_of" in bounds:
+        words += f", a multiple of {bounds['multiple_of']}"
+    if "min_length" in bounds and not text:
+        words += f", {bounds['min_length']} or more of them"
+    if "max_length" in bounds and not text:
+        words += f", {bounds['max_length']} of them at most"
+    return words
+
+
+def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
+    """The bounds that an Annotated declares by annotated_types, Interval and Len among them, by their names there."""
+    declared = [(name, getattr(entry, name, None)) for entry in metadata for name in BOUNDS]
+    return {name: bound for name, bound in declared if bound is not None}
+
+
+def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
+    """Whether a value of the right kind keeps its bounds; a number with bounds is finite."""
+    bounds = _bounds(metadata)
+    if bounds and isinstance(value, float) and not math.isfinite(value):
+        return False
+    return all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+
+
+def _worded_list(arguments: tuple[Any, ...]) -> str:
+    kinds = [worded(kind) for kind in arguments if kind is not ...]
+    if not kinds:
+        return "a list"
+    if len(set(kinds)) > 1:
+        return f"a list of {', '.join(kinds)}"
+    many = {"an integer": "integers", "a number": "numbers", "text": "texts", "a mapping": "mappings"}
+    count = f"{len(kinds)} " if len(kinds) > 1 else ""
+    return f"a list of {count}{many[kinds[0]]}" if kinds[0] in many else f"a list, each {kinds[0]}"
+
+
+def words_of(annotation: Any) -> list[str]:
+    """Every word that a Literal, an enum or a bool somewhere in the annotation lists."""
+    if annotation is bool:
+        return ["true", "false"]
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(word) for word in typing.get_args(annotation)]
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return [member.name for member in annotation]
+    return [word for part in typing.get_args(annotation) if not isinstance(part, list) for word in words_of(part)]
+
+
+def _like_default(value: Any, default: Any) -> bool:
+    if default is EMPTY or default is None or value is None:
+        return True
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, int | float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, str):
+        return isinstance(value, str)
+    if isinstance(default, list | tuple):
+        return isinstance(value, list | int | float)
+    return True
+
+
+def _is(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if (
+        value is UNKNOWN
+        or annotation is Any
+        or annotation is object
+        or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef)
+    ):
+        return True
+    if annotation is None or annotation is type(None):
+        return value is None
+    if origin is typing.Literal:
+        return any(value == word and type(value) is type(word) for word in arguments)
+    if _is_union(origin):
+        return any(_is(value, argument) for argument in arguments)
+    if origin is typing.Annotated:
+        return _is(value, arguments[0]) and (is_node(value) or _is_within(value, arguments[1:]))
+    base = origin or annotation
+    if base in (bool, int, float, str, complex):
+        return _is_scalar(value, base)
+    if is_node(value):
+        return True
+    if base in SEQUENCES:
+        return _is_sequence(value, base, arguments)
+    if base in MAPPINGS:
+        return isinstance(value, dict) and (
+            len(arguments) != 2 or all(_is(item, arguments[1]) for item in value.values())
+        )
+    if base is collections.abc.Callable:
+        return False
+    return _is_class(value, base)
+
+
+def _is_scalar(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind in (float, complex):
+        return isinstance(value, int | float)
+    return isinstance(value, kind)
+
+
+def _is_sequence(value: Any, base: Any, arguments: tuple[Any, ...]) -> bool:
+    if not isinstance(value, list):
+        return False
+    if base is tuple and arguments and arguments[-1] is not ...:
+        return len(value) == len(arguments) and all(map(_is, value, arguments))
+    return not arguments or all(_is(item, arguments[0]) for item in value)
+
+
+def _is_class(value: Any, base: Any) -> bool:
+    if not inspect.isclass(base):
+        return True
+    if issubclass(base, enum.Enum):
+        return value in [member.name for member in base] or value in [member.value for member in base]
+    if issubclass(base, os.PathLike):
+        return isinstance(value, str)
+    if issubclass(base, datetime.timedelta):
+        return False
+    if f"{base.__module__}.{base.__qualname__}" == "torch.device":
+        return isinstance(value, str | int) and not isinstance(value, bool)
+    # A mapping or list may hold the nodes that the class is built from; a scalar can not become one.
+    return isinstance(value, list | dict)
+
+
+def _is_object(annotation: Any) -> bool:
+    """Whether only a node with a `_target_`, or nothing in a config, can be such a value."""
+    base = typing.get_origin(annotation) or annotation
+    if base is typing.Annotated:
+        return _is_object(typing.get_args(annotation)[0])
+    return (
+        inspect.isclass(base)
+        and base not in WORDS
+        and base not in SEQUENCES
+        and base not in MAPPINGS
+        and not (issubclass(base, enum.Enum | os.PathLike))
+    )
+
+
+def _is_union(origin: Any) -> bool:
+    return origin is typing.Union or origin is types.UnionType

@@ -1,12 +1,12 @@
 """One run, from a composed config to its report. Read `fit` for the parent's part and `run` for a rank's.
 
-    1 compose   check.stages.compose, before this
-    2 check     check.plan: resolve, plan
-    3 freeze    config.freeze
-    4 launch    launch.launcher, where the run needs processes of its own
-    5 build     build
-    6 fit       Lightning's Trainer; 7 log and 8 save are callbacks in it: engine.recording, engine.checkpointing
-    9 report    report
+1 compose   check.stages.compose, before this
+2 check     check.plan: resolve, plan
+3 freeze    config.freeze
+4 launch    launch.launcher, where the run needs processes of its own
+5 build     build
+6 fit       Lightning's Trainer; 7 log and 8 save are callbacks in it: engine.recording, engine.checkpointing
+9 report    report
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def run(
     """
     directory = Path(directory).absolute()
     resolved = frozen(directory) if decided is None else decided.resolved
-    ongoing = Ongoing(
-        directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size
-    )
+    ongoing = Ongoing(directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size)
     parts = None
     with run_log(directory, rank=rank), interrupting():
         try:

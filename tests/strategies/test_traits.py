@@ -9,14 +9,14 @@ from exp.strategies.fsdp import FSDP
 from exp.strategies.strategy import TRAITS, traits_of
 
 DECLARED = {
-    "strategy=single": {"replicates"},
-    "strategy=ddp": {"replicates", "splits_batch"},
-    "strategy=ddp strategy.inner=layer_split": {"replicates", "splits_batch", "splits_devices"},
-    "strategy=data_parallel": {"replicates", "splits_batch", "replicates_in_threads"},
-    "strategy=layer_split": {"replicates", "splits_devices"},
+    "strategy=single": set(),
+    "strategy=ddp": {"splits_batch"},
+    "strategy=ddp strategy.inner=layer_split": {"splits_batch", "splits_devices"},
+    "strategy=data_parallel": {"splits_batch", "replicates_in_threads"},
+    "strategy=layer_split": {"splits_devices"},
     "strategy=fsdp": {"shards_parameters", "splits_batch"},
     "strategy=fsdp strategy.name=mine": {"shards_parameters", "splits_batch"},
-    "strategy=deepspeed": {"replicates", "splits_batch", "owns_step"},
+    "strategy=deepspeed": {"splits_batch", "owns_step"},
     "strategy=deepspeed strategy.stage=3": {"shards_parameters", "splits_batch", "owns_step"},
     "strategy=tensor_parallel": {"splits_tensors"},
     "strategy=pipeline": {"splits_layers", "schedules_step"},
@@ -26,7 +26,7 @@ DECLARED = {
     "strategy=hybrid strategy.tensor=1 strategy.pipeline=2": {"splits_layers", "schedules_step", "splits_batch"},
 }
 LIGHTNINGS = {
-    "DDPStrategy": {"replicates", "splits_batch"},
+    "DDPStrategy": {"splits_batch"},
     "FSDPStrategy": {"shards_parameters", "splits_batch"},
     "ModelParallelStrategy": {"shards_parameters", "splits_batch"},
 }
@@ -51,4 +51,4 @@ def test_lightnings_own_classes_are_judged_by_their_bases(name):
     kind = type("Mine", (getattr(lightning_strategies, name),), {})
     assert traits_of(kind()) == LIGHTNINGS[name] | {"steps_once"}
     assert traits_of(kind()) <= set(TRAITS)
-    assert traits_of(lightning_strategies.SingleDeviceStrategy("cpu")) == {"replicates"}
+    assert traits_of(lightning_strategies.SingleDeviceStrategy("cpu")) == set()

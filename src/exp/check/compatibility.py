@@ -72,6 +72,7 @@ NEEDS: Mapping[str, str] = {
     "whole_average": "a callback averages all weights",
     "whole_tensors": "an optimizer looks at whole weights, not at each number by itself",
     "all_parameters": "an optimizer looks at all parameters together",
+    "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
 }
 
 _PARTS = "it needs whole weights and gradients, and ranks hold parts of them"
@@ -136,6 +137,10 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "all_parameters": {
         "splits_layers": "an optimizer that updates each parameter by itself: no rank has all of them (the network's "
         "layers are in several ranks)"
+    },
+    "one_whole_network": {
+        "phases": "several losses",
+        **dict.fromkeys(("splits_tensors", "splits_layers", "splits_devices"), "a network in parts"),
     },
 }
 # Where the network is, for a run that is told what it cannot have.
@@ -255,6 +260,14 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     if config["runtime"].get("compile"):
         needs = frozenset({"one_program"})
         yield Part(key="runtime.compile", named="true", needs=needs, without="false: {reason}", cure=ddp)
+    if config["precision"]["report"]:
+        yield Part(
+            key="precision.report",
+            named="true",
+            needs=frozenset({"one_whole_network"}),
+            without="false: it measures one network with one loss, whole, on one device",
+            cure="Run it once with strategy=single and without phases",
+        )
     for name, callback in planned.callbacks.items():
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:

@@ -229,8 +229,8 @@ def _is_class(value: Any, base: Any) -> bool:
 def _is_object(annotation: Any) -> bool:
     """Whether only a node with a `_target_`, or nothing in a config, can be such a value."""
     base = typing.get_origin(annotation) or annotation
-    if base is typing.Annotated:
-        return _is_object(typing.get_args(annotation)[0])
+    if base is typing.Annotated or _is_union(base):
+        return all(_is_object(kind) for kind in typing.get_args(annotation)[: 1 if base is typing.Annotated else None])
     return (
         inspect.isclass(base)
         and base not in WORDS

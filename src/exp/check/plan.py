@@ -279,7 +279,6 @@ class _Draft:
     def place(self) -> None:
         """Decide the strategy and where it puts the ranks; then whether the precision is at home there."""
         from exp.construct import build_strategy
-        from exp.precision.advice import report_faults
         from exp.precision.words import WORDS
 
         if not self._is_known(PLACEMENT_KEYS):
@@ -293,9 +292,8 @@ class _Draft:
         if _touched(self.faults, ("precision", "phases")):
             return
         self.placement, precision = placement, self.plain["precision"]
-        parts = max(placement.model_ranks, placement.devices_per_rank)
-        self.faults += WORDS[precision["word"]].device_faults(placement.accelerator)
-        self.faults += report_faults(precision, phases=self.plain["phases"], ranks_of_a_model=parts)
+        word = WORDS[precision["word"]]
+        self.faults += [*word.device_faults(placement.accelerator), *word.scaler_faults(precision["scaler"])]
 
     def look_at_the_network(self) -> None:
         """Build what is trained without memory, run it once, and ask every part what it refuses."""

@@ -30,8 +30,6 @@ NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLo
 CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
 CLASSIFICATION = "torchmetrics.classification."
 REGRESSION = "torchmetrics.regression."
-# The settings of a loss scale as every option of precision has them.
-SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 def rule_faults(plain: dict[str, Any]) -> list[Fault]:
@@ -134,35 +132,6 @@ def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
     monitor = values["monitor"]
     if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
         yield Fault(key="mode", got="'max'", expected=f"min: {monitor} is a loss, lower is better")
-
-
-def scaler_fits_word(values: Values) -> Iterator[Fault]:
-    """Only fp16 has a loss scale (GradScaler takes no float16 gradients), and without one it loses small gradients."""
-    word, enabled = values["precision.word"], values["precision.scaler.enabled"]
-    if word == "fp16" and enabled is False:
-        yield Fault(
-            key="precision.scaler.enabled",
-            got="false with fp16",
-            expected="true: gradients below 6e-8 become 0 in fp16",
-            cure="Choose precision=fp16, which sets both",
-        )
-    elif isinstance(word, str) and word != "fp16" and enabled is True:
-        yield Fault(
-            key="precision.scaler.enabled",
-            got=f"true with {word}",
-            expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
-            cure=f"Choose precision={word}, which sets both",
-        )
-    elif isinstance(word, str) and word != "fp16":
-        for name, default in SCALER.items():
-            value = values[f"precision.scaler.{name}"]
-            if isinstance(value, int | float) and value != default:
-                yield Fault(
-                    key=f"precision.scaler.{name}",
-                    got=f"{show(value)} with {word}, which scales no loss",
-                    expected=f"{default}, as it is",
-                    cure="Leave it out, or choose precision=fp16",
-                )
 
 
 def plateau_is_watched(values: Values) -> Iterator[Fault]:
@@ -365,7 +334,6 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     monitor_is_logged,
     mode_fits_a_loss,
     task_fits_data,
-    scaler_fits_word,
     plateau_is_watched,
     validation_comes_in_time,
     monitored_stage_has_data,

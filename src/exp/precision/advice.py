@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault
 from exp.files import write_whole
 from exp.nested import moved
 from exp.objectives.objective import Objective
@@ -34,30 +33,6 @@ UNITS = 4
 LOST = 0.1
 # Of running the batch again with more layers kept.
 ROUNDS = 8
-
-
-def report_faults(
-    precision: Mapping[str, object], *, phases: Mapping[str, object], ranks_of_a_model: int
-) -> list[Fault]:
-    """Reject precision.report where the network has several losses or lies on several devices.
-
-    precision: the config's node. ranks_of_a_model: how many ranks or devices hold parts of one network.
-    """
-    if not precision["report"]:
-        return []
-    expected = "false: it measures one network with one loss, whole, on one device"
-    if phases:
-        return [Fault(key="precision.report", got=f"true with the phases {', '.join(phases)}", expected=expected)]
-    if ranks_of_a_model > 1:
-        return [
-            Fault(
-                key="precision.report",
-                got=f"true, and {ranks_of_a_model} devices hold parts of the network",
-                expected=expected,
-                cure="Run it once with strategy=single",
-            )
-        ]
-    return []
 
 
 def report_precision(

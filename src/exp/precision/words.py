@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
 from exp.errors import ConfigError, Fault, MissingExtraError
-from exp.spelling import did_you_mean
+from exp.spelling import did_you_mean, show
 
 # Compute capability of Hopper, the first whose tensor cores multiply float8.
 HOPPER = (9, 0)
@@ -17,6 +19,8 @@ BF16 = "Write precision=bf16"
 HALF = (torch.float16, torch.bfloat16)
 # The smallest number of float16 is 6e-8: half of it and less is rounded to 0.
 SMALLEST_HALF = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+# The settings of a loss scale as every option of precision has them.
+SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,33 @@ class Word:
         if not self.half_parameters:
             return self
         return next(word for word in WORDS.values() if word.autocast is self.parameters)
+
+    def scaler_faults(self, scaler: Mapping[str, Any]) -> Iterator[Fault]:
+        """Rejects a loss scale where nothing is scaled, and none where small gradients would be lost."""
+        key, enabled = "precision.scaler", scaler["enabled"]
+        if self.needs_scaler and enabled is False:
+            yield Fault(
+                key=f"{key}.enabled",
+                got=f"false with {self.name}",
+                expected="true: gradients below 6e-8 become 0 in float16",
+                cure=f"Choose precision={self.name}, which sets both",
+            )
+        elif not self.needs_scaler and enabled is True:
+            yield Fault(
+                key=f"{key}.enabled",
+                got=f"true with {self.name}",
+                expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
+                cure=f"Choose precision={self.name}, which sets both",
+            )
+        elif not self.needs_scaler:
+            for name, default in SCALER.items():
+                if scaler[name] != default:
+                    yield Fault(
+                        key=f"{key}.{name}",
+                        got=f"{show(scaler[name])} with {self.name}, which scales no loss",
+                        expected=f"{default}, as it is",
+                        cure="Leave it out, or choose precision=fp16",
+                    )
 
     def device_faults(self, accelerator: str) -> list[Fault]:
         """Rejects a device (cpu, cuda or mps) that cannot compute in this word."""

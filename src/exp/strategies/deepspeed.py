@@ -66,7 +66,7 @@ class DeepSpeed(Strategy):
     ) -> None:
         super().__init__(name=name)
         self.stage = stage
-        self.replicates, self.shards_parameters = stage < 3, stage == 3
+        self.shards_parameters = stage == 3
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.overlap_comm = overlap_comm
         self.reduce_bucket_size, self.allgather_bucket_size = reduce_bucket_size, allgather_bucket_size

@@ -45,7 +45,6 @@ class FSDP(Strategy):
     sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
     """
 
-    replicates = False
     shards_parameters = True
 
     def __init__(

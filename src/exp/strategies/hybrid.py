@@ -32,8 +32,6 @@ class Hybrid(Strategy):
     Raises: ConfigError, also for an option of the one that is not used.
     """
 
-    replicates = False
-
     def __init__(
         self,
         *,

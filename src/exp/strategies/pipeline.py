@@ -62,7 +62,6 @@ class Pipeline(Strategy):
     layers: name patterns of the layers of each stage, in order; None balances them by the bytes of their parameters.
     """
 
-    replicates = False
     splits_layers = True
     schedules_step = True
 

@@ -79,7 +79,7 @@ class Blueprint:
 
 # What a strategy may say of itself; each is an attribute of Strategy.
 TRAITS = (
-    "replicates", "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
+    "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
     "replicates_in_threads", "schedules_step", "steps_once", "owns_step",
     "averages_between_steps",
 )  # fmt: skip
@@ -92,7 +92,6 @@ class Strategy(ABC):
     report.json repeats. The defaults are those of a strategy like ddp. One that depends on an option is set in
     `__init__`.
 
-    replicates: each rank holds every layer, with its whole weights.
     splits_batch: ranks or replicas share out each batch; `placement.data_ranks` says among how many ranks.
     shards_parameters: a rank keeps parts of weights, and gathers them while it computes.
     splits_tensors: a rank computes parts of single layers, and of what they return.
@@ -107,7 +106,6 @@ class Strategy(ABC):
         a network is in parts; a whole one meets all.
     """
 
-    replicates: bool = True
     splits_batch: bool = True
     shards_parameters: bool = False
     splits_tensors: bool = False
@@ -170,9 +168,9 @@ def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
         (DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step", "steps_once"})),
         (FSDPStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
         (ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
-        (DDPStrategy, frozenset({"replicates", "splits_batch", "steps_once"})),
+        (DDPStrategy, frozenset({"splits_batch", "steps_once"})),
         (ParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
-        (SingleDeviceStrategy, frozenset({"replicates"})),
+        (SingleDeviceStrategy, frozenset()),
     )
     return next((traits for kind, traits in of_lightning if isinstance(strategy, kind)), frozenset())
 

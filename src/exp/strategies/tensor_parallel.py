@@ -66,7 +66,6 @@ MEETS = frozenset({"input_gradients", "forward_passes"})
 class TensorParallel(Strategy):
     """All ranks of the run share each layer. The options are those of TensorOptions."""
 
-    replicates = False
     splits_batch = False
     splits_tensors = True
     meets = MEETS

@@ -104,7 +104,7 @@ def test_the_weights_are_those_of_clipping_by_hand(ranks: Any, kind: str, at: st
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
-        (["hooks.clip_module.limit=0"], ["limit is 0; it must be a number above 0"]),
+        (["hooks.clip_module.limit=0"], ["hooks.clip_module.limit: 0; expected a number above 0"]),
         (
             ["hooks.clip_module.at=parameters", "phases=[body_and_head]", "hooks.clip_module.modules=['*']"],
             ["Write phases.<name>.gradient_clip_val", "which lies in it"],

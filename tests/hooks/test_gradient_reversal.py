@@ -139,7 +139,7 @@ def test_a_compiled_run_with_the_schedule_is_a_plain_one(ranks: Any) -> None:
             ["features and features.conv2, which lies in it"],
         ),
         (["modules=[domain_heads]"], ["Did you mean domain_head?"]),
-        (["weight=-1"], ["weight is -1; it must be 0 or more"]),
+        (["weight=-1"], ["weight: -1; expected a number, 0 or more"]),
         (["schedule=papers"], ["constant"]),
     ],
 )

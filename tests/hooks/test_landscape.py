@@ -137,8 +137,8 @@ def test_a_picture_holds_each_curve(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
-        (["hooks.landscape.points=4"], ["points is 4; it must be odd"]),
-        (["hooks.landscape.distance=0"], ["distance is 0; it must be a number above 0"]),
+        (["hooks.landscape.points=4"], ["hooks.landscape.points: 4; expected an odd number"]),
+        (["hooks.landscape.distance=0"], ["hooks.landscape.distance: 0; expected a number above 0"]),
         (
             [*TWO, "strategy=fsdp"],
             ["ranks hold parts of them"],

@@ -181,7 +181,7 @@ def test_of_two_ranks_the_first_one_looks(ranks) -> None:
     [
         ("strategy=fsdp", "a Operators hook with strategy=fsdp"),
         ("strategy=pipeline", "a Dtypes hook with strategy=pipeline"),
-        ("hooks.operators.steps=[]", "optimizer steps counted from 1, such as [1, 100], or null for every_n_steps"),
+        ("hooks.operators.steps=[]", "hooks.operators.steps: []; expected optimizer steps counted from 1"),
         ("hooks.operators.modules=[encoder]", "hooks.operators.modules: 'encoder'; expected a pattern of module names"),
     ],
 )

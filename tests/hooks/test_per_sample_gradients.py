@@ -129,8 +129,8 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["makes of 2 samples a tensor of shape [1, 2, 10]"],
     ),
     "strategy": (["strategy=fsdp", "launch.devices=2", "launch.accelerator=cpu"], ["ranks hold parts of them"]),
-    "chunk_size": ([f"hooks.{NAME}.chunk_size=0"], ["chunk_size is 0"]),
-    "smoothing": ([f"hooks.{NAME}.smoothing=1.0"], ["smoothing is 1.0"]),
+    "chunk_size": ([f"hooks.{NAME}.chunk_size=0"], ["chunk_size: 0; expected a whole number of samples, 1 or more"]),
+    "smoothing": ([f"hooks.{NAME}.smoothing=1.0"], ["smoothing: 1.0; expected a number, 0 or more and below 1"]),
 }
 
 

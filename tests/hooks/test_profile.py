@@ -258,11 +258,11 @@ def faults(*overrides: str) -> list[str]:
     [
         (["trainer.max_steps=11"], ["hooks.profile.start_step: 10", "steps 10 to 12", "ends at step 11 or before"]),
         (["hooks.profile.ranks=[0,2]"], ["hooks.profile.ranks: [0, 2]", "in 1 process", "ranks from 0 to 0, or all"]),
-        (["hooks.profile.start_step=2"], ["start_step is 2, with 2 steps of warm-up before it; expected 3 or more"]),
-        (["hooks.profile.steps=0"], ["steps is 0; expected 1 or more"]),
-        (["hooks.profile.ranks=[]"], ["ranks is []; expected ranks, counted from 0, or all"]),
+        (["hooks.profile.start_step=2"], ["hooks.profile.start_step: 2; expected 3 or more", "2 of warm-up"]),
+        (["hooks.profile.steps=0"], ["hooks.profile.steps: 0; expected an integer, 1 or more"]),
+        (["hooks.profile.ranks=[]"], ["hooks.profile.ranks: []; expected ranks, counted from 0", "or all"]),
         (["hooks.profile.ranks=none"], ["hooks.profile.ranks"]),
-        (["hooks.profile.rows=0"], ["rows is 0; expected 1 or more"]),
+        (["hooks.profile.rows=0"], ["hooks.profile.rows: 0; expected an integer, 1 or more"]),
     ],
 )
 def test_what_cannot_be_is_said_before_the_run(overrides, words):

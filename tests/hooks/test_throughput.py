@@ -241,8 +241,8 @@ def test_a_cpu_has_no_peak_unless_it_is_measured(clock, caplog):
 
 @pytest.mark.parametrize("name", ["peak_flops", "flops_per_sample"])
 def test_a_peak_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; expected a number above 0"):
-        Throughput(**{name: 0})
+    with pytest.raises(exp.ConfigError, match=rf"hooks\.throughput\.{name}: 0; expected a number above 0"):
+        exp.validate(exp.compose([f"hooks.throughput.{name}=0"]))
 
 
 # --- real runs ---

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from annotated_types import Gt
 from torch import Tensor, nn
 
 from exp.errors import Fault
@@ -48,13 +48,11 @@ class ClipModule(GradientTransform):
         self,
         *,
         modules: Sequence[str],
-        limit: float = 1.0,
+        limit: Annotated[float, Gt(0)] = 1.0,
         algorithm: Literal["norm", "value"] = "norm",
         at: Literal["output", "input", "parameters"] = "output",
     ) -> None:
         super().__init__(modules=modules, at=at)
-        if not (0 < limit < math.inf):
-            raise ValueError(f"limit is {limit}; it must be a number above 0")
         self.limit, self.algorithm = limit, algorithm
         self.nests = at != "parameters"
         self._ranks = 1

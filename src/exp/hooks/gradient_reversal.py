@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
@@ -35,16 +36,12 @@ class GradientReversal(GradientTransform):
         self,
         *,
         modules: Sequence[str],
-        weight: float = 1.0,
+        weight: Annotated[float, Ge(0)] = 1.0,
         at: At = "input",
         schedule: Literal["constant", "progressive"] = "constant",
-        steepness: float = 10.0,
+        steepness: Annotated[float, Gt(0)] = 10.0,
     ) -> None:
         super().__init__(modules=modules, at=at)
-        if weight < 0:
-            raise ValueError(f"weight is {weight}; it must be 0 or more, for the reversal is the hook's own")
-        if steepness <= 0:
-            raise ValueError(f"steepness is {steepness}; it must be above 0")
         self.weight, self.schedule, self.steepness = weight, schedule, steepness
         self._now: float | Tensor = weight
         self._of_step: int | None = None

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -299,6 +300,9 @@ def has_come(period: int | None, index: int) -> bool:
     return period is not None and (index % period == 0 or index == 1)
 
 
+StepNumbers = Annotated[Sequence[Annotated[int, Ge(1)]], "optimizer steps counted from 1, such as [1, 100]", MinLen(1)]
+
+
 class OnChosenSteps(Hook):
     """Is due at the optimizer steps of a list.
 
@@ -306,12 +310,9 @@ class OnChosenSteps(Hook):
     """
 
     def __init__(
-        self, *, steps: Sequence[int] | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
+        self, *, steps: StepNumbers | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        if steps is not None and (not steps or any(step < 1 for step in steps)):
-            expected = "optimizer steps counted from 1, such as [1, 100], or null for every_n_steps"
-            raise ValueError(f"steps is {list(steps)}; expected {expected}")
         self.steps = None if steps is None else frozenset(steps)
 
     def due(self, index: int) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Ge, Gt, Predicate
 from torch import Tensor
 
 from exp.data.randomness import reseed, seed_for
@@ -22,6 +22,10 @@ from exp.hooks.step import Step
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
+
+
+def _is_odd(number: int) -> bool:
+    return number % 2 == 1
 
 
 class Landscape(Hook):
@@ -41,12 +45,14 @@ class Landscape(Hook):
     keeps_batches = True
     needs = frozenset({"whole_parameters", "one_objective"})
 
-    def __init__(self, *, every_n_steps: int = 200, distance: float = 0.5, points: int = 21) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 200,
+        distance: Annotated[float, Gt(0)] = 0.5,
+        points: Annotated[int, "an odd number, so that the middle one is at 0", Predicate(_is_odd), Ge(3)] = 21,
+    ) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        if not (0 < distance < math.inf):
-            raise ValueError(f"distance is {distance}; it must be a number above 0")
-        if points < 3 or points % 2 == 0:
-            raise ValueError(f"points is {points}; it must be odd, and 3 or more, so that the middle one is at 0")
         self.distance, self.points = distance, points
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:

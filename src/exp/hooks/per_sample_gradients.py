@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Ge, Interval
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
@@ -47,10 +48,14 @@ class PerSampleGradients(Hook):
     keeps_batches = True
     needs = frozenset({"whole_parameters", "one_objective", "vmap"})
 
-    def __init__(self, *, every_n_steps: int = 100, chunk_size: int = 8, smoothing: float = 0.9) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 100,
+        chunk_size: Annotated[int, "a whole number of samples", Ge(1)] = 8,
+        smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.9,
+    ) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}; expected a whole number of samples, 1 or more")
         self.chunk_size = chunk_size
         self._noise = NoiseScale(smoothing=smoothing)
 
@@ -179,8 +184,6 @@ class NoiseScale:
     """
 
     def __init__(self, *, smoothing: float) -> None:
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing is {smoothing}; expected a number from 0 to below 1")
         self.smoothing = smoothing
         self._means: Tensor | None = None
 

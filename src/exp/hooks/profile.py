@@ -8,9 +8,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, MinLen
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
@@ -46,18 +47,16 @@ class Profile(Hook):
         self,
         *,
         start_step: int = 10,
-        steps: int = 3,
-        warmup: int = 2,
-        ranks: Sequence[int] | Literal["all"] = (0,),
+        steps: Annotated[int, Ge(1)] = 3,
+        warmup: Annotated[int, "a number of steps", Ge(0)] = 2,
+        ranks: Annotated[Sequence[Annotated[int, Ge(0)]], "ranks, counted from 0", MinLen(1)] | Literal["all"] = (0,),
         shapes: bool = True,
         memory: bool = True,
         stacks: bool = False,
-        rows: int = 30,
+        rows: Annotated[int, Ge(1)] = 30,
     ) -> None:
         super().__init__()
         self.window = ProfileWindow(start=start_step, steps=steps, warmup=warmup, ranks=ranks)
-        if rows < 1:
-            raise ValueError(f"rows is {rows}; expected 1 or more")
         self._shapes, self._memory, self._stacks, self._rows = shapes, memory, stacks, rows
         # Whether the window is still to come, or under way, in a run that is.
         self._is_waiting = False
@@ -236,17 +235,11 @@ class ProfileWindow:
     ranks: Sequence[int] | Literal["all"] = (0,)
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; expected 1 or more")
-        if self.warmup < 0:
-            raise ValueError(f"warmup is {self.warmup}; expected 0 or more steps")
         if self.start <= self.warmup:
             raise ValueError(
-                f"start_step is {self.start}, with {self.warmup} steps of warm-up before it; expected "
-                f"{self.warmup + 1} or more, for steps are counted from 1"
+                f"start_step is {self.start}; expected {self.warmup + 1} or more: steps are counted from 1, and "
+                f"{self.warmup} of warm-up come before it"
             )
-        if self.ranks != "all" and (not self.ranks or min(self.ranks) < 0):
-            raise ValueError(f"ranks is {list(self.ranks)}; expected ranks, counted from 0, or all")
 
     @property
     def first(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
+from annotated_types import Predicate
 from torch import Tensor
 
 from exp.functions.identities import scale_gradient
@@ -18,10 +20,14 @@ class ScaleGradient(GradientTransform):
     at: output: the module gets the scaled gradient and hands it on. input: only what lies before it does.
     """
 
-    def __init__(self, *, modules: Sequence[str], factor: float = 1.0, at: At = "output") -> None:
+    def __init__(
+        self,
+        *,
+        modules: Sequence[str],
+        factor: Annotated[float, "a finite number", Predicate(math.isfinite)] = 1.0,
+        at: At = "output",
+    ) -> None:
         super().__init__(modules=modules, at=at)
-        if not math.isfinite(factor):
-            raise ValueError(f"factor is {factor}; it must be a finite number")
         self.factor = factor
 
     def change(self, tensor: Tensor) -> Tensor:

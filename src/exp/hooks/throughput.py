@@ -6,8 +6,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Gt
 from torch import Tensor, nn
 
 from exp.hooks.hook import Boundary, Hook, Workload
@@ -57,13 +59,10 @@ class Throughput(Hook):
         *,
         every_n_steps: int = 50,
         peak_flops: PeakFlops = None,
-        flops_per_sample: float | None = None,
+        flops_per_sample: Annotated[float, Gt(0)] | None = None,
         workload: Workload | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        for name, value in (("peak_flops", peak_flops), ("flops_per_sample", flops_per_sample)):
-            if isinstance(value, int | float) and value <= 0:
-                raise ValueError(f"{name} is {value}; expected a number above 0")
         self._utilisation = Utilisation(peak_flops=peak_flops, flops_per_sample=flops_per_sample, workload=workload)
         # How far before the due step the one lies that is split: by then a GPU is through with it.
         self._ahead = min(AHEAD, (every_n_steps - 1) // 2)

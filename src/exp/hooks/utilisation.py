@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import re
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt
 
 from exp.hooks.hook import Workload
 from exp.hooks.panels import Text
@@ -20,7 +21,7 @@ from exp.models.flop_count import FlopCount
 
 log = logging.getLogger(__name__)
 
-PeakFlops = float | Literal["measured"] | None
+PeakFlops = Annotated[float, Gt(0)] | Literal["measured"] | None
 
 
 class Utilisation:

@@ -20,7 +20,7 @@ from exp.config.slots import slot_of
 from exp.config.targets import resolve
 from exp.data.data import Data
 from exp.data.randomness import initialisation
-from exp.errors import ConfigError, ExpError, Fault
+from exp.errors import ConfigError, ExpError, Fault, refusal
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.syntax import ProgramError
 from exp.objectives.objective import Objective
@@ -82,19 +82,8 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     except ExpError:
         raise
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, OSError) as error:
-        raise ConfigError([_refusal(error, key, node)]) from error
-
-
-def _refusal(error: Exception, key: str, node: Mapping[str, Any]) -> Fault:
-    """What a constructor raised, told at the node's key; `NAME is VALUE; expected WHAT` at that of the parameter."""
-    got, said, expected = str(error).partition("; expected ")
-    name, _, value = got.partition(" is ")
-    if said and name in node:
-        return Fault(key=f"{key}.{name}", got=value, expected=expected)
-    if said:
-        return Fault(key=key, got=got, expected=expected)
-    got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
-    return Fault(key=key, got=got, expected="values that it accepts")
+        got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
+        raise ConfigError([refusal(error, key=key, known=node, got=got)]) from error
 
 
 def _placed(fault: Fault, key: str) -> Fault:

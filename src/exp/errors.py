@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 INTERRUPTED_BY_KEY = 130
@@ -25,6 +25,20 @@ class Fault:
         if self.cure:
             line += f". {self.cure}"
         return f"{line}  [{self.source}]" if self.source else line
+
+
+def refusal(error: Exception, *, key: str, known: Container[str], got: str) -> Fault:
+    """The fault of what a constructor raised: `NAME is VALUE; expected WHAT` is told at that parameter's key.
+
+    known: the parameters' names. got: what to say of any other message.
+    """
+    said, is_worded, expected = str(error).partition("; expected ")
+    name, _, value = said.partition(" is ")
+    if is_worded and name in known:
+        return Fault(key=f"{key}.{name}", got=value, expected=expected)
+    if is_worded:
+        return Fault(key=key, got=said, expected=expected)
+    return Fault(key=key, got=got, expected="values that it accepts")
 
 
 class ExpError(Exception):

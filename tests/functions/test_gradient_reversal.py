@@ -55,11 +55,6 @@ def test_the_layer_is_the_function_in_a_fold_and_in_a_program() -> None:
     torch.testing.assert_close(torch.autograd.grad(plain.square().sum(), linear.weight)[0], -4 * wanted)
 
 
-def test_a_negative_weight_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight is -1.0; it must be 0 or more"):
-        GradientReversal(weight=-1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_every_dtype_keeps_its_own(dtype: torch.dtype) -> None:
     value = torch.ones(3, dtype=dtype, requires_grad=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from exp.check.parameters import node_faults
 from exp.errors import RunError
 from exp.objectives.adversarial import DiscriminatorLoss, GeneratorLoss
 from exp.objectives.consistency import Consistency
@@ -194,15 +195,29 @@ def sigmoid(score: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("target", "setting", "message"),
     [
-        (lambda: R1(precision="half"), "precision is 'half'; it must be step"),
-        (lambda: JacobianNorm(projections=0), "projections is 0; it must be 1 or more"),
-        (lambda: Consistency(distance="l1"), "distance is 'l1'; it must be mse or kl"),
-        (lambda: Consistency(distance="kl", probabilities=False), "a divergence compares probabilities"),
-        (lambda: GeneratorLoss(loss="hing"), "loss is 'hing'; it must be one of non_saturating, hinge"),
+        ("objectives.penalties.R1", {"precision": "half"}, "x.precision: 'half'; expected one of step, full"),
+        ("objectives.penalties.JacobianNorm", {"projections": 0}, "x.projections: 0; expected an integer, 1 or more"),
+        ("objectives.consistency.Consistency", {"distance": "l1"}, "x.distance: 'l1'; expected one of mse, kl"),
+        (
+            "objectives.adversarial.GeneratorLoss",
+            {"loss": "hing"},
+            "x.loss: 'hing'; expected one of non_saturating",
+        ),
+        ("models.layers.GradientReversal", {"weight": -1.0}, "x.weight: -1.0; expected a number, 0 or more"),
+        (
+            "models.layers.Noise",
+            {"shape": [2], "distribution": "gamma"},
+            "x.distribution: 'gamma'; expected one of",
+        ),
     ],
 )
-def test_settings_that_are_none(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_settings_that_are_none(target: str, setting: dict[str, Any], message: str) -> None:
+    faults = list(node_faults("x", {"_target_": f"exp.{target}", **setting}, allow=()))
+    assert [str(fault).startswith(message) for fault in faults] == [True], faults
+
+
+def test_a_divergence_compares_probabilities() -> None:
+    with pytest.raises(ValueError, match="probabilities is false; expected true, for distance: kl"):
+        Consistency(distance="kl", probabilities=False)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
 from exp.functions.identities import gradient_reversal
 from exp.models.initialisation import Scheme, fill
 
+Shape = Sequence[Annotated[int, Ge(0)]]
 # A value of `layers`.
 Held = nn.Module | Tensor | Mapping[str, object] | Sequence[object]
 
@@ -27,7 +29,7 @@ class Parameter(nn.Module):
     trainable: false makes a constant that is saved but does not learn.
     """
 
-    def __init__(self, *, shape: Sequence[int], initialisation: Scheme = "zeros", trainable: bool = True) -> None:
+    def __init__(self, *, shape: Shape, initialisation: Scheme = "zeros", trainable: bool = True) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.empty(tuple(shape)), requires_grad=trainable)
         fill(self.value, initialisation)
@@ -43,10 +45,8 @@ class GradientReversal(nn.Module):
     weight: the factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495; 0 or more.
     """
 
-    def __init__(self, *, weight: float = 1.0) -> None:
+    def __init__(self, *, weight: Annotated[float, Ge(0)] = 1.0) -> None:
         super().__init__()
-        if weight < 0:
-            raise ValueError(f"weight is {weight}; it must be 0 or more, for the reversal is the layer's own")
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,10 +62,8 @@ class Noise(nn.Module):
     shape: of one sample's numbers. distribution: `normal` has mean 0 and variance 1, `uniform` runs from 0 to 1.
     """
 
-    def __init__(self, *, shape: Sequence[int], distribution: Literal["normal", "uniform"] = "normal") -> None:
+    def __init__(self, *, shape: Shape, distribution: Literal["normal", "uniform"] = "normal") -> None:
         super().__init__()
-        if distribution not in ("normal", "uniform"):
-            raise ValueError(f"distribution is {distribution!r}; it must be normal or uniform")
         self.shape = tuple(shape)
         self.distribution = distribution
 

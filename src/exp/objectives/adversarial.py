@@ -57,7 +57,7 @@ class DiscriminatorLoss(AbstractTerm):
         fake: str = "fake_score",
     ) -> None:
         super().__init__(weight=weight)
-        self._of_real, self._of_fake, _ = _formulas(loss)
+        self._of_real, self._of_fake, _ = FORMULAS[loss]
         self.loss_name, self.real, self.fake = loss, real, fake
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
@@ -74,15 +74,9 @@ class GeneratorLoss(AbstractTerm):
 
     def __init__(self, *, weight: float = 1.0, loss: Adversarial = "non_saturating", fake: str = "fake_score") -> None:
         super().__init__(weight=weight)
-        *_, self._of_fake = _formulas(loss)
+        *_, self._of_fake = FORMULAS[loss]
         self.loss_name, self.fake = loss, fake
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where the score is not there."""
         return self._of_fake(full(pick(values, self.fake, "score"))).mean()
-
-
-def _formulas(loss: str) -> tuple[Formula, Formula, Formula]:
-    if loss not in FORMULAS:
-        raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(FORMULAS)}")
-    return FORMULAS[loss]

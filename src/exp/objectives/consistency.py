@@ -40,10 +40,8 @@ class Consistency(AbstractTerm):
         probabilities: bool = True,
     ) -> None:
         super().__init__(weight=weight)
-        if distance not in ("mse", "kl"):
-            raise ValueError(f"distance is {distance!r}; it must be mse or kl")
         if distance == "kl" and not probabilities:
-            raise ValueError("distance is 'kl' with probabilities=false; a divergence compares probabilities")
+            raise ValueError("probabilities is false; expected true, for distance: kl is a divergence of probabilities")
         self.output, self.distance, self.probabilities = output, distance, probabilities
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:

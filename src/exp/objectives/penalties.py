@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,7 +31,7 @@ class DerivativeTerm(AbstractTerm):
     ) -> None:
         super().__init__(weight=weight)
         self.output, self.input = output, input
-        self.precision = read_precision(precision)
+        self.precision = precision
         if precision == "full":
             self.needs = self.needs | {"forward_passes"}
 
@@ -91,7 +93,7 @@ class WGANGP(AbstractTerm):
         super().__init__(weight=weight)
         self.critic, self.real, self.fake, self.output = critic, real, fake, output
         self.parts = (critic,)
-        self.precision = read_precision(precision)
+        self.precision = precision
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the two differ in shape."""
@@ -133,12 +135,10 @@ class JacobianNorm(DerivativeTerm):
         weight: float = 1.0,
         output: str = "output",
         input: str = "input",
-        projections: int | None = None,
+        projections: Annotated[int, Ge(1)] | None = None,
         precision: Precision = "step",
     ) -> None:
         super().__init__(weight=weight, output=output, input=input, precision=precision)
-        if projections is not None and projections < 1:
-            raise ValueError(f"projections is {projections}; it must be 1 or more, or null for the exact norm")
         self.projections = projections
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
@@ -154,13 +154,6 @@ class JacobianNorm(DerivativeTerm):
             direction = functional.normalize(torch.randn_like(output), dim=1)
             squares.append(_squared(passes.gradients((direction * output).sum(1), given)))
         return output.shape[1] * torch.stack(squares).mean()
-
-
-def read_precision(precision: Precision) -> Precision:
-    """Raises: ValueError where it is none."""
-    if precision not in ("step", "full"):
-        raise ValueError(f"precision is {precision!r}; it must be step (the run's own) or full (float32)")
-    return precision
 
 
 def _squared(gradient: Tensor) -> Tensor:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Interval
 from torch import Tensor, nn
 from torch.nn import functional
 
 from exp.objectives.loss_inputs import require_classes_last
 
+Weights = Sequence[Annotated[float, Ge(0)]]
 NOTHING = torch.iinfo(torch.int64).min
 
 
 class _ClassesLast(nn.Module):
     """What cross entropy and NLL share."""
 
-    def __init__(self, *, class_weights: Sequence[float] | None = None, ignore_index: int | None = None) -> None:
+    def __init__(self, *, class_weights: Weights | None = None, ignore_index: int | None = None) -> None:
         super().__init__()
         self.class_weights: Tensor | None
         if class_weights is None:
@@ -50,8 +53,8 @@ class CrossEntropy(_ClassesLast):
     def __init__(
         self,
         *,
-        label_smoothing: float = 0.0,
-        class_weights: Sequence[float] | None = None,
+        label_smoothing: Annotated[float, Interval(ge=0, le=1)] = 0.0,
+        class_weights: Weights | None = None,
         ignore_index: int | None = None,
     ) -> None:
         super().__init__(class_weights=class_weights, ignore_index=ignore_index)

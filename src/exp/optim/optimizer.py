@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, refusal
 from exp.optim.parameter_groups import Groups, parameter_groups
-from exp.optim.schedules import Interval, build_schedule, changes_nothing
+from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
 # Of DTensors: torch 2.13 has no sharding strategy for the other kernels.
 FUSED_IN_SHARDS = ("Adam", "AdamW")
@@ -40,7 +40,7 @@ class Optimization:
     groups: Groups = field(default_factory=dict)
     exempt_from_decay: Sequence[str] = ()
     schedule_factory: functools.partial[LRScheduler] | None = None
-    interval: Interval = "step"
+    interval: Unit = "step"
     monitor: str | None = None
 
     def make(
@@ -107,7 +107,7 @@ def build_optimizer(
         return factory.func(split, *factory.args, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{_name(factory)} refused its values ({error})"
-        raise ConfigError([Fault(key="optimizer", got=got, expected="values that it accepts")]) from error
+        raise ConfigError([refusal(error, key="optimizer", known=factory.keywords, got=got)]) from error
 
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:

@@ -6,14 +6,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Interval
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, refusal
 
-Interval = Literal["step", "epoch"]
+Unit = Literal["step", "epoch"]
+Steps = Annotated[int, "a number of steps", Ge(0)]
+Length = Annotated[int, "a number of steps", Ge(1)]
 
 
 class Constant(LambdaLR):
@@ -22,8 +25,7 @@ class Constant(LambdaLR):
     warmup_steps: over which it rises; step n of them (from 0) has (n + 1) / (warmup_steps + 1) of the rate.
     """
 
-    def __init__(self, optimizer: Optimizer, *, warmup_steps: int = 0) -> None:
-        _require_steps("warmup_steps", warmup_steps)
+    def __init__(self, optimizer: Optimizer, *, warmup_steps: Steps = 0) -> None:
         # A function, not an object: LambdaLR would put an object's values into the checkpoint, and a resumed run
         # could then not be made longer.
         super().__init__(optimizer, lambda done: _warmup_factor(done, warmup_steps))
@@ -44,10 +46,10 @@ class Cosine(LambdaLR):
         self,
         optimizer: Optimizer,
         *,
-        total_steps: int | None = None,
-        warmup_steps: int = 0,
-        warmup_fraction: float | None = None,
-        end_factor: float = 0.0,
+        total_steps: Length | None = None,
+        warmup_steps: Steps = 0,
+        warmup_fraction: Annotated[float, "a share of the run", Interval(ge=0, lt=1)] | None = None,
+        end_factor: Annotated[float, Ge(0)] = 0.0,
     ) -> None:
         total = _known(total_steps)
         warmup = _warmup_steps(total, warmup_steps, warmup_fraction)
@@ -64,7 +66,7 @@ class OneCycle(OneCycleLR):
         self,
         optimizer: Optimizer,
         *,
-        total_steps: int | None = None,
+        total_steps: Length | None = None,
         pct_start: float = 0.3,
         anneal_strategy: Literal["cos", "linear"] = "cos",
         cycle_momentum: bool = True,
@@ -93,7 +95,7 @@ def build_schedule(
     optimizer: Optimizer,
     factory: Callable[..., LRScheduler],
     *,
-    interval: Interval,
+    interval: Unit,
     total_steps: int | None,
 ) -> LRScheduler:
     """The schedule of an optimizer.
@@ -113,7 +115,8 @@ def build_schedule(
         return factory(optimizer, **options)
     except (TypeError, ValueError) as error:
         got = f"{_function(factory).__name__} refused its values ({error})"
-        raise ConfigError([Fault(key="scheduler", got=got, expected="values that it accepts")]) from error
+        known = inspect.signature(_function(factory)).parameters
+        raise ConfigError([refusal(error, key="scheduler", known=known, got=got)]) from error
 
 
 def needs_total(factory: Callable[..., LRScheduler]) -> bool:
@@ -149,32 +152,22 @@ def _cosine_factor(done: int, total_steps: int, warmup_steps: int, end_factor: f
 def _warmup_steps(total_steps: int, warmup_steps: int, warmup_fraction: float | None) -> int:
     if warmup_fraction is not None:
         if warmup_steps:
-            raise _fault("warmup_fraction", f"{warmup_fraction} beside warmup_steps {warmup_steps}", "one of the two")
-        if not 0.0 <= warmup_fraction < 1.0:
-            raise _fault("warmup_fraction", str(warmup_fraction), "a share of the run, 0 or more and below 1")
+            raise ValueError(
+                f"warmup_fraction is {warmup_fraction} beside warmup_steps {warmup_steps}; expected one of the two"
+            )
         warmup_steps = round(warmup_fraction * total_steps)
-    _require_steps("warmup_steps", warmup_steps)
-    if warmup_steps >= total_steps:
-        raise _fault("warmup_steps", str(warmup_steps), f"fewer than the {total_steps} steps of the run")
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(f"warmup_steps is {warmup_steps}; expected fewer than the {total_steps} steps of the run")
     return warmup_steps
 
 
 def _known(total_steps: int | None) -> int:
-    if total_steps is None or total_steps < 1:
-        raise _fault("total_steps", str(total_steps), "a number of steps, 1 or more")
+    if not total_steps:
+        raise ValueError(f"total_steps is {total_steps}; expected a number of steps, 1 or more")
     return total_steps
 
 
-def _require_steps(name: str, steps: int) -> None:
-    if steps < 0:
-        raise _fault(name, str(steps), "a number of steps, 0 or more")
-
-
-def _fault(name: str, got: str, expected: str) -> ConfigError:
-    return ConfigError([Fault(key=f"scheduler.{name}", got=got, expected=expected)])
-
-
-def _unknown_length(interval: Interval) -> Fault:
+def _unknown_length(interval: Unit) -> Fault:
     limit = "trainer.max_epochs" if interval == "epoch" else "trainer.max_epochs or trainer.max_steps"
     return Fault(
         key="scheduler.total_steps",

@@ -170,7 +170,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 class Commands:
     """`python -m exp.train ...` in a process of its own, forked from the warm one: its streams, its exit status.
 
-    For tests of what a command says and does. Ranks that it starts are fresh interpreters, as ever.
+    For tests of what a command says and does. The ranks that it starts are forked from it; fresh_ranks=True starts
+    interpreters, as a command of the shell does.
     """
 
     def __init__(self, place: Path) -> None:
@@ -184,10 +185,12 @@ class Commands:
         module: str = "exp.train",
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        fresh_ranks: bool = False,
         seconds: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """environment: beside this process's own."""
-        return self.start(*arguments, module=module, cwd=cwd, environment=environment).end(seconds=seconds)
+        started = self.start(*arguments, module=module, cwd=cwd, environment=environment, fresh_ranks=fresh_ranks)
+        return started.end(seconds=seconds)
 
     def start(
         self,
@@ -195,6 +198,7 @@ class Commands:
         module: str = "exp.train",
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        fresh_ranks: bool = False,
     ) -> Command:
         self._count += 1
         streams = self.place / f".stdout{self._count}", self.place / f".stderr{self._count}"
@@ -205,6 +209,7 @@ class Commands:
             "environment": {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             "output": str(streams[0]),
             "error": str(streams[1]),
+            "fresh_ranks": fresh_ranks,
         }
         process = WARM.Process(target=runpy.run_path, args=(str(COMMAND_PROGRAM), {"SETTINGS": settings}, "__main__"))
         process.start()

@@ -1,9 +1,11 @@
 """`launched(program)`: a program lived by every rank of a fresh run directory, through the real launcher."""
 
+import json
 import textwrap
 
 import pytest
 
+from exp.errors import RankError
 from exp.launch.launcher import launch
 from exp.strategies.placement import Machine, placement
 
@@ -52,14 +54,57 @@ def write_program(tmp_path):
     return write_program
 
 
+# A launching process of `commands`, as a module with a main.
+LAUNCHING = """
+import json, pathlib
+from exp.errors import Interrupted, RankError
+from exp.launch.launcher import launch
+from exp.strategies.placement import Machine, placement
+
+def main(arguments):
+    directory, ranks, options = pathlib.Path(arguments[0]), int(arguments[1]), json.loads(arguments[2])
+    try:
+        placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))
+        launch(directory, placement=placed, worker="rank_program", **options)
+    except RankError as error:
+        told = {"rank": error.rank, "reason": error.reason, "detail": error.detail}
+        (directory / "error").write_text(json.dumps(told))
+        return error.exit_status
+    except Interrupted as error:
+        print(error)
+        return error.exit_status
+    return 0
+"""
+
+
 @pytest.fixture
-def launched(tmp_path, run_directory, write_program, monkeypatch):
-    """A function that launches a program's ranks in `run_directory`."""
+def launch_command(tmp_path, run_directory, write_program, commands):
+    """A function that starts a launching process whose ranks are forked from it, with torch imported already."""
+
+    def launch_command(body: str, *, ranks: int = 2, **options):
+        write_program(body)
+        (tmp_path / "launching.py").write_text(LAUNCHING)
+        arguments = [str(run_directory), str(ranks), json.dumps(options)]
+        return commands.start(*arguments, module="launching", cwd=tmp_path)
+
+    return launch_command
+
+
+@pytest.fixture
+def launched(tmp_path, run_directory, write_program, monkeypatch, launch_command):
+    """A function that launches a program's ranks in `run_directory`; warm ones for a program that needs torch."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def launched(body: str, *, ranks: int = 2, **options) -> None:
-        write_program(body)
-        placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))
-        launch(run_directory, placement=placed, worker="rank_program", **options)
+    def launched(body: str, *, ranks: int = 2, warm: bool = False, **options) -> None:
+        if not warm:
+            write_program(body)
+            placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))
+            launch(run_directory, placement=placed, worker="rank_program", **options)
+            return
+        done = launch_command(body, ranks=ranks, **options).end()
+        error = run_directory / "error"
+        if error.is_file():
+            raise RankError(**json.loads(error.read_text()))
+        assert done.returncode == 0, done.stderr
 
     return launched

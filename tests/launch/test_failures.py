@@ -51,6 +51,7 @@ def test_a_killed_rank_is_named_and_not_the_neighbour_that_lost_its_connection(f
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.all_reduce(torch.ones(1))
         """,
+        warm=True,
     )
     assert error.rank == 1
     assert "was killed by SIGKILL" in error.reason
@@ -66,6 +67,7 @@ def test_the_first_exception_is_told_and_not_what_it_did_to_the_neighbour(failin
             raise ZeroDivisionError("mine")
         torch.distributed.all_reduce(torch.ones(1))
         """,
+        warm=True,
     )
     assert (error.rank, error.reason) == (1, "failed with ZeroDivisionError: mine")
 
@@ -83,6 +85,7 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs(failing):
             stuck()
         torch.distributed.all_reduce(torch.ones(1))
         """,
+        warm=True,
     )
     assert error.rank == 1
     assert "does not answer" in error.reason
@@ -96,6 +99,7 @@ def test_a_rank_that_does_not_come_is_named(failing):
             time.sleep(300)
         joined(rank, timeout_seconds=2)
         """,
+        warm=True,
     )
     assert (error.rank, "does not answer" in error.reason) == (1, True)
 

@@ -40,7 +40,7 @@ note(rank, {
 
 
 def test_lightning_trains_in_the_group_that_the_ranks_made(launched, run_directory):
-    launched(TRAIN)
+    launched(TRAIN, warm=True)
     first, second = (json.loads((run_directory / f"note{rank}").read_text()) for rank in range(2))
     assert (first["world"], second["world"]) == ([2, 0, 1], [2, 1, 1])
     assert first["weight"] == second["weight"]

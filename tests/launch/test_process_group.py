@@ -34,7 +34,7 @@ LOOPBACKS = {
 
 
 def test_no_socket_of_a_run_on_one_machine_can_be_reached_from_another(launched, run_directory):
-    launched(SOCKETS)
+    launched(SOCKETS, warm=True)
     addresses = []
     for rank in range(2):
         seen = json.loads((run_directory / f"note{rank}").read_text())
@@ -75,5 +75,5 @@ def test_two_runs_at_once_do_not_meet(launched, run_directory, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1])
 def test_one_rank_has_no_process_group(launched, run_directory, ranks):
-    launched("torch = joined(rank); note(rank, torch.distributed.is_initialized())", ranks=ranks)
+    launched("torch = joined(rank); note(rank, torch.distributed.is_initialized())", ranks=ranks, warm=True)
     assert (run_directory / "note0").read_text() == "false"

@@ -129,13 +129,17 @@ blocked() if rank.global_rank == 1 else waits_in_a_collective()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_that_hang_are_killed_when_their_grace_is_over_and_named_with_where_they_stood(parent, signum):
-    process, pids = parent(STUCK, grace=1)
+def test_ranks_that_hang_are_killed_when_their_grace_is_over_and_named_with_where_they_stood(
+    launch_command, run_directory, signum
+):
+    command = launch_command(STUCK, grace_seconds=1)
+    pids = [wait_for_note(run_directory / f"note{rank}") for rank in range(2)]
     began = time.monotonic()
-    process.send_signal(signum)
-    output, _ = process.communicate(timeout=100)
+    os.kill(command.process.pid, signum)
+    done = command.end(seconds=100)
+    output = done.stdout
     assert 1 < time.monotonic() - began < 60
-    assert process.returncode == 128 + signum
+    assert done.returncode == 128 + signum
     assert f"interrupted by signal {int(signum)}; no state was saved: a rank hung" in output
     first, second = (output.index(f"rank {rank} did not leave within 1 s") for rank in (0, 1))
     assert first < output.index("in waits_in_a_collective") < second < output.index("in blocked")

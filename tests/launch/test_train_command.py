@@ -42,7 +42,7 @@ def training(tmp_path, commands):
             saved = list(tmp_path.glob("outputs/*/*/*/checkpoints/last.ckpt"))
             if saved:
                 ranks = psutil.Process(command.process.pid).children()
-                ranks = sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))
+                ranks = sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))
                 return command, saved[0].parent.parent, ranks
             time.sleep(0.1)
         command.process.kill()

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.reading import UNKNOWN, Values
+from exp.config.revision import revision
 from exp.errors import RunError
 from exp.files import write_whole
 
@@ -38,8 +38,6 @@ DISTRIBUTIONS = (
     "tensorboard",
     "numpy",
 )
-# A diff is for reading beside the figures; one that holds a data file by accident would fill the disk run by run.
-MAX_DIFF_CHARACTERS = 1_000_000
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -128,7 +126,7 @@ def provenance(overrides: list[str]) -> dict[str, Any]:
         "overrides": overrides,
         "working_directory": os.getcwd(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": _git(),
+        "git": revision(),
         "versions": versions(),
         "machine": {"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count()},
     }
@@ -140,23 +138,6 @@ def versions() -> dict[str, str]:
     for name in DISTRIBUTIONS:
         found[name] = importlib.metadata.version(name)
     return found
-
-
-def _git() -> dict[str, str] | None:
-    """The revision and the uncommitted diff of the working directory; None outside a repository or without git."""
-    try:
-        revision = _git_output("rev-parse", "HEAD")
-        diff = _git_output("diff", "HEAD", "--no-ext-diff")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if len(diff) > MAX_DIFF_CHARACTERS:
-        diff = diff[:MAX_DIFF_CHARACTERS] + f"\n... cut here: the diff has {len(diff)} characters\n"
-    return {"revision": revision.strip(), "diff": diff}
-
-
-def _git_output(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace", timeout=5, check=True)
-    return done.stdout
 
 
 def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

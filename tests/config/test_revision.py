@@ -1,0 +1,172 @@
+"""The revision of the working directory is read without running what its .git names; the diff is that of git."""
+
+import os
+import re
+import subprocess
+
+import pytest
+
+from exp.config import revision as module
+from exp.config.revision import revision
+
+IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+
+
+def git(*arguments, **options):
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, **options).stdout
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A folder as it may be received: one commit, one file changed since."""
+    folder = tmp_path / "received"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    git("init", "-q")
+    (folder / "a.txt").write_text("one\n")
+    (folder / "b.txt").write_text("same\n")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "c.txt").write_text("c\n")
+    git("add", ".")
+    git(*IDENTITY, "commit", "-qm", "one")
+    (folder / "a.txt").write_text("two\n")
+    return folder
+
+
+def program(tmp_path, name="evil"):
+    """A program that leaves a file behind wherever it runs, and the file."""
+    canary = tmp_path / f"{name}.ran"
+    script = tmp_path / f"{name}.sh"
+    script.write_text(f"#!/bin/sh\ntouch {canary}\n")
+    script.chmod(0o755)
+    return script, canary
+
+
+def arm(folder, script):
+    """Everything of a .git that is known to name a program."""
+    for key in (
+        "core.fsmonitor", "core.pager", "core.editor", "core.sshCommand", "core.gitProxy", "core.askPass",
+        "core.alternateRefsCommand", "diff.external", "diff.evil.textconv", "diff.evil.command", "credential.helper",
+        "filter.evil.clean", "filter.evil.smudge", "gpg.program", "pager.rev-parse", "pager.ls-tree", "pager.ls-files",
+        "pager.cat-file", "sequence.editor", "uploadpack.packObjectsHook", "remote.origin.uploadpack",
+    ):  # fmt: skip
+        git("config", key, str(script))
+    git("config", "filter.odd=name.process", str(script))
+    git("config", "filter.evil.required", "true")
+    for name in ("rev-parse", "ls-tree", "ls-files", "cat-file", "diff"):
+        git("config", f"alias.{name}", f"!{script}")
+    hooks = folder / ".git" / "hooks"
+    hooks.mkdir(exist_ok=True)
+    for name in ("post-index-change", "pre-auto-gc", "reference-transaction", "post-checkout", "fsmonitor-watchman"):
+        (hooks / name).write_text(script.read_text())
+        (hooks / name).chmod(0o755)
+    git("config", "core.hooksPath", str(hooks))
+    (folder / ".git" / "more").write_text(f"[core]\n\tfsmonitor = {script}\n")
+    git("config", "include.path", "more")
+    git("config", "includeIf.gitdir:/.path", "more")
+    (folder / ".git" / "info").mkdir(exist_ok=True)
+    (folder / ".git" / "info" / "attributes").write_text("* filter=evil diff=evil\n")
+    (folder / ".gitattributes").write_text("*.txt filter=odd=name diff=evil\n")
+
+
+def test_a_received_git_folder_runs_nothing(repository, tmp_path):
+    script, canary = program(tmp_path)
+    arm(repository, script)
+    subprocess.run(["git", "diff", "HEAD"], capture_output=True, check=False, timeout=10)
+    assert canary.exists(), "the trap does not work, so the test shows nothing"
+    canary.unlink()
+    found = revision()
+    assert not canary.exists()
+    assert "-one\n+two\n" in found["diff"]
+
+
+def test_a_submodule_of_a_received_folder_runs_nothing(repository, tmp_path):
+    script, canary = program(tmp_path)
+    git("init", "-q", "inner")
+    (repository / "inner" / "x").write_text("x")
+    git("add", "x", cwd="inner")
+    git(*IDENTITY, "commit", "-qm", "x", cwd="inner")
+    git("-c", "advice.addEmbeddedRepo=false", "add", "inner")
+    git(*IDENTITY, "commit", "-qm", "inner", "inner")
+    git("config", "core.fsmonitor", str(script), cwd="inner")
+    found = revision()
+    assert not canary.exists()
+    assert "inner" not in found["diff"]
+
+
+def test_nothing_is_fetched_for_a_partial_clone(repository, tmp_path):
+    script, canary = program(tmp_path)
+    name = git("rev-parse", "HEAD:a.txt").strip()
+    (repository / ".git" / "objects" / name[:2] / name[2:]).unlink()
+    for key, value in {
+        "core.repositoryFormatVersion": "1", "extensions.partialClone": "origin", "remote.origin.promisor": "true",
+        "remote.origin.url": f"ext::{script}", "protocol.ext.allow": "always", "protocol.allow": "always",
+        "remote.origin.uploadpack": str(script),
+    }.items():  # fmt: skip
+        git("config", key, value)
+    subprocess.run(["git", "cat-file", "-p", name], capture_output=True, check=False, timeout=10)
+    assert canary.exists(), "the trap does not work, so the test shows nothing"
+    canary.unlink()
+    found = revision()
+    assert not canary.exists()
+    assert found["revision"] == git("rev-parse", "HEAD").strip()
+
+
+def test_variables_do_not_lead_elsewhere(repository, tmp_path, monkeypatch):
+    script, canary = program(tmp_path)
+    head = git("rev-parse", "HEAD").strip()
+    for name, value in {
+        "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.fsmonitor", "GIT_CONFIG_VALUE_0": str(script),
+        "GIT_EXTERNAL_DIFF": str(script), "GIT_PAGER": str(script), "GIT_DIR": "/nowhere", "GIT_SSH": str(script),
+        "GIT_INDEX_FILE": "/nowhere/index", "GIT_TRACE": str(tmp_path / "trace"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert revision()["revision"] == head
+    assert not canary.exists()
+    assert not (tmp_path / "trace").exists()
+
+
+def test_files_outside_the_folder_are_not_shown(repository, tmp_path):
+    (tmp_path / "private").write_text("private text\n")
+    (repository / "b.txt").unlink()
+    (repository / "b.txt").symlink_to(tmp_path / "private")
+    (repository / "sub" / "c.txt").unlink()
+    (repository / "sub").rmdir()
+    (tmp_path / "c.txt").write_text("private text\n")
+    (repository / "sub").symlink_to(tmp_path)
+    assert "private text" not in revision()["diff"]
+    git("config", "core.worktree", str(tmp_path))
+    assert "files of this repository are elsewhere" in revision()["diff"]
+
+
+def test_a_repository_that_keeps_git_waiting_costs_a_bounded_time(repository, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.5)
+    (repository / ".git" / "index").unlink()
+    os.mkfifo(repository / ".git" / "index")
+    assert "more than 0.5 s" in revision()["diff"]
+
+
+def test_the_diff_is_that_of_git(repository):
+    (repository / "b.txt").write_bytes("same\nü\u2028\x0b\nno newline".encode())
+    (repository / "sub" / "c.txt").unlink()
+    (repository / "new.txt").write_text("1\n2\n")
+    (repository / "unknown.txt").write_text("not told\n")
+    git("add", "new.txt")
+    headers = re.compile(r"^(index|new file|deleted file) .*\n", re.MULTILINE)
+    assert revision()["diff"] == headers.sub("", git("diff", "HEAD"))
+
+
+def test_a_clean_folder_has_an_empty_diff_and_reads_no_file(repository, monkeypatch):
+    git("checkout", "-q", "a.txt")
+    os.utime(repository / ".git" / "index", (2e9, 2e9))
+    monkeypatch.setattr(module, "_content", lambda *_: pytest.fail("a file was read"))
+    assert revision()["diff"] == ""
+
+
+def test_binary_and_large_files_are_named_alone(repository, monkeypatch):
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 100)
+    (repository / "a.txt").write_bytes(b"\0" * 50)
+    (repository / "b.txt").write_text("x" * 1000)
+    found = revision()["diff"]
+    assert found.count("Binary or large files differ") == 2
+    assert "xxx" not in found

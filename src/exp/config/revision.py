@@ -181,10 +181,9 @@ def _shown(git: _Git, changes: list[_Change]) -> Iterator[str]:
         if before is None or change.size > MAX_FILE_BYTES or b"\0" in before + after:
             yield f"Binary or large files differ, {change.size} bytes now\n"
             continue
-        names = [f"{side}/{change.path}" if there else "/dev/null" for side, there in (
-            ("a", change.old is not None), ("b", change.new is not None)
-        )]  # fmt: skip
-        for line in difflib.unified_diff(_lines(before), _lines(after), *names):
+        was = f"a/{change.path}" if change.old is not None else "/dev/null"
+        now = f"b/{change.path}" if change.new is not None else "/dev/null"
+        for line in difflib.unified_diff(_lines(before), _lines(after), was, now):
             yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 

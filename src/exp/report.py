@@ -66,7 +66,9 @@ class Report:
         """The value that goes back to a sweeper: the best of the monitored metric, nan where there is none."""
         if self.best is not None:
             return float(self.best["value"])
-        return float(self.metrics[self.monitor]) if self.monitor in self.metrics else math.nan
+        # What is compared of the training loss is its mean over an epoch.
+        tag = "loss/train_epoch" if self.monitor == "loss/train" else self.monitor
+        return float(self.metrics[tag]) if tag in self.metrics else math.nan
 
 
 class Ongoing:

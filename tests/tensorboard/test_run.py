@@ -22,7 +22,7 @@ TAGS = sorted([
     "accuracy/test", "accuracy/val",
     *(f"gradients/{figure}/{layer}" for figure in ("norm", "update_ratio", "zeros", "non_finite") for layer in LAYERS),
     "gradients/norm/total",
-    "loss/test", "loss/train", "loss/val",
+    "loss/test", "loss/train", "loss/train_epoch", "loss/val",
     "memory/activations_mib", "memory/gradients_mib", "memory/host_rss_mib", "memory/optimizer_mib",
     "memory/parameters_mib",
     "optimizer/lr/default",

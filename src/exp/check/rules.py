@@ -111,7 +111,7 @@ def monitor_is_logged(values: Values) -> Iterator[Fault]:
         return
     terms = list(values["objective"]) if isinstance(values["objective"], dict) else []
     metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
-    tags = ["loss/val", "loss/train"]
+    tags = ["loss/val", "loss/train", "loss/train_epoch"]
     tags += [f"{name}/{stage}" for name in metrics for stage in ("val", "train") if stage in stages]
     tags += [f"loss/{stage}/{term}" for term in terms for stage in ("val", "train")]
     # A metric that gives several values adds their names behind its own tag.

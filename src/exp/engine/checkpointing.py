@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.checkpoint import State, copy_checkpoint, sweep_partial_files
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
+from exp.engine.recording import EPOCH_LOSS
 from exp.errors import RunError
 from exp.types import Batch, Mode
 
@@ -129,11 +130,15 @@ class Checkpointing(Callback):
             self._compare(trainer, stage="val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.monitor.endswith("/train"):
+        if self._watches_training:
             self._compare(trainer, stage="train")
 
+    @property
+    def _watches_training(self) -> bool:
+        return self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS
+
     def _compare(self, trainer: Trainer, *, stage: str) -> None:
-        if not self.is_saving_best or (self.monitor.endswith("/train") and stage == "val"):
+        if not self.is_saving_best or (self._watches_training and stage == "val"):
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(trainer.callback_metrics)

@@ -37,6 +37,8 @@ from exp.precision.plugin import RunPrecision
 from exp.types import Batch, Stage
 
 STATE = "exp_recording"
+# The mean over an epoch's samples, which is also what `monitor: loss/train` compares: `loss/train` itself is a step's.
+EPOCH_LOSS = "loss/train_epoch"
 
 
 class Recording(Callback):
@@ -45,6 +47,7 @@ class Recording(Callback):
     It must stand before callbacks that look at `trainer.callback_metrics`.
 
     hooks: by name. directory: of the run, where hooks write files.
+    latest: an attribute, the last point of each tag. metrics: an attribute, what callbacks compare: values of epochs.
     """
 
     _module: TrainingModule
@@ -61,6 +64,8 @@ class Recording(Callback):
         self._buffer = StepBuffer()
         self._epoch_sum = self._epoch_size = 0.0
         self._index = self._first = 0
+        # The optimizer step at which each stage was written last.
+        self._stages: dict[Stage, int] = {}
         self._start_window()
 
     def _start_window(self) -> None:
@@ -204,12 +209,12 @@ class Recording(Callback):
             named = zip(terms if step.terms is None else step.terms, losses[1:], strict=False)
             values.update({f"loss/train/{term}": part for term, part in named})
             self._write(values, step.index, step.panels)
-            self.latest.update(values)
             if isinstance(precision, RunPrecision) and scaled:
                 precision.written(values, step=step.index)
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
         """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
+        self.latest.update(values)
         if self._trainer.is_global_zero:
             shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
             for logger in self._trainer.loggers:
@@ -224,12 +229,12 @@ class Recording(Callback):
         self._step_hooks.pause()
         values = self._module.values_of("train")
         metrics = values.finish(trainer.strategy) if values.names else {}
-        if metrics:
-            self._write(metrics, self._index)
         if self._epoch_size:
-            # Not logged: the steps have drawn this curve.
-            metrics["loss/train"] = self._epoch_sum / self._epoch_size
+            metrics[EPOCH_LOSS] = self._epoch_sum / self._epoch_size
         self._epoch_sum = self._epoch_size = 0.0
+        self._write_stage("train", metrics)
+        if EPOCH_LOSS in metrics:
+            metrics = {**metrics, "loss/train": metrics[EPOCH_LOSS]}
         self._publish(trainer, metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -248,8 +253,14 @@ class Recording(Callback):
             return
         found, panels = on_host_values(self._step_hooks.finish(stage, trainer))
         values |= found
-        self._write(values, self._index, panels)
+        self._write_stage(stage, values, panels)
         self._publish(trainer, values)
+
+    def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
+        """Write what a stage gave, once an optimizer step: with the same weights a second validation gives the same."""
+        if (values or panels) and self._stages.get(stage) != self._index:
+            self._stages[stage] = self._index
+            self._write(values, self._index, panels)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Give values to callbacks and schedules, past self.log, which would cost half a millisecond a value.
@@ -257,7 +268,6 @@ class Recording(Callback):
         Relied on, and tested: `trainer.callback_metrics` is the dict that Lightning keeps (seen in 2.6.6).
         """
         self.metrics.update(values)
-        self.latest.update(values)
         trainer.callback_metrics.update(_tensors(values))
 
     # --- checkpoints ---

@@ -28,13 +28,15 @@ from exp.hooks.step import Step
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks
-from exp.types import Batch, Stage
+from exp.types import STAGES, Batch, Stage
 
 log = logging.getLogger(__name__)
 
 # The first words of tags that the engine writes itself.
 ENGINE_TAGS = ("loss", "optimizer", "precision")
 Found = dict[str, Tensor | float | Panel]
+# By tag; None is the engine.
+Owners = dict[str, tuple[Hook | None, str]]
 
 
 class Due:
@@ -85,8 +87,8 @@ class StepHooks(StepObserver):
         self._losses: list[Tensor] = []
         self._total_steps: int | None = None
         self._same: dict[str, Any] = {}
-        # Whose each tag is.
-        self._owners: dict[str, Hook] = {}
+        # Whose each tag is, and where it is given.
+        self._owners: Owners = {}
         self._early: Found = {}
         # What hooks gave for a step whose gradients are not yet clipped, where some look at them behind that.
         self._unclipped: Found | None = None
@@ -106,6 +108,7 @@ class StepHooks(StepObserver):
         self._total_steps = module.lengths()[0] if fitting else None
         precision = trainer.precision_plugin
         scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
+        self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.values_of(one).names}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
                 hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)
@@ -259,7 +262,7 @@ class StepHooks(StepObserver):
             step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         ending = "" if phase is None else f"/{phase}"
         for hook in hooks:
-            into.update(given(hook, method, (step, *arguments), owners=self._owners, ending=ending))
+            into.update(given(hook, method, (step, *arguments), owners=self._owners, place="a step", ending=ending))
 
     # --- what the hooks see of it ---
 
@@ -330,7 +333,7 @@ class StepHooks(StepObserver):
         gather = partial(gather_data, strategy=trainer.strategy)
         found: Found = {}
         for hook in self._finishing:
-            found.update(given(hook, "after_evaluation", (stage, gather), owners=self._owners))
+            found.update(given(hook, "after_evaluation", (stage, gather), owners=self._owners, place=stage))
         return found
 
 
@@ -339,11 +342,12 @@ def _overriding(hooks: Sequence[Hook], method: str) -> list[Hook]:
 
 
 def given(
-    hook: Hook, method: str, arguments: tuple[object, ...], *, owners: dict[str, Hook], ending: str = ""
+    hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, place: str, ending: str = ""
 ) -> Values:
     """Call a method of a hook, and hold what it returns to tags of its own.
 
-    owners: whose each tag is, in which new ones are entered. ending: is added to each tag.
+    owners: whose each tag is, in which new ones are entered. place: a step, or the stage: of both a tag would have two
+        points at one step. ending: is added to each tag.
     Raises: RunError where it is no mapping, or a tag is another's; whatever the method raises, with the hook's name.
     """
     try:
@@ -360,15 +364,19 @@ def given(
         )
     if ending:
         found = {tag + ending: value for tag, value in found.items()}
+    own = (hook, place)
     for tag in found:
-        owner = owners.get(tag)
-        if owner is not hook:
-            _enter(tag, hook, owner, owners)
+        if owners.get(tag) != own:
+            _enter(tag, hook, place, owners)
     return found
 
 
-def _enter(tag: str, hook: Hook, owner: Hook | None, owners: dict[str, Hook]) -> None:
-    if owner is not None or tag.partition("/")[0] in ENGINE_TAGS:
+def _enter(tag: str, hook: Hook, place: str, owners: Owners) -> None:
+    owner, where = owners.get(tag, (None, ""))
+    if owner is hook:
+        cure = "expected a tag for each, such as one that ends with the stage. Rename it"
+        raise RunError(f"hooks.{hook.name} gives {tag} in {where} and in {place}; {cure}")
+    if where or tag.partition("/")[0] in ENGINE_TAGS:
         whose = "the engine's own" if owner is None else f"given by hooks.{owner.name}, too"
         raise RunError(f"hooks.{hook.name} gives {tag}, which is {whose}; expected a tag of its own. Rename it")
-    owners[tag] = hook
+    owners[tag] = (hook, place)

@@ -76,7 +76,8 @@ class TensorBoardLogger(RunLogger):
 
     def _add(self, step: int, values: Mapping[str, float | Panel]) -> None:
         now = time.time()
-        self._waiting.append((now, step, values))
+        # A copy: whoever gave them may go on with the mapping before it is written.
+        self._waiting.append((now, step, {**values}))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
             self.save()
 

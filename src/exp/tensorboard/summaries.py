@@ -158,7 +158,7 @@ def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
 # Nothing of a run's own config: TensorBoard joins the charts of all runs, and draws one that differs twice.
 CHARTS: dict[str, dict[str, str]] = {
     "Overview": {
-        "loss": r"^loss/(train|val|test)$",
+        "loss": r"^loss/(train|train_epoch|val|test)$",
         "terms": r"^loss/(train|val|test)/.+",
         "metrics, validation": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/val$",
         "metrics, test": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/test$",

@@ -20,7 +20,7 @@ from exp.construct import (
     construct,
 )
 from exp.engine.checkpoint import AtomicCheckpointIO
-from exp.engine.checkpointing import Checkpointing
+from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.console import progress
 from exp.engine.datamodule import RunData
 from exp.engine.lean_loop import run_several_at_once
@@ -77,6 +77,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
         config=plan.resolved.yaml,
         **plain["checkpoint"],
     )
+    own = build_entries(plain, "callbacks").values()
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     precision = build_run_precision(plain, device_type=placement.accelerator)
     trainer = _trainer(
@@ -86,7 +87,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
         directory=directory,
         rank=rank,
         # Recording first, because the others look at the values that it publishes.
-        callbacks=[recording, *build_entries(plain, "callbacks").values(), checkpointing, stopping],
+        callbacks=[recording, BeforeTheEnd(checkpointing), *own, checkpointing, stopping],
     )
     precision.represent(module)
     switch_on(module, plain["runtime"])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+# Of a file that is being written, beside its target; and what older versions called a checkpoint's.
+PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -15,25 +20,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Raises: OSError, with the path.
     """
-    # Of one's own, for several may write at once.
-    with replacing(path, f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp") as file:
+    with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, beside: str) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that takes the place of `path` when it is closed well, and leaves nothing behind otherwise.
 
-    beside: its name until then, in the same directory, for a rename between file systems is a copy.
     Raises: OSError, with the path.
     """
-    partial = path.with_name(beside)
+    partial = beside(path)
     try:
-        with partial.open("wb") as file:
+        with _held(partial) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+            # Before it is closed, with which its lock goes.
+            partial.replace(path)
         sync_directory(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -42,6 +46,47 @@ def replacing(path: Path, beside: str) -> Iterator[BinaryIO]:
             # A write knows no path, and the user has not heard of the one beside.
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
+
+
+def beside(path: Path) -> Path:
+    """The name of a file until it is whole: in the same directory, for a rename between file systems is a copy."""
+    # Of one's own, for several may write at once.
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+
+
+def sweep_partial_files(directory: Path) -> None:
+    """Remove what killed programs left half written in a directory. What somebody writes now stays."""
+    for path in directory.glob(".*.partial"):
+        # Not ours to remove, or gone by now: nothing depends on it.
+        with contextlib.suppress(OSError):
+            if PARTIAL.fullmatch(path.name) and not path.is_symlink():
+                with path.open("rb") as file:
+                    if lock(file, wait=False):
+                        path.unlink()
+
+
+def lock(file: BinaryIO, *, wait: bool = True) -> bool:
+    """Lock a file until it is closed, or its process ends: whether that was possible, which some file systems forbid.
+
+    wait: for another process that has locked it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _held(partial: Path) -> BinaryIO:
+    """The new file, locked."""
+    while True:
+        file = partial.open("wb")
+        lock(file)
+        # Who sweeps may have taken it for a dead program's before it was locked.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(partial.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()
 
 
 def sync_directory(directory: Path) -> None:

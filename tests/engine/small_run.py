@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
 from exp.engine.checkpoint import AtomicCheckpointIO
-from exp.engine.checkpointing import Checkpointing
+from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.datamodule import RunData
 from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import run_several_at_once
@@ -56,6 +56,7 @@ SCHEDULES: dict[str, tuple[Any, str]] = {
 }
 CALLBACKS: dict[str, Any] = {
     "ema": functools.partial(ExponentialMovingAverage, decay=0.5),
+    "lightning_ema": functools.partial(EMAWeightAveraging, decay=0.5),
     "early_stopping": functools.partial(EarlyStopping, monitor="loss/val", patience=1, min_delta=0.05),
 }
 
@@ -207,6 +208,7 @@ class Small:
             **arguments,
             callbacks=[
                 self.recording,
+                BeforeTheEnd(self.checkpointing),
                 *(CALLBACKS[one]() if isinstance(one, str) else one for one in callbacks),
                 self.checkpointing,
                 self.stopping,

@@ -25,9 +25,9 @@ from exp.engine.checkpoint import (
     copy_checkpoint,
     read_checkpoint,
     require_plain,
-    sweep_partial_files,
 )
 from exp.errors import RunError
+from exp.files import sweep_partial_files
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),

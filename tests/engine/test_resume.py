@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +18,9 @@ from lightning.pytorch import Callback
 from torch.utils.data import Dataset
 
 from exp.data.data import Data
-from exp.errors import RunError
+from exp.engine.checkpoint import read_checkpoint
+from exp.errors import Interrupted, RunError
+from exp.files import replacing
 
 pytestmark = [
     # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.
@@ -198,17 +203,83 @@ def test_a_resumed_run_that_was_complete_does_nothing_and_says_how_to_train_long
         assert not again.values.seen
         assert again.trainer.global_step == whole.trainer.global_step
         assert again.recording.metrics == whole.recording.metrics
-        # The new directory is one to evaluate from, too.
+        # The new directory is one to evaluate from, too, and to go on from.
         assert again.checkpointing.best_path.read_bytes() == whole.checkpointing.best_path.read_bytes()
+        assert again.last.read_bytes() == whole.last.read_bytes()
 
 
-def test_a_complete_run_goes_on_with_more_epochs(tmp_path: Path, small_run: ModuleType) -> None:
-    small_run.Small(tmp_path / "a", max_epochs=2).fit()
-    longer = small_run.Small(tmp_path / "a", max_epochs=4)
+def test_a_run_that_had_only_its_last_validation_left_to_do_has_a_last_checkpoint(
+    tmp_path: Path, small_run: ModuleType
+) -> None:
+    whole = small_run.Small(tmp_path / "whole", max_epochs=2)
+    whole.fit()
+    signal_in_validation = small_run.At("on_validation_batch_end", 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    first = small_run.Small(tmp_path / "first", max_epochs=2, callbacks=(signal_in_validation,))
+    with pytest.raises(Interrupted):
+        first.fit()
+    again = small_run.Small(tmp_path / "again", max_epochs=2)
+    again.fit(resume=first.last)
+    assert again.trainer.global_step == whole.trainer.global_step
+    assert_equal_checkpoints(again.last, whole.last)
+
+
+@pytest.mark.parametrize("callbacks", [(), ("ema",), ("lightning_ema",)], ids=["plain", "ema", "lightning_ema"])
+def test_a_complete_run_goes_on_with_more_epochs(
+    tmp_path: Path, small_run: ModuleType, callbacks: tuple[str, ...]
+) -> None:
+    small_run.Small(tmp_path / "a", max_epochs=2, callbacks=callbacks).fit()
+    longer = small_run.Small(tmp_path / "a", max_epochs=4, callbacks=callbacks)
     longer.fit(resume=longer.last)
-    whole = small_run.Small(tmp_path / "b", max_epochs=4)
+    whole = small_run.Small(tmp_path / "b", max_epochs=4, callbacks=callbacks)
     whole.fit()
     assert all(torch.equal(tensor, whole.weights()[name]) for name, tensor in longer.weights().items())
+    assert_equal_checkpoints(longer.last, whole.last)
+
+
+def test_lightnings_averages_are_not_saved_as_the_weights_by_a_signal_in_a_validation(
+    tmp_path: Path, small_run: ModuleType
+) -> None:
+    callbacks = ("lightning_ema",)
+    whole = small_run.Small(tmp_path / "whole", max_epochs=3, callbacks=callbacks)
+    whole.fit()
+    signal_in_validation = small_run.At("on_validation_batch_end", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    part = small_run.Small(tmp_path / "parts", max_epochs=3, callbacks=(*callbacks, signal_in_validation))
+    with pytest.raises(Interrupted):
+        part.fit()
+    part = small_run.Small(tmp_path / "parts", max_epochs=3, callbacks=callbacks)
+    part.fit(resume=part.last)
+    assert_equal_checkpoints(part.last, whole.last)
+
+
+def test_a_run_whose_directory_is_taken_away_saves_its_state_and_says_so(tmp_path: Path, small_run: ModuleType) -> None:
+    taken = small_run.At("on_train_batch_end", 9, lambda: shutil.rmtree(tmp_path / "run"))
+    run = small_run.Small(tmp_path / "run", callbacks=(taken,))
+    run.values.path = tmp_path / "values.jsonl"  # opened again for each value
+    with pytest.raises(RunError, match=r"run was removed while .* at step 12 is in .*last\.ckpt"):
+        run.fit()
+    whole = small_run.Small(tmp_path / "whole")
+    whole.fit()
+    again = small_run.Small(tmp_path / "again")
+    again.fit(resume=run.last)
+    assert all(torch.equal(tensor, whole.weights()[name]) for name, tensor in again.weights().items())
+
+
+def test_what_a_killed_run_left_half_written_goes_with_the_next_one(tmp_path: Path, small_run: ModuleType) -> None:
+    first = small_run.Small(tmp_path / "first", max_epochs=1)
+    first.fit()
+    left = [tmp_path / "first" / ".report.json.1.2.partial", first.last.with_name(".last.ckpt.1.2.partial")]
+    left.append(first.last.with_name(".last.ckpt.partial"))  # of an older version
+    others = [tmp_path / ".last.ckpt.1.2.partial", first.last.with_name(".mine.partial")]
+    for path in (*left, *others):
+        path.touch()
+    best = first.checkpointing.best_path
+    with replacing(best) as file:  # somebody writes there now
+        file.write(b"whole")
+        again = small_run.Small(tmp_path / "again", max_epochs=2)
+        again.fit(resume=first.last)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+    assert best.read_bytes() == b"whole"
 
 
 def test_a_checkpoint_of_another_kind_can_be_evaluated_but_not_resumed(tmp_path: Path, small_run: ModuleType) -> None:
@@ -250,3 +321,27 @@ def assert_equal_runs(whole: Any, part: Any, values: dict[Any, float]) -> None:
     weights = part.weights()
     for tag, tensor in whole.weights().items():
         assert torch.equal(weights[tag], tensor), tag
+
+
+def assert_equal_checkpoints(one: Path, other: Path) -> None:
+    """All but the time that it took."""
+    found, expected = (read_checkpoint(path) for path in (one, other))
+    assert found.keys() == expected.keys()
+    for key in found.keys() - {"exp_seconds", "exp_manifest", "loops"}:
+        assert_same(found[key], expected[key], key)
+
+
+def assert_same(found: Any, expected: Any, key: str) -> None:
+    assert type(found) is type(expected), key
+    if isinstance(found, torch.Tensor):
+        assert torch.equal(found, expected), key
+    elif isinstance(found, dict):
+        assert found.keys() == expected.keys(), key
+        for name in found:
+            assert_same(found[name], expected[name], f"{key}.{name}")
+    elif isinstance(found, list | tuple):
+        assert len(found) == len(expected), key
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{key}.{place}")
+    else:
+        assert found == expected, key

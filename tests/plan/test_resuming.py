@@ -1,6 +1,7 @@
 """A checkpoint is held against the config that wants to go on from it, before anything is made."""
 
 import pytest
+import torch
 
 import exp
 from exp.check.plan import examine, resolve
@@ -92,3 +93,72 @@ def test_a_default_that_is_written_out_is_no_other_value(finished):
     assert not notes(f"resume={finished}", "model=lenet", "trainer.max_epochs=4", *written)
     told = faults(f"resume={finished}", "model=lenet", "trainer.max_epochs=4", "optimizer.weight_decay=0.1")["resume"]
     assert "optimizer.weight_decay was 0.01 and is 0.1" in told
+
+
+# What a hand may do to a checkpoint whose file stays sound, and how it is told.
+EDITS = {
+    "no_optimizer": (lambda held: held.update(optimizer_states=[]), "optimizer_states is [] and was a list of 1"),
+    "no_momenta": (
+        lambda held: held["optimizer_states"][0].update(state={}),
+        "optimizer_states.0.state is a mapping of 0 and was a mapping of 10",
+    ),
+    "no_callbacks": (lambda held: held.update(callbacks={}), "callbacks is a mapping of 0 and was a mapping of 1"),
+    "no_schedule": (lambda held: held.pop("lr_schedulers"), "lr_schedulers is not there and was a list of 1"),
+    "another_rate": (
+        lambda held: held["optimizer_states"][0]["param_groups"][0].update(lr=1.0),
+        "optimizer_states.0.param_groups.0.lr is 1.0 and was",
+    ),
+    "half": (
+        lambda held: held.update(state_dict={name: value.half() for name, value in held["state_dict"].items()}),
+        "state_dict.network.conv1.weight is float16[6, 1, 5, 5] and was float32[6, 1, 5, 5]",
+    ),
+    "fewer_weights": (
+        lambda held: held["state_dict"].pop("network.head.bias"),
+        "state_dict.network.head.bias is not there and was float32[10]",
+    ),
+    "another_shape": (
+        lambda held: held["state_dict"].update({"network.head.bias": torch.zeros(11)}),
+        "state_dict.network.head.bias is float32[11] and was float32[10]",
+    ),
+    "more": (lambda held: held.update(mine=1), "mine is 1 and was not there"),
+    "elsewhere": (lambda held: held["exp_position"].update(step=99), "exp_position.step is 99 and was 40"),
+    "another_config": (lambda held: held.update(exp_config=held["exp_config"] + "#"), "exp_config is 'name: train"),
+    "future": (
+        lambda held: held["exp_manifest"].update(format=7),
+        "is of format 7, and this exp reads",
+    ),
+    "no_manifest": (lambda held: held.update(exp_manifest=None), "its exp_manifest is no manifest"),
+    # Of an exp from before manifests.
+    "old_and_empty": (
+        lambda held: (held.pop("exp_manifest"), held.update(optimizer_states=[])),
+        "whose optimizer_states is []",
+    ),
+    "old_and_other": (
+        lambda held: (held.pop("exp_manifest"), held["state_dict"].pop("network.head.bias")),
+        "where network.head.bias is not there",
+    ),
+    "newer_lightning": (
+        lambda held: (held.pop("exp_manifest"), held.update({"pytorch-lightning_version": "99.0"})),
+        "written with Lightning 99.0",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory):
+    ema = "+callbacks.ema={_target_: exp.engine.ema.ExponentialMovingAverage}"
+    words = ["model=lenet", "scheduler=cosine", ema, "trainer.limit_val_batches=1", "test=false", "hooks=[]"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("scheduled"))
+        report = exp.fit(exp.compose([*words, "trainer.max_epochs=2"]))
+    return f"{report.directory}/checkpoints/last.ckpt", words
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_checkpoint_that_was_changed_by_hand_is_told(scheduled, edit):
+    path, words = scheduled
+    held = torch.load(path, weights_only=True)
+    change, said = EDITS[edit]
+    change(held)
+    torch.save(held, "edited.ckpt")
+    assert said in faults("resume=edited.ckpt", *words, "trainer.max_epochs=4")["resume"]

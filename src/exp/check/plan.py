@@ -324,7 +324,7 @@ class _Draft:
         if self.faults or self.plain["resume"] is None:
             return
         try:
-            resuming = examine_resume(self.plain)
+            resuming = examine_resume(self.plain, network=None if self.seen is None else self.seen.network)
         except RunError as error:
             self.faults.append(Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote"))
             return

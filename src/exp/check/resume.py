@@ -5,23 +5,38 @@ Of what else changes the numbers it may take another value: the run goes on, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import yaml
+from packaging.version import Version
+from torch import nn
 
 from exp.check.phase_rules import whole_phase
 from exp.check.signature import with_defaults
 from exp.config.freeze import read_overrides
-from exp.engine.checkpoint import read_checkpoint
+from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
+from exp.spelling import show
 
 # Which of several kernels computes the same step is not part of the state.
 INCIDENTAL = ("fused", "foreach", "monitor")
 SHOWN = 3
+# What is in a checkpoint from which a run goes on.
+HELD = {
+    "state_dict": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "callbacks": dict,
+    "loops": dict,
+    POSITION: dict,
+    CONFIG: str,
+    "pytorch-lightning_version": str,
+}
 # What steps are computed from, beside what must be the same. Of data and runtime only what changes the numbers.
 NUMERIC = (
     "precision",
@@ -50,8 +65,10 @@ class Resuming:
     notes: tuple[str, ...] = ()
 
 
-def examine_resume(config: Mapping[str, Any]) -> Resuming:
+def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = None) -> Resuming:
     """What `resume` comes to, for a plain and resolved config whose `resume` names a file.
+
+    network: of this config, on the meta device; None where it could not be built.
 
     A checkpoint that says nothing of its config is not judged: it can be evaluated only, and the engine says so.
 
@@ -61,6 +78,8 @@ def examine_resume(config: Mapping[str, Any]) -> Resuming:
     checkpoint = read_checkpoint(path)
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
+    if MANIFEST not in checkpoint and (incomplete := _incomplete(checkpoint, path)):
+        return Resuming(faults=(incomplete,))
     # A checkpoint of before there were phases had none.
     before = _whole({"phases": {}, **yaml.safe_load(checkpoint[CONFIG])})
     config = _whole(config)
@@ -70,7 +89,45 @@ def examine_resume(config: Mapping[str, Any]) -> Resuming:
         faults += _other_values(before, config, "scheduler", path)
         faults += _other_values(before, config, "phases", path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
+        faults += _newer(checkpoint, path)
+    if network is not None and not faults:
+        faults += _other_weights(checkpoint["state_dict"], network, path)
     return Resuming(faults=tuple(faults), notes=_notes(before, config, path) if config["train"] else ())
+
+
+def _incomplete(checkpoint: State, path: Path) -> Fault | None:
+    """What an older exp's checkpoint must have and lacks; a newer one says itself what it holds."""
+    wrong = [key for key, kind in HELD.items() if not isinstance(checkpoint.get(key), kind)]
+    if not wrong and not all(checkpoint["optimizer_states"] or [{}]):
+        wrong = ["optimizer_states"]
+    if not wrong:
+        return None
+    got = f"{path}, whose {wrong[0]} is {show(checkpoint.get(wrong[0]))}"
+    return Fault(key="resume", got=got, expected="a last.ckpt or best.ckpt of exp, as it was written")
+
+
+def _newer(checkpoint: State, path: Path) -> list[Fault]:
+    """Lightning reads what older versions of it wrote, and not what newer ones did."""
+    written, own = checkpoint["pytorch-lightning_version"], lightning.__version__
+    if Version(written).release[:2] <= Version(own).release[:2]:
+        return []
+    got, expected = f"{path}, written with Lightning {written}", f"one of Lightning {own}, which is installed, or older"
+    return [Fault(key="resume", got=got, expected=expected, cure=f"Install lightning=={written}")]
+
+
+def _other_weights(weights: Mapping[str, Any], network: nn.Module, path: Path) -> Iterator[Fault]:
+    """Weights that the network has and the checkpoint has not, or in another shape: its class was changed since."""
+    own = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+    other = [name for name in own if name not in weights or weights[name].shape != own[name].shape]
+    if other:
+        name = other[0]
+        has = f"{list(weights[name].shape)}" if name in weights else "not there"
+        yield Fault(
+            key="resume",
+            got=f"{path}, where {name} is {has}" + (f", and {len(other) - 1} more are other" if other[1:] else ""),
+            expected=f"weights of this network, which has {list(own[name].shape)} there",
+            cure="Its class was changed since, or the file was",
+        )
 
 
 def _notes(before: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> tuple[str, ...]:

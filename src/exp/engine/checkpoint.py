@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,14 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.files import replacing, sync_directory
+from exp.files import beside, lock, replacing, sync_directory
 from exp.nested import mapped
 
-SUFFIX = ".partial"
+# The entry that says what the others are, and the version of what exp writes.
+MANIFEST, FORMAT = "exp_manifest", 1
+SHOWN = 3
+CONTAINER = ("a mapping of ", "a list of ")
+NESTED = (Tensor, Mapping, list, tuple, Set)
 # What a checkpoint holds, by name: tensors and plain values, nested as they are.
 State = dict[str, Any]
 
@@ -42,7 +48,7 @@ class AtomicCheckpointIO(CheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _written(target) as file:
-            torch.save(checkpoint, cast(BinaryIO, file))
+            torch.save({**checkpoint, MANIFEST: manifest_of(checkpoint)}, cast(BinaryIO, file))
 
     def load_checkpoint(
         self,
@@ -52,7 +58,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> State:
         """Read a checkpoint, on CPU: tensors and plain values only, whatever `weights_only` says.
 
-        Raises: RunError where the file is not there, is damaged, or holds anything else.
+        Raises: RunError where the file is not there, is damaged, holds anything else, or is not as exp wrote it.
         """
         return read_checkpoint(path, map_location=map_location)
 
@@ -65,7 +71,71 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
+    if MANIFEST in checkpoint:
+        _require_unchanged(path, checkpoint)
     return checkpoint
+
+
+def manifest_of(checkpoint: State) -> State:
+    """What a checkpoint holds, so that a file that was changed since is known: shapes, dtypes, counts, plain values.
+
+    The numbers in tensors are left to the file's own checksums.
+    """
+    held = {name: value for name, value in checkpoint.items() if name != MANIFEST}
+    return {"format": FORMAT, "entries": dict(_entries(held, ""))}
+
+
+def _entries(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Every value by its dotted key, in a few words; a mapping or a list before what it holds."""
+    if isinstance(value, Tensor):
+        yield key, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    elif isinstance(value, Mapping):
+        yield key, f"{CONTAINER[0]}{len(value)}"
+        for name, item in value.items():
+            yield from _entries(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple) and any(isinstance(item, NESTED) for item in value):
+        yield key, f"{CONTAINER[1]}{len(value)}"
+        for place, item in enumerate(value):
+            yield from _entries(item, f"{key}.{place}")
+    elif isinstance(value, Set):
+        yield key, f"a set of {len(value)}"
+    else:
+        text = repr(value)
+        is_short = len(text) <= 60
+        # A long one by its end and its checksum: a config, the history of a callback.
+        yield key, text if is_short else f"{text[:40]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
+
+
+def _require_unchanged(path: str | os.PathLike[str], checkpoint: State) -> None:
+    """Raises: RunError naming what the file's manifest says of it, and is not so."""
+    manifest = checkpoint[MANIFEST]
+    kinds = {"format": int, "entries": dict}
+    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(key), kinds[key]) for key in kinds):
+        raise RunError(f"{path} was changed after exp wrote it: its {MANIFEST} is no manifest. Take another checkpoint")
+    if manifest["format"] > FORMAT:
+        raise RunError(
+            f"{path} is of format {manifest['format']}, and this exp reads formats up to {FORMAT}: "
+            "a newer exp wrote it. Update exp to go on from it"
+        )
+    told = _changes(manifest["entries"], manifest_of(checkpoint)["entries"])
+    if told:
+        more = f", and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+        raise RunError(
+            f"{path} was changed after exp wrote it: {'; '.join(told[:SHOWN])}{more}. "
+            "No run goes on from that exactly: take the file that exp wrote"
+        )
+
+
+def _changes(was: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    told: dict[str, str] = {}
+    for key in {**was, **found}:
+        before, now = was.get(key, "not there"), found.get(key, "not there")
+        # Of what has fewer entries, or more, those are named; of what is empty, or no longer nested, it alone.
+        is_told_below = all(words.startswith(CONTAINER) for words in (before, now)) and not now.endswith(" 0")
+        is_told_above = any(key[:place] in told for place, letter in enumerate(key) if letter == ".")
+        if before != now and not is_told_below and not is_told_above:
+            told[key] = f"{key} is {now} and was {before}"
+    return list(told.values())
 
 
 def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> Any:
@@ -87,24 +157,20 @@ def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device
 
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copy a file, whole or not at all; without writing its content again where the disk allows it."""
-    partial = _partial(target)
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(source, partial)
-    except OSError:  # a filesystem without hard links, or another one
-        with replacing(target, partial.name) as file:
-            file.write(source.read_bytes())
-        return
-    # A rename between two names of one file does nothing and leaves both.
-    partial.replace(target)
-    partial.unlink(missing_ok=True)
+    partial = beside(target)
+    with source.open("rb") as file:
+        # The link is the same file, and whoever sweeps what the dead left asks for its lock.
+        lock(file)
+        try:
+            os.link(source, partial)
+        except OSError:  # a filesystem without hard links, or another one
+            with replacing(target) as copy:
+                shutil.copyfileobj(file, copy)
+            return
+        # A rename between two names of one file does nothing and leaves both.
+        partial.replace(target)
+        partial.unlink(missing_ok=True)
     sync_directory(target.parent)
-
-
-def sweep_partial_files(directory: Path) -> None:
-    """Remove what a killed run left half written."""
-    for path in directory.glob(f".*{SUFFIX}"):
-        path.unlink(missing_ok=True)
 
 
 def require_plain(value: object, *, key: str = "") -> None:
@@ -148,7 +214,7 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
 @contextmanager
 def _written(target: Path) -> Iterator[_Remembering]:
     """Give a file for torch.save that takes its target's place, and tell the system's own error of a write."""
-    with replacing(target, _partial(target).name) as raw:
+    with replacing(target) as raw:
         file = _Remembering(raw)
         try:
             yield file
@@ -174,10 +240,6 @@ class _Remembering:
 
     def flush(self) -> None:
         self.raw.flush()
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}{SUFFIX}")
 
 
 def _require_sound(path: Path) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.checkpoint import State, copy_checkpoint, sweep_partial_files
+from exp.engine.checkpoint import State, copy_checkpoint
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.engine.recording import EPOCH_LOSS
 from exp.errors import RunError
+from exp.files import sweep_partial_files
 from exp.types import Batch, Mode
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ class Checkpointing(Callback):
         self.best: dict[str, Any] | None = None
         self._is_better = False
         self._is_restored = False
+        # What the run goes on from lies elsewhere: its own last.ckpt is written in any case.
+        self._owes_last = False
+        self._home: os.stat_result | None = None
         self._saved_step = 0
         self._position: Position | None = None
 
@@ -69,22 +74,43 @@ class Checkpointing(Callback):
     def save(self, trainer: Trainer, position: Position, path: Path) -> None:
         """Write the state at a position. Every rank must call it.
 
-        Raises: OSError of the write, on rank 0; RunError of a loss that is not a number.
+        Raises: OSError of the write, on rank 0; RunError of a loss that is not a number, and where somebody has taken
+            the run directory away, once the state is saved.
         """
+        is_gone = trainer.strategy.broadcast(trainer.is_global_zero and self._is_gone())
         self._position = position
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._position = None
+        if is_gone:
+            raise RunError(
+                f"{self.directory.parent} was removed while the run wrote into it: its config, log and curves are "
+                f"gone. The run ends here; the state at step {position.step} is in {path}, from which its command "
+                f"goes on with resume={path}"
+            )
+
+    def _is_gone(self) -> bool:
+        if self._home is None:
+            return False
+        try:
+            return not os.path.samestat(self._home, self.directory.parent.stat())
+        except FileNotFoundError:
+            return True
 
     # --- when ---
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self.directory.is_dir():
-            sweep_partial_files(self.directory)
+        if not trainer.is_global_zero:
+            return
+        self._home = self.directory.parent.stat() if self.directory.parent.is_dir() else None
+        sweep_run(self.directory.parent)
+        if trainer.ckpt_path is not None:
+            sweep_run(Path(trainer.ckpt_path).absolute().parent.parent)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step = trainer.global_step
+        self._owes_last = self._is_restored
         if self._is_restored:
             self._is_restored = False
             forget_restart(trainer)
@@ -102,19 +128,24 @@ class Checkpointing(Callback):
             self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step != self._saved_step or self._is_better:
+        if trainer.global_step != self._saved_step or self._is_better or self._owes_last:
             self._write(trainer, after_fit(trainer), is_due=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_restored:  # at its end: there was nothing left to train
             self._is_restored = False
             self._bring_best(trainer)
+            source = Path(str(trainer.ckpt_path))
+            if self.is_saving_last and trainer.is_global_zero and not _is_same(source, self.last_path):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                copy_checkpoint(source, self.last_path)
 
     def _write(self, trainer: Trainer, position: Position, *, is_due: bool) -> None:
         if is_due:
             self._saved_step = position.step
         is_last = is_due and self.is_saving_last
         if is_last:
+            self._owes_last = False
             self.save(trainer, position, self.last_path)
         if self._is_better:
             self._is_better = False
@@ -202,3 +233,30 @@ class Checkpointing(Callback):
         # A best that was seen and not yet written is not there.
         if self._is_better and not self.best_path.is_file():
             self.best = None
+
+
+class BeforeTheEnd(Callback):
+    """Saves the last state before other callbacks end the training; stands before them in the Trainer's list.
+
+    Some put other weights into the module then, as Lightning's WeightAveraging does, and a longer run would go on from
+    these.
+    """
+
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpointing.on_train_end(trainer, pl_module)
+
+
+def sweep_run(directory: Path) -> None:
+    """Remove what a killed run left half written in its run directory, if it is one."""
+    checkpoints = directory / "checkpoints"
+    if checkpoints.is_dir():
+        sweep_partial_files(directory)
+        sweep_partial_files(checkpoints)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.samefile(other)

@@ -7,6 +7,7 @@ import time
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 
 from exp.engine.checkpoint import State
 from exp.engine.checkpointing import Checkpointing
@@ -117,7 +118,10 @@ class Stopping(Callback):
     def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if self._agreed and not trainer.sanity_checking:
-            self._leave(trainer, in_validation(trainer) if trainer.state.fn == "fit" else None)
+            is_fitting = trainer.state.fn == "fit"
+            if is_fitting:
+                _take_averages_out(trainer)
+            self._leave(trainer, in_validation(trainer) if is_fitting else None)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
@@ -184,3 +188,13 @@ class Stopping(Callback):
         if trainer.state.fn == "fit" and STATE in checkpoint:
             self._seconds_before = checkpoint[STATE]
             self._restored_step = checkpoint["global_step"]
+
+
+def _take_averages_out(trainer: Trainer) -> None:
+    """Have Lightning's callbacks of averages end the validation, in which the averages are in the module.
+
+    A checkpoint would hold them as the weights that are trained (seen in lightning 2.6.6).
+    """
+    for callback in vars(trainer)["callbacks"]:
+        if isinstance(callback, WeightAveraging):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)

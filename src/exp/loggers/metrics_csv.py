@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -138,7 +137,7 @@ class CsvLogger(RunLogger):
         rows = self._read()
         first = next(rows, None)
         self._columns = self._columns or list(first or [STEP])
-        with replacing(self.path, f".{self.path.name}.{os.getpid()}") as raw:
+        with replacing(self.path) as raw:
             file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             writer.writeheader()

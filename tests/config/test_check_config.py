@@ -310,7 +310,7 @@ def edited(plain: dict, edit) -> None:
 
 
 @given(st.lists(edits(), min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, changes):
     plain = copy.deepcopy(valid)
     for change in changes:

@@ -427,7 +427,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.lists(PIECES, min_size=1, max_size=6).map("".join), st.text(max_size=12)), max_size=3))
 @example(["seed=${seed}"])
 @example(["hydra.run.dir=${hydra.run.dir}"])

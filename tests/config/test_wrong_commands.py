@@ -358,8 +358,13 @@ def test_all_faults_come_at_once(empty, capfd):
         assert f"  {key}: " in text
 
 
-# Two, for each costs the start of Python; the tests above give the same function the same words.
-@pytest.mark.parametrize("case", [SHAPES[0], SWEEPS[0]], ids=lambda case: case.title)
-def test_as_a_command_of_the_shell(case, empty):
+# One with the start of Python, which costs seconds; the tests above give the same function the same words.
+def test_as_a_command_of_the_shell(empty):
+    case = SHAPES[0]
     done = subprocess.run([sys.executable, "-m", "exp.train", *case.argv], capture_output=True, text=True, check=False)
     assert_told(case, done.returncode, done.stdout + done.stderr)
+
+
+def test_a_sweep_as_a_command(empty, commands):
+    done = commands.run(*SWEEPS[0].argv, cwd=empty)
+    assert_told(SWEEPS[0], done.returncode, done.stdout + done.stderr)

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from exp.config.reading import secrets_kept
 from exp.config.slots import slot_of
 from exp.config.targets import resolve
 from exp.data.data import Data
@@ -27,6 +28,7 @@ from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision, build_precision
+from exp.secrets import redacted, revealed
 from exp.strategies.strategy import Strategy
 from exp.types import DataSpec
 
@@ -52,7 +54,7 @@ def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> An
         return {name: construct(value, key=f"{key}.{name}", allow=allow) for name, value in node.items()}
     if isinstance(node, list):
         return [construct(value, key=f"{key}.{index}", allow=allow) for index, value in enumerate(node)]
-    return node
+    return _with_secrets(node, key=key) if isinstance(node, str) else node
 
 
 def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Mapping[str, Any]) -> Any:
@@ -83,7 +85,18 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         raise
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, OSError) as error:
         got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
-        raise ConfigError([refusal(error, key=key, known=node, got=got)]) from error
+        fault = refusal(error, key=key, known=node, got=got)
+        raise ConfigError([
+            dataclasses.replace(fault, got=redacted(fault.got), expected=redacted(fault.expected))
+        ]) from error  # fmt: skip
+
+
+def _with_secrets(text: str, *, key: str) -> str:
+    try:
+        return revealed(text)
+    except LookupError as error:
+        fault = Fault(key=key, got=error.args[0], expected="a secret in the environment of each process of the run")
+        raise ConfigError([fault]) from error
 
 
 def _placed(fault: Fault, key: str) -> Fault:
@@ -92,8 +105,9 @@ def _placed(fault: Fault, key: str) -> Fault:
     return fault if inside else dataclasses.replace(fault, key=f"{key}.{fault.key}")
 
 
+@secrets_kept()
 def plain_config(config: DictConfig) -> dict[str, Any]:
-    """The config as plain dicts and lists with every interpolation resolved."""
+    """The config as plain dicts and lists with every interpolation resolved, but for those of secrets."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
+from exp.secrets import redacted
+
 INTERRUPTED_BY_KEY = 130
 
 
@@ -120,7 +122,7 @@ def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted",
     try:
         return command()
     except ExpError as error:
-        print(error, file=sys.stderr)
+        print(redacted(str(error)), file=sys.stderr)
         return error.exit_status if fault is None else fault
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from exp.secrets import redacted
+
 # Of a file that is being written, beside its target; and what older versions called a checkpoint's.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write bytes, or text as UTF-8, in the place of what stood there.
+    """Write bytes, or text as UTF-8, in the place of what stood there. Secrets in a text are named, not written.
 
     Raises: OSError, with the path.
     """
     with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(redacted(content).encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from exp.config.freeze import COMPOSITION
 from exp.config.groups import AXIS, MANY, ONE, PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
 from exp.config.overrides import checked_lines, for_hydra
+from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 
 PROGRAM = "python -m exp.train"
@@ -70,6 +71,7 @@ def is_question(arguments: argparse.Namespace) -> bool:
     return bool(arguments.help or asked or arguments.cfg is not None or arguments.info is not None)
 
 
+@secrets_kept()
 def answer_question(arguments: argparse.Namespace) -> None:
     """Prints the help, or what Hydra answers. Imports neither torch nor lightning.
 
@@ -141,6 +143,7 @@ def _fault(key: str, got: str, expected: str) -> Fault:
     return Fault(key=key, got=got, expected=expected, source="command line")
 
 
+@secrets_kept()
 def print_tree(config: DictConfig) -> None:
     """Prints a branch for each node at the top, its values resolved."""
     from rich.console import Console

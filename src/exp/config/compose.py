@@ -13,6 +13,7 @@ from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
 from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices
+from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 
 
@@ -27,6 +28,7 @@ class Composition:
     config_dir: str | None
 
 
+@secrets_kept()
 def composition_of(
     overrides: Sequence[str],
     *,
@@ -68,6 +70,7 @@ def composition_of(
     return composition
 
 
+@secrets_kept()
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
     """The job's config without the hydra node. In a sweep: job is its number, sweep the sweep's directory.
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.reading import UNKNOWN, Values
+from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
 from exp.errors import RunError
 from exp.files import write_whole
@@ -95,6 +95,7 @@ def _made(directory: Path) -> Path:
     raise FileNotFoundError(errno.ENOENT, "another program takes its parent away again and again", str(directory))
 
 
+@secrets_kept()
 def frozen_yaml(config: DictConfig) -> str:
     """The config as YAML text, every interpolation resolved, without the record of its composition."""
     plain = cast(dict[str, object], OmegaConf.to_container(config, resolve=True))

@@ -41,6 +41,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from exp.config.reading import secrets_kept
 from exp.config.search_path import Place, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
@@ -380,6 +381,7 @@ def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, o
             HydraConfig.instance().cfg = kept[2]
 
 
+@secrets_kept()
 def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Path) -> None:
     """Lets the configured sweeper name the jobs and the configured launcher run them. No Hydra callbacks are made."""
     with hydra_base(), hydra_config(config):

@@ -19,6 +19,7 @@ from exp.config.hydra_adapter import (
 )
 from exp.config.slots import nodes_in
 from exp.errors import ConfigError, Fault
+from exp.secrets import INTERPOLATION
 from exp.spelling import among, did_you_mean
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
@@ -149,6 +150,10 @@ def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
         return [_fault(key, reason, "a path that can be worked out before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_fault(key, repr(directory), "a directory below the working directory")]
+    secret = INTERPOLATION.search(directory)
+    if secret is not None:
+        key = "name" if "name" in config and secret[0] in str(config.name) else key
+        return [_fault(key, f"{secret[0]} in the name of a folder", "a name that holds no secret")]
     if not _is_inside(directory):
         cure = "Link a larger disk to ./outputs, or start in the directory that is to hold the results"
         return [_fault(key, directory, "a directory below the working directory", cure)]

@@ -5,15 +5,19 @@ A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, s
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
+from exp.secrets import interpolation, is_secret
 from exp.spelling import nearest
 
 # References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
@@ -35,6 +39,24 @@ class Unknown:
 UNKNOWN = Unknown()
 
 
+@contextlib.contextmanager
+def secrets_kept() -> Iterator[None]:
+    """Let interpolations give the name of a secret, `${oc.env:HF_TOKEN}`, and not its value; also as a decorator.
+
+    Whatever resolves a config to write or to show it does so in here; construct.py has the value.
+    """
+
+    def named(key: str, *default: Any) -> str | None:
+        return interpolation(key) if is_secret(key) and key in os.environ else oc.env(key, *default)
+
+    OmegaConf.register_new_resolver("oc.env", named, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+@secrets_kept()
 def read(config: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
     reader = _Reader(config)

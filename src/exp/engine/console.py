@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import Recording
+from exp.secrets import redacted
 from exp.signals import leave_closed_terminal
 from exp.strategies.rank import Rank
 
@@ -30,7 +31,7 @@ def run_log(directory: Path | str, *, rank: Rank) -> Iterator[Path]:
     """
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
     file = _LogFile(path, encoding="utf-8", delay=True)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     screen = _ScreenHandler(logging.WARNING if rank.is_first else logging.CRITICAL)
     root, own = logging.getLogger(), logging.getLogger("exp")
     chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
@@ -51,6 +52,13 @@ def run_log(directory: Path | str, *, rank: Rank) -> Iterator[Path]:
         own.removeHandler(screen)
         root.removeHandler(file)
         file.close()
+
+
+class _Formatter(logging.Formatter):
+    """Names the secrets that this process has used, of messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
@@ -86,7 +94,7 @@ class _ScreenHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # A traceback is for the file; the screen has the message.
-        print(record.getMessage(), file=sys.stderr)
+        print(redacted(record.getMessage()), file=sys.stderr)
 
 
 log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError
 from exp.files import write_whole
+from exp.secrets import redacted
 
 # What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
 NEIGHBOUR = re.compile(
@@ -83,8 +84,8 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         kind: Kind = "config" if faults else "known"
         reason = f"failed: {error}"
         return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, faults=faults)
-    text = "".join(traceback.format_exception(error)).rstrip()
-    said = traceback.format_exception_only(error)[-1].strip()
+    text = redacted("".join(traceback.format_exception(error)).rstrip())
+    said = redacted(traceback.format_exception_only(error)[-1].strip())
     return Failure(
         rank=rank,
         time=now,

@@ -28,6 +28,7 @@ from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_o
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
 from exp.report import Report
+from exp.secrets import redacted
 from exp.sweeps.isolation import isolated
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
 
@@ -171,11 +172,11 @@ class Sweep:
             self._record(replace(row, status="interrupted", error=_first_line(error)), started)
             raise
         except ExpError as error:
-            print(error, flush=True)
+            print(redacted(str(error)), flush=True)
             row = replace(row, error=_first_line(error))
         except Exception as error:
             # A bug in one job, or in a user's own layer, must not cost the other jobs.
-            traceback.print_exc()
+            print(redacted(traceback.format_exc()), file=sys.stderr)
             row = replace(row, error=f"{type(error).__name__}: {_first_line(error)}")
         return self._record(row, started)
 

@@ -1,0 +1,205 @@
+"""A secret out of the environment reaches the object that is built with it, and nothing that is written or shown."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import exp
+from exp.config.freeze import read_frozen
+from exp.construct import plain_config
+from exp.launch.failure import failure_of
+from exp.secrets import is_secret, redacted, revealed
+from exp.train import main as train
+
+CANARY = "c4n4ry-s3cr3t-value"
+NAME = "MY_API_TOKEN"
+KEPT = "${oc.env:MY_API_TOKEN}"
+
+# A callback and a loss of the user's own, and what they do with the secret.
+MODULE = """
+import logging
+from pathlib import Path
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+
+class Uploads(pl.Callback):
+    def __init__(self, token, address, fails="never"):
+        Path("given.txt").write_text(f"{token} {address}")
+        self.token, self.fails = token, fails
+        if fails == "built":
+            raise ValueError(f"the token {token} is not known")
+
+    def on_train_start(self, trainer, module):
+        logging.getLogger("exp.uploads").warning("connected with %s", self.token)
+        if self.fails == "run":
+            raise RuntimeError(f"401: {self.token} has no rights")
+
+class Keeps(Logger):
+    "As wandb and mlflow, it is told the config, and keeps it."
+    def __init__(self, token):
+        self.told = []
+    name = property(lambda self: "keeps")
+    version = property(lambda self: "0")
+    def log_metrics(self, metrics, step=None): pass
+    def log_hyperparams(self, params, *args, **kwargs):
+        with open("told.txt", "a") as file:
+            file.write(repr(params))
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(NAME, CANARY)
+    name = f"uploads_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    (tmp_path / "conf" / "callbacks" / "uploads.yaml").write_text(
+        f"uploads: {{_target_: {name}.Uploads, token: '{KEPT}', address: 'https://${{name}}:{KEPT}@host'}}\n"
+    )
+    (tmp_path / "conf" / "logger").mkdir()
+    (tmp_path / "conf" / "logger" / "keeps.yaml").write_text(f"keeps: {{_target_: {name}.Keeps, token: '{KEPT}'}}\n")
+    return tmp_path
+
+
+SMALL = (
+    "data=wine", "model=mlp", "trainer.max_epochs=1", "trainer.enable_progress_bar=false", "+callbacks=uploads",
+    "logger=[tensorboard,keeps]", "hydra.run.dir=outputs/run", f"tags=['{KEPT}']", "print_config=true",
+)  # fmt: skip
+
+
+def places_of(text: str, root: Path) -> list[str]:
+    """Files below a folder that hold a text, in their content or their name, but for what the object wrote itself."""
+    found = []
+    for path in root.rglob("*"):
+        is_own = path.name == "given.txt"
+        if text in path.name or (path.is_file() and not is_own and text.encode() in path.read_bytes()):
+            found.append(str(path.relative_to(root)))
+    return found
+
+
+def test_a_run_with_a_secret_writes_it_nowhere(place, capfd):
+    assert train(list(SMALL)) == 0
+    assert (place / "given.txt").read_text() == f"{CANARY} https://train:{CANARY}@host"
+    screen = capfd.readouterr()
+    run = place / "outputs" / "run"
+    written = {
+        "config.yaml", "overrides.yaml", "provenance.json", "report.json", "report.md", "train.log",
+    }  # fmt: skip
+    assert written <= {path.name for path in run.iterdir()}
+    assert places_of(CANARY, place) == []
+    assert CANARY not in screen.out + screen.err
+    # It is not that nothing was written: what stands there is the interpolation.
+    assert KEPT in (run / "config.yaml").read_text()
+    assert f"https://train:{KEPT}@host" in (run / "config.yaml").read_text()
+    assert "connected with ${oc.env:MY_API_TOKEN}" in (run / "train.log").read_text()
+    assert KEPT in (place / "told.txt").read_text()
+    assert KEPT in screen.out
+
+
+def test_a_run_that_fails_with_the_secret_in_its_message_names_it(place, capfd):
+    with pytest.raises(RuntimeError, match="401"):
+        train([*SMALL, "callbacks.uploads.fails=run"])
+    run = place / "outputs" / "run"
+    assert places_of(CANARY, place) == []
+    assert f"401: {KEPT} has no rights" in json.loads((run / "report.json").read_text())["error"]["message"]
+    assert "has no rights" in (run / "report.md").read_text()
+
+
+def test_a_constructor_that_refuses_the_secret_is_told_without_it(place, capfd):
+    assert train([*SMALL, "callbacks.uploads.fails=built"]) == 2
+    screen = capfd.readouterr()
+    assert f"the token {KEPT} is not known" in screen.err
+    assert CANARY not in screen.out + screen.err
+    assert places_of(CANARY, place) == []
+
+
+@pytest.mark.parametrize(
+    "flags", [("--cfg", "job"), ("--cfg", "job", "--resolve"), ("--cfg", "all", "--resolve"), ("--info", "config")]
+)
+def test_questions_about_the_config_show_the_interpolation(flags, capfd):
+    assert train([*flags, *SMALL]) == 0
+    screen = capfd.readouterr()
+    assert CANARY not in screen.out + screen.err
+    assert KEPT in screen.out
+
+
+def test_a_folder_is_not_called_by_a_secret(capfd, place):
+    for word in (f"name='{KEPT}'", f"name='a_{KEPT}_b'", f"hydra.run.dir='outputs/{KEPT}'", "name='${data_dir}'"):
+        assert train([word, f"data_dir='{KEPT}'"]) == 2
+        screen = capfd.readouterr().err
+        assert "in the name of a folder" in screen
+        assert CANARY not in screen
+    assert train(["-m", "seed=0,1", f"hydra.sweep.subdir='{KEPT}'"]) == 2
+    assert CANARY not in capfd.readouterr().err
+    assert not (place / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model='{}'", "optimizer.lr='{}'", "trainer.max_epochs='{}'", "resume='{}'", "seed='{}'", "monitor='{}'",
+     "model.layers.hidden._target_='{}'", "'{}'", "metric_stages=['{}']", "data.batch_size='{}'"],
+)  # fmt: skip
+def test_a_fault_at_a_secret_names_it(override, capfd):
+    assert train([override.format(KEPT)]) == 2
+    assert CANARY not in capfd.readouterr().err
+
+
+def test_a_rank_resolves_from_its_own_environment(place, monkeypatch):
+    plain = plain_config(exp.compose(SMALL))
+    token = plain["callbacks"]["uploads"]["token"]
+    assert token == KEPT
+    monkeypatch.setenv(NAME, "another")
+    assert revealed(token) == "another"
+    monkeypatch.delenv(NAME)
+    with pytest.raises(LookupError, match="MY_API_TOKEN is not set"):
+        revealed(KEPT)
+
+
+def test_what_reads_a_frozen_run_sees_the_interpolation(place):
+    assert train([*SMALL, "train=true", "test=false"]) == 0
+    plain = plain_config(read_frozen(place / "outputs" / "run"))
+    assert plain["callbacks"]["uploads"]["token"] == KEPT
+    assert CANARY not in repr(plain)
+
+
+def test_names_and_defaults():
+    for name in ("HF_TOKEN", "apiKey", "AWS_SECRET_ACCESS_KEY", "DB-PASSWORD", "passwd", "GCP_CREDENTIALS",
+                 "ApiTokenV2", "WANDB_API_KEY", "APIKEY"):  # fmt: skip
+        assert is_secret(name), name
+    for name in ("EXP_DATA_DIR", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HOME", "USER", "SECRETARY"):
+        assert not is_secret(name), name
+    config = OmegaConf.create(
+        {"a": "${oc.env:NOT_SET_TOKEN,7}", "b": "${oc.env:NOT_SET_TOKEN,null}", "c": "${oc.env:HOME}"}
+    )
+    assert plain_config(config) == {"a": "7", "b": None, "c": os.environ["HOME"]}
+
+
+def test_short_values_are_not_looked_for_in_innocent_text(monkeypatch):
+    monkeypatch.setenv(NAME, "lr")
+    assert revealed(KEPT) == "lr"
+    assert redacted("optimizer.lr") == "optimizer.lr"
+
+
+def test_other_users_of_omegaconf_in_this_process_see_values():
+    exp.compose(["model=mlp"])
+    assert OmegaConf.create({"a": KEPT}).a == CANARY
+
+
+def test_a_sweep_with_a_secret_writes_it_nowhere(place, capfd):
+    command = [word for word in SMALL if not word.startswith("hydra.run.dir")]
+    assert train(["-m", *command, f"callbacks.uploads.address='{KEPT}','x'"]) == 0
+    screen = capfd.readouterr()
+    assert places_of(CANARY, place) == []
+    assert CANARY not in screen.out + screen.err
+    assert KEPT in next(place.rglob("table.csv")).read_text()
+
+
+def test_a_rank_that_fails_writes_its_secret_nowhere():
+    revealed(KEPT)
+    failure = failure_of(RuntimeError(f"401: {CANARY}"), rank=1)
+    assert CANARY not in repr(failure)
+    assert KEPT in failure.reason

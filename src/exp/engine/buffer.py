@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from exp.errors import RunError
+from exp.functions.at_least_float32 import summing_dtype
 from exp.hooks.panels import Panel, on_host
+from exp.objectives.objective import Mean
+from exp.objectives.term import AbstractTerm
 from exp.types import Stage
 
 EXPECTED = "a hook must give one number, or a panel of exp.hooks.panels, for a tag"
@@ -153,36 +156,44 @@ class Source(Protocol):
 
 
 class EpochValues(nn.Module):
-    """Sums losses weighted by samples, and updates metrics, on the device; one host copy gives their values.
+    """Sums the means of terms weighted by what they divide by, and updates metrics, on the device.
 
-    terms: the objective's, in their order. They have tags of their own where there are several.
+    One host copy gives the values: of each term what one call over the whole stage would give.
+
+    terms: the objective's, by name, in their order. They have tags of their own where there are several.
+    summed: an attribute, the terms of which the loss is the weighted sum, in the order in which `add` is given them; of
+        phases a term is there as often as it is in one.
     source: an attribute, where the outputs are; None is here.
     """
 
-    def __init__(self, *, stage: Stage, terms: Sequence[str], metrics: Mapping[str, Metric]) -> None:
+    def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], metrics: Mapping[str, Metric]) -> None:
         super().__init__()
         self.stage = stage
         self.terms = tuple(terms)
+        self.summed: Sequence[tuple[str, AbstractTerm]] = tuple(terms.items())
         self.names = tuple(metrics)
         # A list: a ModuleDict refuses names such as `update`.
         self.metrics = nn.ModuleList(metrics.values())
         self._each = tuple(metrics.values())
         self.source: Source | None = None
-        self._sums: Tensor | None = None
-        self._samples = 0
+        self.clear_losses()
 
-    def add(self, loss: Tensor, parts: Mapping[str, Tensor], *, size: int, output: object, target: object) -> None:
-        """Adds a batch of `size` samples that count; 0 for a stand-in, which leaves no trace."""
-        if not size:
-            return
-        means = loss.detach().reshape(1)
-        if len(self.terms) > 1:
-            means = torch.stack([loss.detach(), *(parts[term].to(loss.dtype) for term in self.terms)])
-        # Sums over an epoch of many batches lose digits in float32; some devices have nothing else.
-        sums = means.to(torch.float32 if means.device.type == "mps" else torch.float64) * size
+    def clear_losses(self) -> None:
+        """Start afresh."""
+        self._sums: Tensor | None = None
+        # A number of samples is known here, and costs the device nothing.
+        self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
+
+    def add(self, means: Sequence[Mean]) -> None:
+        """Adds a batch: each term's mean, and what it divided by. Where nothing counts, nothing is added."""
+        dtype = summing_dtype(means[0][0].device)
+        totals = [mean.detach().to(dtype) * divisor for mean, divisor in means]
+        for place, (_, divisor) in enumerate(means):
+            if isinstance(divisor, Tensor):
+                totals[place] = totals[place].where(divisor > 0, 0.0)
+            self._divisors[place] = self._divisors[place] + divisor
+        sums = torch.stack(totals)
         self._sums = sums if self._sums is None else self._sums + sums
-        self._samples += size
-        self.update_metrics(output, target)
 
     def update_metrics(self, output: object, target: object) -> None:
         for metric in self._each:
@@ -191,24 +202,44 @@ class EpochValues(nn.Module):
     def finish(self, strategy: Strategy) -> dict[str, float]:
         """Return the values by tag, over all ranks, and start afresh. Every rank must call it.
 
+        A term of which nothing counted has no tag, and adds nothing to the loss.
+
         Raises: RunError where a metric gives more than one number.
         """
         device = strategy.root_device
-        width = 1 + (len(self.terms) if len(self.terms) > 1 else 0)
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        sums = torch.zeros(width, dtype=dtype, device=device) if self._sums is None else self._sums
-        totals = torch.cat([sums, torch.tensor([self._samples], dtype=dtype, device=device)])
-        totals = strategy.reduce(totals, reduce_op="sum")
+        totals = self.totals(strategy)
         metrics = self._computed(device)
-        values = torch.cat([totals, torch.stack(metrics).to(dtype)]) if metrics else totals
-        self._sums, self._samples = None, 0
-        *means, samples = values[: width + 1].tolist()
+        values = torch.cat([totals, torch.stack(metrics).to(totals.dtype)]) if metrics else totals
+        self.clear_losses()
+        count = len(self.summed)
+        numbers = values.tolist()
+        sums, divisors, found = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+        terms = [
+            (name, total / divisor, term.weight)
+            for (name, term), total, divisor in zip(self.summed, sums, divisors, strict=True)
+            if divisor
+        ]
         result: dict[str, float] = {}
-        if samples:
-            tags = [f"loss/{self.stage}", *(f"loss/{self.stage}/{term}" for term in self.terms)]
-            result = {tag: mean / samples for tag, mean in zip(tags, means, strict=False)}
-        tags = [f"{name}/{self.stage}" for name in self.names]
-        return result | dict(zip(tags, values[width + 1 :].tolist(), strict=True))
+        if terms:
+            result[f"loss/{self.stage}"] = sum(mean * weight for _, mean, weight in terms)
+        if len(self.terms) > 1:
+            means = {name: mean for name, mean, _ in terms}
+            result.update({f"loss/{self.stage}/{name}": means[name] for name in self.terms if name in means})
+        return result | {f"{name}/{self.stage}": value for name, value in zip(self.names, found, strict=True)}
+
+    def totals(self, strategy: Strategy) -> Tensor:
+        """Return the sums of the terms, and behind them what divides each, over all ranks. Every rank must call it."""
+        device = strategy.root_device
+        dtype = summing_dtype(device)
+        sums = torch.zeros(len(self.summed), dtype=dtype, device=device) if self._sums is None else self._sums
+        divisors = [torch.as_tensor(divisor, dtype=dtype, device=device) for divisor in self._divisors]
+        totals: Tensor = strategy.reduce(torch.cat([sums, torch.stack(divisors)]), reduce_op="sum")
+        return totals
+
+    def restore_losses(self, totals: Tensor) -> None:
+        """Go on from `totals`; on one rank only, for they are those of all ranks."""
+        self._sums, divisors = totals.tensor_split([len(self.summed)])
+        self._divisors = list(divisors.unbind())
 
     def metric_states(self) -> dict[str, dict[str, Any]]:
         """Return what the metrics of all ranks hold in the middle of an epoch. Every rank must call it."""

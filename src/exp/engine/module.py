@@ -27,7 +27,7 @@ from exp.engine.forward import Forward, Runner, Values, detached, forward_by_nam
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.step import Window
-from exp.objectives.objective import Objective
+from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
@@ -36,6 +36,7 @@ from exp.strategies.whole_state import local
 from exp.types import STAGES, Batch, Stage
 
 TRAIN_METRICS = "exp_train_metrics"
+TRAIN_LOSSES = "exp_train_losses"
 
 
 class TrainingModule(LightningModule):
@@ -85,7 +86,7 @@ class TrainingModule(LightningModule):
             {
                 f"{stage}_values": EpochValues(
                     stage=stage,
-                    terms=list(objective.terms),
+                    terms=objective.terms,
                     metrics={name: metric.clone() for name, metric in (metrics or {}).items()}
                     if stage in metric_stages
                     else {},
@@ -98,6 +99,7 @@ class TrainingModule(LightningModule):
         self.__dict__["run_network"] = network
         self._run = forward_by_name(network)
         self._needs = objective.needs
+        self._is_weighed = bool(objective.weighed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the hook under way forty times a step; nn.Module would look for parameters in it.
@@ -137,6 +139,8 @@ class TrainingModule(LightningModule):
         if weight != 1.0:
             loss = loss * weight
             parts = {name: part * weight for name, part in parts.items()}
+        if self._is_weighed:
+            self._train_values.add(self.objective.shared_means(parts, batch))
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.metrics and batch.size:
@@ -200,12 +204,16 @@ class TrainingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: State) -> None:
         if self._train_values.names:
             checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
+        if self._is_weighed:
+            checkpoint[TRAIN_LOSSES] = self._train_values.totals(self.trainer.strategy)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
         lay_out_optimizer_states(checkpoint, self.network)
         # The states of all shares of the data together: the ranks of one share take them, the others start empty.
         if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
             self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
+        if self.trainer.state.fn == "fit" and TRAIN_LOSSES in checkpoint and self.rank == 0:
+            self._train_values.restore_losses(checkpoint[TRAIN_LOSSES].to(self.trainer.strategy.root_device))
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
         """Compute the objective of a batch's data, 0-d and not weighted, with something else in the network's place.
@@ -240,12 +248,24 @@ class TrainingModule(LightningModule):
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
         # Always epoch 0: what is random in an evaluation is the same each time.
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
-        values, loss, parts = self._forward(batch)
-        epoch_values = self.values_of(stage)
-        target = target_of(values) if epoch_values.metrics else None
-        epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
+        # Each rank's means of its own samples: what they weigh over ranks is known behind the last batch.
+        values, means = self._means(batch._replace(global_size=max(batch.size, 1), world_size=1))
+        self._add(stage, values, means if batch.size else [])
         if batch.size and not self._trainer.sanity_checking:
             self.observer.evaluated(stage, values)
+
+    def _add(self, stage: Stage, values: Values, means: Sequence[Mean]) -> None:
+        """Add a batch to a stage's epoch; one without means, which is a stand-in, leaves no trace."""
+        epoch_values = self.values_of(stage)
+        target = target_of(values) if epoch_values.metrics else None
+        if means:
+            epoch_values.add(means)
+            epoch_values.update_metrics(values["output"], target)
+
+    def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
+        """Evaluate: compute the values by name, and the mean of each term."""
+        values, _, parts = self._forward(batch)
+        return values, self.objective.means(values, parts, size=batch.size)
 
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """Compute the values by name, the objective, and its terms."""

@@ -32,12 +32,13 @@ from exp.engine.module import TrainingModule, clip
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.step import Window
 from exp.models.containers import with_forward
+from exp.objectives.objective import Mean
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
 from exp.precision.plugin import RunPrecision
 from exp.strategies.ddp import ExpDDPStrategy
 from exp.strategies.gradient_averaging import average_gradients, broadcast_buffers
-from exp.types import Batch
+from exp.types import STAGES, Batch
 
 
 class PhasedModule(TrainingModule):
@@ -55,6 +56,10 @@ class PhasedModule(TrainingModule):
         self.phases = tuple(phases)
         # In a plain mapping: their terms are those of the objective, which is registered already.
         self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
+        for stage in STAGES:
+            values = self.values_of(stage)
+            values.summed = [term for one in self._objectives.values() for term in one.terms.items()]
+            values.clear_losses()
         self._window: list[tuple[Batch, int]] = []
         self._trained: dict[str, list[nn.Parameter]] = {}
         self._all_trained: list[nn.Parameter] = []
@@ -240,20 +245,17 @@ class PhasedModule(TrainingModule):
         loss, parts = objective(values, batch)
         return values, loss, parts
 
-    def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Evaluate: the forward and the terms of every phase, and the loss that is their sum."""
+    def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
+        """Evaluate: the forward of every phase, and the means of its terms; the loss is the sum of all phases."""
         known: dict[str | None, Values] = {}
-        parts: dict[str, Tensor] = {}
-        losses = []
+        means: list[Mean] = []
         for phase in self.phases:
-            found = self._forward_phase(phase, batch, known.get(phase.forward))
-            known.setdefault(phase.forward, found[0])
-            losses.append(found[1].detach())
-            parts |= found[2]
+            found, _, parts = self._forward_phase(phase, batch, known.get(phase.forward))
+            known.setdefault(phase.forward, found)
+            means += self._objectives[phase.name].means(found, parts, size=batch.size)
         # What metrics look at is the network's own output.
         values = known[None] if None in known else self._run(self.run_network, batch.data)
-        ordered = {name: parts[name] for name in self.objective.terms}
-        return {**values, "output": detached(values["output"])}, torch.stack(losses).sum(), ordered
+        return {**values, "output": detached(values["output"])}, means
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
         """Step by scaled gradients, which become true for hooks and clipping."""

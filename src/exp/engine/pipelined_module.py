@@ -121,10 +121,8 @@ class PipelinedModule(TrainingModule):
         if not outputs:
             return
         values = self._values(batch.data, joined(outputs), size)
-        loss, parts = self.objective(values)
-        epoch_values = self.values_of(stage)
-        target = target_of(values) if epoch_values.metrics else None
-        epoch_values.add(loss, parts, size=batch.size, output=values["output"], target=target)
+        _, parts = self.objective(values)
+        self._add(stage, values, self.objective.means(values, parts, size=size) if batch.size else [])
 
     def _inputs(self, data: object) -> dict[str, Any]:
         """Return the network's inputs by name, of a batch's data."""

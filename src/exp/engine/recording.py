@@ -228,8 +228,13 @@ class Recording(Callback):
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")
-        metrics = values.finish(trainer.strategy) if values.names else {}
-        if self._epoch_size:
+        # Weighed terms are summed by what they divide by; without them the steps say what the epoch's mean is.
+        weighed = self._module.objective.weighed and not self._module.phases
+        found = values.finish(trainer.strategy) if values.names or weighed else {}
+        metrics = {tag: value for tag, value in found.items() if not tag.startswith("loss/")}
+        if weighed and "loss/train" in found:
+            metrics[EPOCH_LOSS] = found["loss/train"]
+        elif self._epoch_size and not weighed:
             metrics[EPOCH_LOSS] = self._epoch_sum / self._epoch_size
         self._epoch_sum = self._epoch_size = 0.0
         self._write_stage("train", metrics)
@@ -251,6 +256,11 @@ class Recording(Callback):
         values = self._module.values_of(stage).finish(trainer.strategy)
         if trainer.sanity_checking:
             return
+        if f"loss/{stage}" not in values:
+            raise RunError(
+                f"loss/{stage} has no value: no target of the {stage} samples counts; expected one at least that is "
+                "not ignored, of a class with a weight above 0. Look at ignore_index and class_weights"
+            )
         found, panels = on_host_values(self._step_hooks.finish(stage, trainer))
         values |= found
         self._write_stage(stage, values, panels)

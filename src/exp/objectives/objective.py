@@ -1,12 +1,13 @@
 """The objective: a weighted sum of named terms. Its value is the loss that the network is trained on.
 
 A cross entropy with class weights or ignored targets divides by the weights of the targets at hand. Each rank dividing
-by its own would give another loss than one process, so that such a loss is summed, and divided by what all ranks hold.
+by its own would give another loss than one process, so that such a mean is weighted by its divisor, over ranks and over
+the batches of a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.objectives.loss_inputs import Values, full, match_target, pick
+from exp.functions.at_least_float32 import summing_dtype
+from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
 from exp.objectives.term import AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.spelling import nearest
@@ -23,6 +25,8 @@ from exp.types import Batch
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
+# A mean, 0-d, and what it divides its sum by.
+Mean = tuple[Tensor, Tensor | float]
 # What may divide by something else than the number of its targets.
 ByWeight = CrossEntropy | NLL | nn.CrossEntropyLoss | nn.NLLLoss
 
@@ -42,20 +46,37 @@ class Term(AbstractTerm):
         self.loss = loss
         self.output = output
         self.target = target
-        self.is_by_weight = counts_by_weight(loss)
+        self._is_by_weight = counts_by_weight(loss)
+        self._is_weighed = self._is_by_weight or hasattr(loss, "divisor")
+
+    @property
+    def is_weighed(self) -> bool:
+        return self._is_weighed
+
+    def divisor(self, values: Values) -> Tensor | float | None:
+        """What the loss says by its own method `divisor(output, target)`, and what torch's losses divide by."""
+        module, target = self.loss, pick(values, self.target, "target")
+        if self._is_by_weight:
+            return total_weight(cast(ByWeight, module), target)
+        if self._is_weighed:
+            divisor = cast("Callable[[Tensor, Tensor], Tensor | float]", module.divisor)
+            return divisor(full(pick(values, self.output, "output")), full(target))
+        # Batches of texts may differ in their lengths.
+        is_by_number = isinstance(module, (*ELEMENTWISE, CrossEntropy, NLL)) and module.reduction == "mean"
+        return float(target.numel()) if is_by_number else None
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
 
-        batch: whose share the values are, as Objective takes it. passes: for a loss that declares needs.
+        passes: for a loss that declares needs.
 
         Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
         """
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
         output = full(pick(values, self.output, "output"))
         target = match_target(module, output, full(pick(values, self.target, "target")))
-        if self.is_by_weight and batch is not None and batch.world_size > 1:
-            return shared_mean(cast(ByWeight, module), output, target, batch)
+        if self._is_by_weight:
+            return counted_mean(cast(ByWeight, module), output, target)
         loss: Tensor = module(output, target) if passes is None else module(output, target, passes)
         if loss.dim() != 0:
             raise RunError(
@@ -92,12 +113,34 @@ class Objective(nn.Module):
                     f"term with objective.{name}.weight"
                 )
         self._terms = nn.ModuleList(self.terms.values())
+        self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
+        # By what the weighed terms of the last call divided, over all ranks.
+        self._divisors: dict[str, Tensor] = {}
         self._output = next((term.output for term in self.terms.values() if isinstance(term, Term)), None)
 
     @property
     def weighed(self) -> tuple[str, ...]:
         """Names of the terms that divide by weights of their targets, and not by the number of samples."""
-        return tuple(name for name, term in self.terms.items() if isinstance(term, Term) and term.is_by_weight)
+        return tuple(name for name in self.terms if name in self._weighed)
+
+    def means(self, values: Values, parts: Mapping[str, Tensor], *, size: int) -> list[Mean]:
+        """Each term's mean over a batch that no other rank shares, as its last call gave it, and what it divided by.
+
+        size: of the batch, in samples.
+        """
+        found: list[Mean] = []
+        for name, term in self.terms.items():
+            divisor = self._divisors[name] if name in self._weighed else term.divisor(values)
+            found.append((parts[name], size if divisor is None else divisor))
+        return found
+
+    def shared_means(self, parts: Mapping[str, Tensor], batch: Batch) -> list[Mean]:
+        """This rank's parts of each term's mean over a batch that ranks share, of which all together are the whole.
+
+        parts: of the last call, times the batch's weight.
+        """
+        ranks = batch.world_size
+        return [(parts[name], self._divisors.get(name, batch.global_size) / ranks) for name in self.terms]
 
     def only(self, names: Collection[str]) -> Objective:
         """The sum of some of the terms, in this one's order: the same modules, not copies.
@@ -144,6 +187,8 @@ class Objective(nn.Module):
             raise RunError(f"the terms need {', '.join(sorted(self.needs))}; the objective was called without passes")
         for name, term in self.terms.items():
             loss = term(values, batch, passes) if self._needs[name] else term(values, batch)
+            if name in self._weighed:
+                loss, self._divisors[name] = shared_mean(loss, term.divisor(values), batch)
             parts[name] = loss.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss
             total = weighted if total is None else total + weighted
@@ -173,30 +218,44 @@ def counts_by_weight(loss: nn.Module) -> bool:
     return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def shared_mean(loss: ByWeight, output: Tensor, target: Tensor, batch: Batch) -> Tensor:
-    """The loss of this rank's share such that the mean over ranks, weighted by samples, is the loss of the batch.
-
-    One sum over the ranks, of one number. 0-d.
-    """
+def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> Tensor:
+    """The loss over the targets that count, 0-d: torch's mean, and 0 instead of no number where none counts."""
     loss.reduction = "sum"
     try:
         total: Tensor = loss(output, target)
     finally:
         loss.reduction = "mean"
+    weight = total_weight(loss, target).to(total.dtype)
+    return total / weight.where(weight > 0, 1.0)
+
+
+def shared_mean(loss: Tensor, divisor: Tensor | float | None, batch: Batch | None) -> tuple[Tensor, Tensor]:
+    """A rank's loss such that the mean over ranks, weighted by samples, is that of the batch; and the batch's divisor.
+
+    One sum over the ranks, of one number. 0-d.
+    """
+    held = torch.as_tensor(0.0 if divisor is None else divisor, device=loss.device).detach()
+    if batch is None or batch.world_size == 1:
+        return loss, held
     # A stand-in takes part in the sum, and adds nothing to it.
-    held: Tensor = _weight(loss, target) if batch.size else torch.zeros((), device=target.device)
-    torch.distributed.all_reduce(held)
+    whole = held.clone() if batch.size else torch.zeros_like(held)
+    torch.distributed.all_reduce(whole)
     # Several ranks hold each share where a model is split over ranks.
-    held = held * (batch.world_size / torch.distributed.get_world_size())
-    return total / held * (batch.global_size / batch.size) if batch.size else total * 0.0
+    whole = whole * (batch.world_size / torch.distributed.get_world_size())
+    if not batch.size:
+        return loss * 0.0, whole
+    share = (held / whole.where(whole > 0, 1.0)).to(loss.dtype)
+    return loss * share * (batch.global_size / batch.size), whole
 
 
-def _weight(loss: ByWeight, target: Tensor) -> Tensor:
-    """The weight by which the loss divides its sum, 0-d, float32."""
+def total_weight(loss: ByWeight, target: Tensor) -> Tensor:
+    """The weight by which the loss divides its sum, 0-d."""
+    dtype = summing_dtype(target.device)
     if target.is_floating_point():  # torch divides the loss of probabilities by their number, whatever the weights
-        return torch.tensor(float(target.numel() // target.shape[1] if target.dim() > 1 else 1), device=target.device)
+        count = target.numel() // target.shape[1] if target.dim() > 1 else 1
+        return torch.tensor(count, dtype=dtype, device=target.device)
     weights: Tensor | None = loss.class_weights if isinstance(loss, CrossEntropy | NLL) else loss.weight
     counted = target != loss.ignore_index
     if weights is None:
-        return counted.sum().float()
-    return torch.where(counted, weights.float()[torch.where(counted, target, 0)], 0.0).sum()
+        return counted.sum().to(dtype)
+    return torch.where(counted, weights[torch.where(counted, target, 0)], 0.0).sum(dtype=dtype)

@@ -42,6 +42,19 @@ class AbstractTerm(nn.Module, ABC):
         super().__init__()
         self.weight = weight
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether it divides by something else than the number of samples, and `divisor` says by what."""
+        return type(self).divisor is not AbstractTerm.divisor
+
+    def divisor(self, values: Values) -> Tensor | float | None:
+        """By what the mean over these values divided its sum, 0-d; None is the number of samples.
+
+        Over ranks and over the batches of a stage the means are weighted by it. Where it is 0, nothing counts, and
+        `forward` must give a finite number.
+        """
+        return None
+
     @abstractmethod
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss of this rank's share, 0-d, in float32 (float64 where the values are float64).

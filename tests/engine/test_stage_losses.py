@@ -1,0 +1,176 @@
+"""The loss of a stage is what one call of torch over the whole stage gives, whatever the batches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from exp.errors import RunError
+from exp.objectives.loss_inputs import Values
+from exp.objectives.objective import Objective, Term
+from exp.objectives.term import AbstractTerm
+from exp.objectives.terms import NLL, CrossEntropy
+from exp.optim.optimizer import Optimization
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+class Positive(nn.Module):
+    """A loss of the targets of class 1 alone, which divides by their number."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output[:, 1].square() * target).sum() / target.sum().clamp(min=1)
+
+    def divisor(self, output: Tensor, target: Tensor) -> Tensor:
+        return target.sum()
+
+
+class Confidence(AbstractTerm):
+    """A term that weighs each sample by its first input."""
+
+    def forward(self, values: Values, batch: Any = None, passes: Any = None) -> Tensor:
+        weights = values["input"][:, 0].exp()
+        return (weights * values["output"].square().sum(1)).sum() / weights.sum()
+
+    def divisor(self, values: Values) -> Tensor:
+        return values["input"][:, 0].exp().sum()
+
+
+def weighted(kind: Any, **options: Any) -> nn.Module:
+    return kind(weight=torch.tensor([1.0, 5.0]), **options)
+
+
+CASES: dict[str, dict[str, nn.Module]] = {
+    "samples": {"ce": CrossEntropy()},
+    "class_weights": {"ce": CrossEntropy(class_weights=[1.0, 5.0])},
+    "ignored": {"ce": CrossEntropy(ignore_index=0, label_smoothing=0.1)},
+    "both": {"nll": NLL(class_weights=[0.3, 1.0], ignore_index=1)},
+    "a_class_of_no_weight": {"ce": CrossEntropy(class_weights=[0.0, 2.0])},
+    "torch": {"ce": weighted(nn.CrossEntropyLoss, ignore_index=0)},
+    "torch_smooth": {"ce": weighted(nn.CrossEntropyLoss, label_smoothing=0.2)},
+    "torch_nll": {"nll": weighted(nn.NLLLoss)},
+    "own_loss": {"positive": Positive()},
+    "own_term": {"confidence": Confidence(weight=0.5)},
+    "several": {
+        "ce": Term(loss=CrossEntropy(ignore_index=1), weight=2.0),
+        "smooth": CrossEntropy(label_smoothing=0.3),
+        "positive": Term(loss=Positive(), weight=0.25),
+    },
+}
+
+
+def in_one_call(small: Any, terms: dict[str, nn.Module], stage: str) -> dict[str, float]:
+    """What the terms give for the whole stage, each in one call of its own."""
+    batches = [batch.data for batch in small.data.data.loader(stage)]
+    inputs, target = (torch.cat(column) for column in zip(*batches, strict=True))
+    inputs, network = inputs.double(), small.module.network.double().eval()
+    found, total = {}, 0.0
+    with torch.no_grad():
+        output = network(inputs)
+        for name, term in terms.items():
+            if isinstance(term, Confidence):
+                value = term({"input": inputs, "output": output})
+            else:
+                value = (term.loss if isinstance(term, Term) else term)(output, target)
+            found[f"loss/{stage}/{name}"] = float(value)
+            total += float(value) * (term.weight if isinstance(term, AbstractTerm) else 1.0)
+    return {f"loss/{stage}": total, **(found if len(found) > 1 else {})}
+
+
+def fitted(small_run: ModuleType, directory: Path, terms: dict[str, nn.Module], **settings: Any) -> Any:
+    """A run of one epoch in float64 that changes nothing."""
+    small = small_run.Small(
+        directory, terms=terms, max_epochs=1, word="fp64", plain_network=True, metrics={}, **settings
+    )
+    small.module.optimization = Optimization(optimizer_factory=functools.partial(torch.optim.SGD, lr=0.0))
+    small.fit()
+    return small
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch_size", [1, 16, 200])
+def test_a_stage_has_the_loss_of_one_call(tmp_path: Path, small_run: ModuleType, case: str, batch_size: int) -> None:
+    terms = copy.deepcopy(CASES[case])
+    small = fitted(small_run, tmp_path, terms, batch_size=batch_size)
+    torch.nn.Module.double(small.module.objective)
+    expected = in_one_call(small, terms, "val")
+    metrics = small.recording.metrics
+    assert {tag: metrics[tag] for tag in expected} == pytest.approx(expected, rel=1e-12)
+    (trained,) = [value for tag, value in in_one_call(small, terms, "train").items() if tag == "loss/train"]
+    assert metrics["loss/train"] == pytest.approx(trained, rel=1e-12)
+
+
+def test_accumulated_batches_and_phases(tmp_path: Path, small_run: ModuleType) -> None:
+    terms: dict[str, nn.Module] = {"ce": CrossEntropy(class_weights=[1.0, 5.0], ignore_index=None)}
+    small = fitted(small_run, tmp_path / "accumulated", terms, batch_size=7, accumulate_grad_batches=3)
+    expected = in_one_call(small, terms, "train") | in_one_call(small, terms, "val")
+    assert {tag: small.recording.metrics[tag] for tag in expected} == pytest.approx(expected, rel=1e-12)
+    small = small_run.Small(tmp_path / "phases", terms=terms, max_epochs=1, word="fp64", phases=True, batch_size=7)
+    small.fit()
+    # Both phases have the term, and the loss is the sum of theirs.
+    expected = 2 * in_one_call(small, terms, "val")["loss/val"]
+    assert small.recording.metrics["loss/val"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_batch_in_which_nothing_counts_has_no_gradient() -> None:
+    for loss in (CrossEntropy(ignore_index=0), nn.CrossEntropyLoss(ignore_index=0), NLL(class_weights=[0.0, 1.0])):
+        scores = torch.randn(4, 2, requires_grad=True)
+        total, _ = Objective({"term": loss})({"output": scores, "target": torch.zeros(4, dtype=torch.int64)})
+        total.backward()
+        assert total.item() == 0.0
+        assert torch.equal(scores.grad, torch.zeros(4, 2))
+
+
+def test_a_stage_in_which_nothing_counts_is_told(tmp_path: Path, small_run: ModuleType) -> None:
+    with pytest.raises(RunError, match="loss/val has no value: no target of the val samples counts; expected one at"):
+        fitted(small_run, tmp_path, {"ce": CrossEntropy(class_weights=[0.0, 0.0])})
+    # A term of several adds nothing, and has no tag.
+    terms = {"ce": CrossEntropy(), "none": CrossEntropy(class_weights=[0.0, 0.0])}
+    metrics = fitted(small_run, tmp_path / "several", terms).recording.metrics
+    assert "loss/val/none" not in metrics
+    assert metrics["loss/val"] == metrics["loss/val/ce"]
+
+
+def test_a_resumed_epoch_has_the_loss_of_an_unbroken_one(tmp_path: Path, small_run: ModuleType) -> None:
+    def kill() -> None:
+        raise small_run.Killed
+
+    def run(directory: str, *callbacks: Any) -> Any:
+        terms = copy.deepcopy(CASES["several"])
+        return small_run.Small(tmp_path / directory, terms=terms, max_epochs=1, metrics={}, callbacks=callbacks)
+
+    whole, broken, resumed = run("whole"), run("broken", small_run.At("on_train_batch_end", 5, kill)), run("resumed")
+    whole.fit()
+    with pytest.raises(small_run.Killed):
+        broken.fit()
+    resumed.fit(resume=broken.last)
+    for tag in ("loss/train", "loss/val", "loss/val/ce"):
+        assert resumed.recording.metrics[tag] == whole.recording.metrics[tag]
+
+
+@pytest.mark.parametrize("loss", [{"class_weights": [1.0, 5.0]}, {"ignore_index": 0}], ids=str)
+def test_two_ranks_train_and_evaluate_as_one(tmp_path: Path, elsewhere: Any, logged: Any, loss: Any) -> None:
+    """In float64, so that a rank that divided by its own weights would be seen; and shares in which nothing counts."""
+    for world_size in (1, 2):
+        ranks = elsewhere.ranks(
+            tmp_path / str(world_size),
+            world_size,
+            plain_network=True,
+            max_epochs=2,
+            batch_size=3,
+            loss=loss,
+            word="fp64",
+        )
+        assert [elsewhere.end(rank) for rank in ranks] == [0] * world_size
+    one, two = logged(tmp_path / "1"), logged(tmp_path / "2")
+    assert one == pytest.approx(two, rel=1e-11)

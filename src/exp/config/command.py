@@ -77,7 +77,9 @@ def answer_question(arguments: argparse.Namespace) -> None:
 
     Raises: ConfigError where the overrides have faults.
     """
-    loader, vocabulary = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name)
+    loader, vocabulary = open_search_path(
+        config_dir=arguments.config_dir, config_name=arguments.config_name, overrides=arguments.overrides
+    )
     if arguments.help:
         print(help_text(vocabulary))
         return

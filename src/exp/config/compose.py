@@ -43,7 +43,7 @@ def composition_of(
     check: where overrides have faults, finds those of the rest of the config, so that all come back at once.
     Raises: ConfigError with every fault of the overrides and of the composition.
     """
-    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
+    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
     config: DictConfig | None = None
     try:

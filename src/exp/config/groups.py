@@ -7,9 +7,12 @@ axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from exp.config.env_file import load_env_file
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
-from exp.config.search_path import load_env_file, make_importable, search_places
+from exp.config.search_path import make_importable, search_places
 from exp.errors import ConfigError
 
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
@@ -65,9 +68,15 @@ class Vocabulary:
         return f"{group}=[{','.join(options[:2])}]" if self.kind(group) == "many" else f"{group}={options[0]}"
 
 
-def open_search_path(*, config_dir: str | None, config_name: str) -> tuple[Loader, Vocabulary]:
-    """The loader of this working directory and the words that its configs know."""
-    load_env_file()
+def open_search_path(
+    *, config_dir: str | None, config_name: str, overrides: Sequence[str] = ()
+) -> tuple[Loader, Vocabulary]:
+    """The loader of this working directory and the words that its configs know.
+
+    overrides: those that may read variables of .env.
+    """
+    places = search_places(config_dir=config_dir)
+    load_env_file([place.directory for place in places], overrides=overrides)
     make_importable()
-    loader = Loader(search_places(config_dir=config_dir))
+    loader = Loader(places)
     return loader, Vocabulary(loader, config_name=config_name)

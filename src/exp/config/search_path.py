@@ -1,11 +1,7 @@
-"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. No file is run.
-
-Beside ./conf may stand a .env file: environment variables for the configs, such as EXP_DATA_DIR.
-"""
+"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. No file is run."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import sys
@@ -113,21 +109,3 @@ def shown(path: Path | str) -> str:
     if path.is_relative_to(OWN_CONF):
         return str("exp/conf" / path.relative_to(OWN_CONF))
     return str(path)
-
-
-def load_env_file() -> None:
-    """Sets the variables of ./.env that are not set yet. Without python-dotenv it says how to install it."""
-    path = Path.cwd() / ".env"
-    if path.is_file():
-        _load(path, path.stat().st_mtime_ns)
-
-
-# Once for each version of the file: a sweep composes many jobs, and none may bring back what a job unset.
-@functools.cache
-def _load(path: Path, _changed: int) -> None:
-    try:
-        import dotenv
-    except ImportError:
-        print("exp: .env is not read, python-dotenv is missing: pip install 'exp-framework[env]'", file=sys.stderr)
-        return
-    dotenv.load_dotenv(path, override=False)

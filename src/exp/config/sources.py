@@ -87,7 +87,7 @@ def _layers_of(overrides: Sequence[str], *, config_dir: str | None, config_name:
 
     Raises: ConfigError, or one of HYDRA_ERRORS, where it has some.
     """
-    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
+    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
     lines, faults = checked_lines(overrides, vocabulary, multirun=False)
     if faults:
         raise ConfigError(faults)

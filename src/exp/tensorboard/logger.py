@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ class TensorBoardLogger(RunLogger):
         self.graph = graph
         # Another process has begun this run, and has described it.
         self._is_continued = any(self.directory.glob("events.out.tfevents.*"))
+        # What an earlier process wrote of steps before this one stays.
+        self._begins = math.inf if self._is_continued else 0.0
         self._layout = Layout()
         self._file = EventFile(self.directory)
         self._waiting: list[tuple[float, int, Mapping[str, float | Panel]]] = []
@@ -75,6 +78,9 @@ class TensorBoardLogger(RunLogger):
         self._add(step, metrics)
 
     def _add(self, step: int, values: Mapping[str, float | Panel]) -> None:
+        if step < self._begins:
+            known = written_at(self.directory, step)
+            values = {tag: value for tag, value in values.items() if tag not in known}
         now = time.time()
         # A copy: whoever gave them may go on with the mapping before it is written.
         self._waiting.append((now, step, {**values}))
@@ -127,6 +133,7 @@ class TensorBoardLogger(RunLogger):
         """
         if not self._is_continued:
             return
+        self._begins = step
         start = SessionLog(status=SessionLog.START)
         self._write([Event(wall_time=time.time(), step=step, session_log=start)] * 2)
 
@@ -163,6 +170,20 @@ class TensorBoardLogger(RunLogger):
         if layout := self._layout.grown({tag for *_, values in waiting for tag in values}):
             written.append(Event(wall_time=time.time(), summary=layout))
         self._file.write([*written, *events])
+
+
+def written_at(directory: Path, step: int) -> set[str]:
+    """The tags that have a point at this step: an earlier process of the run may have made its test already."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    found: set[str] = set()
+    for path in sorted(directory.glob("events.out.tfevents.*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("session_log") and event.step <= step:
+                found.clear()
+            elif event.step == step:
+                found.update(value.tag for value in event.summary.value)
+    return found
 
 
 def _event(wall_time: float, step: int, values: Mapping[str, float | Panel]) -> Event:

@@ -24,6 +24,8 @@ def refusal(capsys, command: str) -> str:
      "trainer.check_val_every_n_epoch"),
     ("+trainer.barebones=true", "trainer.barebones"),
     ("data.parts.val=0", "data.parts.val"),
+    # The tag of a metric is its name, and loss/val is the objective's.
+    ("+metrics.loss={_target_: torchmetrics.MeanMetric}", "metrics.loss"),
 ])  # fmt: skip
 def test_what_would_die_in_the_run_is_a_fault(capsys, command, key):
     text = refusal(capsys, command)
@@ -35,6 +37,7 @@ def test_what_would_die_in_the_run_is_a_fault(capsys, command, key):
     "trainer.val_check_interval=20;trainer.limit_train_batches=20",
     "trainer.val_check_interval=500;trainer.limit_train_batches=20;trainer.check_val_every_n_epoch=null",
     "data.parts.val=0;monitor=loss/train",
+    "data.parts.val=0;monitor=loss/train_epoch",
 ])  # fmt: skip
 def test_what_runs_is_none(command):
     assert check(command.split(";")) == 0

@@ -103,6 +103,18 @@ def objective_is_not_empty(values: Values) -> Iterator[Fault]:
         yield Fault(key="objective", got="no term", expected="at least one", cure="Add objective=[cross_entropy]")
 
 
+def no_metric_is_called_loss(values: Values) -> Iterator[Fault]:
+    """Its tag, `loss/val`, is the objective's."""
+    if isinstance(values["metrics"], dict) and "loss" in values["metrics"]:
+        cure = "Give it another name"
+        yield Fault(
+            key="metrics.loss",
+            got="a metric whose tag is loss/val, the objective's",
+            expected="a tag of its own",
+            cure=cure,
+        )
+
+
 def monitor_is_logged(values: Values) -> Iterator[Fault]:
     """The tag that picks the best checkpoint must be one that the run produces before it ends."""
     monitor = values["monitor"]
@@ -331,6 +343,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     data_names_its_sets,
     parts_are_shares,
     objective_is_not_empty,
+    no_metric_is_called_loss,
     monitor_is_logged,
     mode_fits_a_loss,
     task_fits_data,

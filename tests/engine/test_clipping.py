@@ -55,6 +55,7 @@ BASE = (
 )  # fmt: skip
 
 
+@pytest.mark.any_processor
 def test_parts(ranks):
     """By value; by norm in tests/strategies/test_whole_checkpoints.py."""
     limits = ("trainer.gradient_clip_val=0.001", "trainer.gradient_clip_algorithm=value")

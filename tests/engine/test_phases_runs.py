@@ -39,6 +39,7 @@ GAN = (
     [("model=sequential", "phases=[body_and_head]", *STEPS), GAN],
     ids=["body_and_head", "gan"],
 )
+@pytest.mark.any_processor
 def test_two_ranks_train_what_one_does(ranks: Any, command: tuple[str, ...]) -> None:
     one = ranks.train(*command, "precision=fp64", "strategy=single")
     two = ranks.train(*command, "precision=fp64", "strategy=ddp", ranks=2)
@@ -90,6 +91,7 @@ def broadcasts(rank: Any, *, directory: str) -> int:
     return count
 
 
+@pytest.mark.any_processor
 def test_buffers_are_sent_at_each_step_unless_the_strategy_is_told_not_to(ranks: Any) -> None:
     command = (
         *("model=resnet", "phases=[body_and_head]", "phases.body.parameters=['*']", "strategy=ddp", "test=false"),
@@ -116,6 +118,7 @@ def test_a_wasserstein_gan_with_gradient_penalty_trains(ranks: Any, precision: s
     assert {"optimizer/lr/discriminator", "optimizer/lr/generator", "loss/val/wgan_gp"} <= run.values.keys()
 
 
+@pytest.mark.any_processor
 def test_the_command_trains_a_gan_and_another_config_may_not_go_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Any
 ) -> None:

@@ -39,6 +39,7 @@ def weights(trained: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.any_processor
 def test_a_run_with_the_hook_is_bit_for_bit_one_with_the_layer(ranks: Any, kind: str) -> None:
     layer, hook = (ranks.train(*command, *KINDS[kind]) for command in (LAYER, HOOK))
     assert hook.losses == layer.losses
@@ -118,6 +119,7 @@ def test_the_schedule_sets_the_weight_of_each_step() -> None:
         hook.passed("batch", step(1, net, None))
 
 
+@pytest.mark.any_processor
 def test_a_compiled_run_with_the_schedule_is_a_plain_one(ranks: Any) -> None:
     scheduled = [*HOOK, "hooks.gradient_reversal.schedule=progressive"]
     plain, compiled = (ranks.train(*scheduled, *more) for more in ([], COMPILED))

@@ -81,6 +81,7 @@ def test_the_curves_are_those_by_hand(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("model", [[*SMALL, *RESTLESS], ["model=resnet"]])
+@pytest.mark.any_processor
 def test_the_run_is_untouched_bit_for_bit_and_the_middle_is_the_steps_own_loss(ranks: Any, model: list[str]) -> None:
     if model == ["model=resnet"]:
         model = [*model, "trainer.max_steps=2"]

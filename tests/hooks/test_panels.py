@@ -57,6 +57,7 @@ def of_the_test_part(directory: Path) -> tuple[np.ndarray, np.ndarray, np.ndarra
         return inputs.numpy(), targets.numpy(), network(inputs.double()).softmax(-1).numpy()
 
 
+@pytest.mark.any_processor
 def test_what_one_process_draws_is_right_and_two_ranks_draw_the_same(ranks):
     one = ranks.train(*RUN)
     inputs, targets, probabilities = of_the_test_part(one.directory)
@@ -103,6 +104,7 @@ def test_what_one_process_draws_is_right_and_two_ranks_draw_the_same(ranks):
         assert list(two.values[tag].values()) == pytest.approx(list(one.values[tag].values()), rel=1e-9, abs=1e-12), tag
 
 
+@pytest.mark.any_processor
 def test_ranks_of_one_model_count_a_sample_once_and_shards_are_seen_whole(ranks):
     run = ["precision=fp64", "trainer.max_steps=2", "trainer.limit_val_batches=2", "test=false"]
     every = ["hooks=[confusion,pr_curve,activations]"]

@@ -54,6 +54,7 @@ def test_the_run_directory_of_several_ranks_holds_one_more_log_and_nothing_of_th
     assert one <= two
 
 
+@pytest.mark.any_processor
 def test_torchrun_runs_a_frozen_directory(double, tmp_path):
     frozen = tmp_path / "frozen"
     frozen.mkdir()

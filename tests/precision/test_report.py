@@ -202,6 +202,7 @@ def lived(directory: Path, *overrides: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("word", ["bf16", "fp16"])
+@pytest.mark.any_processor
 def test_training_is_bit_for_bit_the_same_with_a_report(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +227,7 @@ def test_training_is_bit_for_bit_the_same_with_a_report(
     assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
 
 
+@pytest.mark.any_processor
 def test_under_ddp_rank_0_reports_and_the_losses_are_the_same(ranks: Any) -> None:
     run = (*SHORT, "strategy=ddp", "precision=bf16")
     plain = ranks.train(*run, ranks=2)

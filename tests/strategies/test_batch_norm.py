@@ -126,6 +126,7 @@ def classes_of_norms(rank, *, directory):
 
 
 @pytest.mark.parametrize("shard", [(), ("strategy.shard=['norm']",)])
+@pytest.mark.any_processor
 def test_fsdp_gives_the_layers_back(ranks, shard):
     short = ("model=resnet", "trainer.max_epochs=null", "trainer.max_steps=1", "trainer.limit_val_batches=1")
     command = (*short, "strategy=fsdp", "strategy.sync_batchnorm=true", "hooks=[]", "trainer.limit_test_batches=1")

@@ -48,6 +48,7 @@ def sent_a_step(ranks):
     return sent
 
 
+@pytest.mark.any_processor
 def test_bytes_on_the_wire(sent_a_step):
     numbers = 64 * 512 + 512 + 512 * 128 + 128 + 128 * 10 + 10
     whole = sent_a_step()

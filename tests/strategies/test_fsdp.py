@@ -87,6 +87,7 @@ def test_thirty_steps_in_fp32(ranks):
 EXACT = ("model=transformer", *STEPS, "trainer.max_steps=6", "precision=fp64", "trainer.accumulate_grad_batches=2")
 
 
+@pytest.mark.any_processor
 def test_options_change_no_number(ranks):
     frozen = ("+model.freeze=['blocks.0.*',positions]", "optimizer.exempt_from_decay=[norms,biases]")
     one = ranks.train(*EXACT, *frozen, "strategy=single")
@@ -99,12 +100,14 @@ def test_options_change_no_number(ranks):
 
 
 @pytest.mark.parametrize("model", ["rnn", "parameter_list"])
+@pytest.mark.any_processor
 def test_parameters_that_a_program_uses_itself(ranks, model):
     command = (f"model={model}", *STEPS, "trainer.max_steps=4", "precision=fp64")
     one = ranks.train(*command, "strategy=single")
     assert ranks.train(*command, "strategy=fsdp", ranks=2).losses == pytest.approx(one.losses, abs=1e-10)
 
 
+@pytest.mark.any_processor
 def test_batch_normalisation_over_the_global_batch(ranks):
     command = ("model=resnet", *STEPS, "trainer.max_steps=3", "trainer.limit_val_batches=2", "precision=fp64")
     one = ranks.train(*command, "strategy=single")
@@ -132,6 +135,7 @@ def test_ranks_skip_a_step_together(ranks):
     assert parts.losses == pytest.approx(one.losses, abs=1e-2)
 
 
+@pytest.mark.any_processor
 def test_memory_of_a_rank(ranks):
     """The same at 31.6 million parameters: benchmarks/fsdp_memory.py."""
     command = (
@@ -148,6 +152,7 @@ def test_memory_of_a_rank(ranks):
     assert 0.2 < share < 0.3
 
 
+@pytest.mark.any_processor
 def test_the_command(tmp_path, commands):
     command = ["strategy=fsdp", "model=transformer", "debug=one_batch", "launch.accelerator=cpu", "launch.devices=2"]
     done = commands.run(*command, cwd=tmp_path)

@@ -16,6 +16,7 @@ BASE = (
 )
 
 
+@pytest.mark.any_processor
 def test_a_mesh_trains_what_one_process_does(ranks):
     one = ranks.train(*BASE, "strategy=single")
     for options in (["strategy.data=average"], ["strategy.data=shard"], ["strategy.tensor=1", "strategy.pipeline=2"]):

@@ -36,6 +36,7 @@ def test_resnet_in_two_halves(ranks):
         assert (two.checkpoint()["state_dict"][name] - value).abs().max() < 1e-10
 
 
+@pytest.mark.any_processor
 def test_two_ranks_of_two_devices_each(ranks):
     run = ("model=transformer", *RUN, "test=false", "trainer.accumulate_grad_batches=2")
     one = ranks.train(*run, "strategy=single")
@@ -81,6 +82,7 @@ PLACES = textwrap.dedent(
 )
 
 
+@pytest.mark.any_processor
 def test_values_are_moved_to_where_the_next_layers_are(tmp_path):
     done = subprocess.run([sys.executable, "-c", PLACES], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -32,6 +32,7 @@ def test_two_ranks_of_it_train_as_one_process(ranks, mine):
     assert two.losses == pytest.approx(one.losses, abs=1e-5)
 
 
+@pytest.mark.any_processor
 def test_one_rank_of_it_as_a_command(mine, tmp_path, commands):
     # Lightning's strategy asks for a process group even where it is alone in it.
     done = commands.run("strategy=mine", "launch.devices=1", "launch.accelerator=cpu", *SHORT, cwd=tmp_path)

@@ -82,6 +82,7 @@ def test_averaging_at_every_step_is_ddp(ranks):
         torch.testing.assert_close(weights(local)[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.any_processor
 def test_a_resumed_run_is_the_unbroken_one(ranks):
     saving = (*LOCAL, "checkpoint.every_n_steps=6")
     unbroken = ranks.train(*saving, "trainer.max_steps=13", ranks=2)

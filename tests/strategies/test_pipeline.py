@@ -45,6 +45,7 @@ def require_same_run(one, other, *, tolerance):
             torch.testing.assert_close(yours["state"][index][key], value, rtol=0, atol=100 * tolerance)
 
 
+@pytest.mark.any_processor
 def test_every_schedule_in_double_precision(ranks):
     # One epoch of 20 steps, its short last batch, and some of the next.
     run = ("precision=fp64", "trainer.max_steps=22")
@@ -60,6 +61,7 @@ def test_every_schedule_in_double_precision(ranks):
             assert mine < 0.6 * whole
 
 
+@pytest.mark.any_processor
 def test_data_times_pipeline(ranks):
     # An epoch is 11 steps, the last of one batch.
     changed = ("trainer.accumulate_grad_batches=2", "optimizer.weight_decay=0.1", "data.batch_size=60")
@@ -109,6 +111,7 @@ def test_half_precision_skips_a_step_in_all_stages(ranks):
     assert different(one.losses, two.losses) < 1e-3
 
 
+@pytest.mark.any_processor
 def test_a_checkpoint_goes_on_and_goes_elsewhere(ranks):
     fp64 = ("precision=fp64", "checkpoint.every_n_steps=13", "trainer.log_every_n_steps=1")
     whole = ranks.train(*TWO, *fp64, "trainer.max_steps=26", ranks=2)
@@ -132,6 +135,7 @@ def test_a_checkpoint_goes_on_and_goes_elsewhere(ranks):
         assert metrics["accuracy/test"] == evaluated[0]["accuracy/test"]
 
 
+@pytest.mark.any_processor
 def test_from_the_command_line(tmp_path, commands):
     command = [
         *("strategy=pipeline", "launch.devices=2", "model=sequential"),
@@ -308,6 +312,7 @@ def ends(orders, *, queue_of):
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
+@pytest.mark.any_processor
 def test_two_ranks_that_send_to_each_other_do_not_wait_for_ever(ranks, schedule):
     """NCCL keeps the order of all that goes between two ranks by one group, and may send nothing before it is read."""
     short = ("trainer.max_steps=1", "trainer.limit_val_batches=1", "hooks=[]", "strategy.microbatches=4")

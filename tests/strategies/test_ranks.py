@@ -34,6 +34,7 @@ def test_ddp_of_two_ranks(ranks):
 DOUBLE = ("precision=fp64", "data.batch_size=100")  # a short last batch of 57
 
 
+@pytest.mark.any_processor
 def test_in_double_precision(ranks):
     one = ranks.train(*COMMAND, *DOUBLE, "strategy=single")
     for options in (["strategy=ddp"], ["strategy=ddp", "strategy.inner=layer_split", "launch.devices=4"]):

@@ -76,6 +76,7 @@ def test_three_ranks_do_not_divide_four_heads(build_model):
     assert fault.expected.endswith("1, 2, 4")
 
 
+@pytest.mark.any_processor
 def test_what_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "which do not divide" in faults_of("launch.devices=3")["launch.devices"]

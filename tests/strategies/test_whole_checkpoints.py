@@ -39,6 +39,7 @@ def same(one, other):
     return one == other
 
 
+@pytest.mark.any_processor
 def test_each_goes_on_from_another(ranks):
     one = ranks.train(*BASE, WHOLE, "strategy=single")
     norms = {tag: values for tag, values in one.values.items() if tag.startswith("gradients/norm/")}
@@ -68,6 +69,7 @@ def test_the_same_evaluation(ranks):
 
 
 @pytest.mark.parametrize(("overrides", "count"), [FSDP, SHARDED])
+@pytest.mark.any_processor
 def test_averages_of_weights_are_saved_whole(ranks, overrides, count):
     averaged = [*BASE, "callbacks=[ema]", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "test=true"]
     one = ranks.train(*averaged, "strategy=single")

@@ -162,7 +162,7 @@ def test_a_layer_that_has_no_kernel_in_the_precision_is_told_as_kept() -> None:
     ],
 )
 def test_losses_are_equal_bit_for_bit_with_them(run, more: list[str]) -> None:
-    steps = ["hooks.operators.steps=[1,2]", "hooks.dtypes.steps=null", "hooks.dtypes.every_n_steps=2"]
+    steps = ["hooks.operators.steps=[1,2]", "hooks.dtypes.every_n_steps=2"]
     with_them, without = run(BOTH, *steps, *more), run("hooks=[]", *more)
     for key in ("state_dict", "optimizer_states", "exp_recording"):  # the last has the sum of the losses
         one, other = (str(checkpoint(directory)[key]) for directory in (with_them, without))
@@ -181,6 +181,10 @@ def test_of_two_ranks_the_first_one_looks(ranks) -> None:
     [
         ("strategy=fsdp", "a Operators hook with strategy=fsdp"),
         ("strategy=pipeline", "a Dtypes hook with strategy=pipeline"),
+        (
+            "hooks.operators.steps=[2];hooks.operators.every_n_steps=3",
+            "steps: [2], beside every_n_steps 3",
+        ),
         ("hooks.operators.steps=[]", "hooks.operators.steps: []; expected optimizer steps counted from 1"),
         ("hooks.operators.modules=[encoder]", "hooks.operators.modules: 'encoder'; expected a pattern of module names"),
     ],
@@ -188,7 +192,7 @@ def test_of_two_ranks_the_first_one_looks(ranks) -> None:
 def test_what_they_cannot_do_is_said_before_the_run(line: str, expected: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        exp.validate(exp.compose([BOTH, line, "launch.accelerator=cpu"]))
+        exp.validate(exp.compose([BOTH, *line.split(";"), "launch.accelerator=cpu"]))
     assert expected in str(caught.value)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 from torchmetrics import Metric
 
@@ -15,6 +17,7 @@ from exp.objectives.metrics import AUROC, F1, Accuracy, BitsPerCharacter, Perple
 pytestmark = pytest.mark.numeric
 
 CLASSES = 4
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def batches(*inner: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -42,6 +45,8 @@ def test_classification_metrics_against_scikit_learn(inner: tuple[int, ...]) -> 
     assert value(Accuracy(num_classes=CLASSES, average="micro"), data) == pytest.approx(accuracy_score(labels, guesses))
     assert value(F1(num_classes=CLASSES), data) == pytest.approx(f1_score(labels, guesses, average="macro"))
     assert value(AUROC(num_classes=CLASSES), data) == pytest.approx(area)
+    (option,) = OmegaConf.load(CONF / "metrics" / "auroc.yaml").values()
+    assert option.thresholds is None  # exact where nobody says otherwise
     assert value(AUROC(num_classes=CLASSES, thresholds=200), data) == pytest.approx(area, abs=0.01)
 
 

@@ -163,6 +163,15 @@ def test_the_run_fills_in_the_length_that_the_config_leaves_open() -> None:
     assert halves == pytest.approx([0.05, 0.05, 0.05])
 
 
+def test_torchs_one_cycle_is_as_long_as_the_run_or_as_its_own_epochs_say() -> None:
+    cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1)
+    own = functools.partial(cycle, epochs=2, steps_per_epoch=5)
+    for factory, total in ((cycle, 30), (own, 10)):
+        _, schedule = optimization(factory).make(nn.Linear(2, 2), total_steps=30)
+        expected = lr_scheduler.OneCycleLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.1, total)
+        assert [row[0] for row in rates(schedule, total - 1)] == [row[0] for row in rates(expected, total - 1)]
+
+
 def test_a_schedule_that_changes_nothing_is_not_made() -> None:
     network = nn.Linear(2, 2)
     assert optimization(functools.partial(Constant, warmup_steps=0)).make(network, total_steps=8)[1] is None
@@ -177,6 +186,8 @@ def test_a_schedule_that_changes_nothing_is_not_made() -> None:
         (functools.partial(Cosine, total_steps=None), {"interval": "epoch"}, "expected a number of epochs. Or set trainer.max_epochs"),
         (functools.partial(Cosine, total_steps=5, warmup_steps=5), {}, "scheduler.warmup_steps: 5; expected fewer than the 5 steps of the run"),
         (functools.partial(Cosine, total_steps=5, warmup_steps=1, warmup_fraction=0.5), {}, "scheduler.warmup_fraction: 0.5 beside warmup_steps 1; expected one of the two"),
+        (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, epochs=3, steps_per_epoch=4, total_steps=5), {}, "scheduler.epochs: 3, beside total_steps 5; expected one of the two"),
+        (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, steps_per_epoch=4), {}, "scheduler.steps_per_epoch: 4 without epochs; expected both, whose product is the length"),
         (functools.partial(OneCycle, total_steps=5, pct_start=2.0), {}, "scheduler: OneCycle refused its values"),
     ],
 )  # fmt: skip

@@ -304,15 +304,23 @@ StepNumbers = Annotated[Sequence[Annotated[int, Ge(1)]], "optimizer steps counte
 
 
 class OnChosenSteps(Hook):
-    """Is due at the optimizer steps of a list.
+    """Is due at the optimizer steps of a list, or at every n-th; at the first one alone where neither is given.
 
-    steps: counted from 1; None is every `every_n_steps`.
+    steps: counted from 1. every_n_steps: in their place.
     """
 
     def __init__(
-        self, *, steps: StepNumbers | None = (1,), every_n_steps: int = 1, modules: Sequence[str] = ("*",)
+        self,
+        *,
+        steps: StepNumbers | None = None,
+        every_n_steps: Annotated[int, "a whole number of steps", Ge(1)] | None = None,
+        modules: Sequence[str] = ("*",),
     ) -> None:
-        super().__init__(every_n_steps=every_n_steps, modules=modules)
+        super().__init__(every_n_steps=every_n_steps or 1, modules=modules)
+        if steps is not None and every_n_steps is not None:
+            raise ValueError(f"steps is {[*steps]}, beside every_n_steps {every_n_steps}; expected one of the two")
+        if every_n_steps is None:
+            steps = steps or (1,)
         self.steps = None if steps is None else frozenset(steps)
 
     def due(self, index: int) -> bool:

@@ -30,7 +30,11 @@ class F1(MulticlassF1Score):
 
 
 class AUROC(MulticlassAUROC):
-    """torchmetrics' MulticlassAUROC, of scores or probabilities `[..., V]` against class numbers `[...]`."""
+    """torchmetrics' MulticlassAUROC, of scores or probabilities `[..., V]` against class numbers `[...]`.
+
+    thresholds: None is exact, and keeps 4 * (V + 2) bytes of each sample until the stage ends; a number approximates by
+        so many thresholds, in constant memory.
+    """
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(*_rows(self, output, target))

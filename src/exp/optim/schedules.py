@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 from torch.optim import Optimizer
@@ -107,6 +107,8 @@ def build_schedule(
     Raises: ConfigError where the length is needed and not known, or the schedule refuses its values.
     """
     options: dict[str, int] = {}
+    if (fault := contradiction(factory)) is not None:
+        raise ConfigError([fault])
     if needs_total(factory):
         if total_steps is None:
             raise ConfigError([_unknown_length(interval)])
@@ -119,17 +121,43 @@ def build_schedule(
         raise ConfigError([refusal(error, key="scheduler", known=known, got=got)]) from error
 
 
+# In which torch's OneCycleLR may be told its length, too.
+EPOCHS = ("epochs", "steps_per_epoch")
+
+
 def needs_total(factory: Callable[..., LRScheduler]) -> bool:
-    """Whether the schedule takes total_steps and the config leaves it open."""
-    given = factory.keywords if isinstance(factory, functools.partial) else {}
-    return "total_steps" in inspect.signature(_function(factory)).parameters and given.get("total_steps") is None
+    """Whether the schedule takes total_steps and the config leaves its length open."""
+    given = _given(factory)
+    takes = "total_steps" in inspect.signature(_function(factory)).parameters
+    return takes and all(given.get(name) is None for name in ("total_steps", *EPOCHS))
+
+
+def contradiction(factory: Callable[..., LRScheduler]) -> Fault | None:
+    """A length that is said twice, of which torch would take one in silence; or by half."""
+    given = _given(factory)
+    said = [name for name in EPOCHS if given.get(name) is not None]
+    if not said:
+        return None
+    key, got = f"scheduler.{said[0]}", str(given[said[0]])
+    if given.get("total_steps") is not None:
+        got = f"{got}, beside total_steps {given['total_steps']}"
+        return Fault(key=key, got=got, expected="one of the two: torch would take total_steps")
+    if len(said) < len(EPOCHS):
+        other = next(name for name in EPOCHS if name not in said)
+        cure = f"Or leave {said[0]} out: the schedule is as long as the run"
+        return Fault(key=key, got=f"{got} without {other}", expected="both, whose product is the length", cure=cure)
+    return None
+
+
+def _given(factory: Callable[..., LRScheduler]) -> Mapping[str, Any]:
+    return factory.keywords if isinstance(factory, functools.partial) else {}
 
 
 def changes_nothing(factory: Callable[..., LRScheduler]) -> bool:
     """Whether the schedule leaves the learning rate alone, so that no step has to pay for it."""
     if _function(factory) is not Constant:
         return False
-    return not isinstance(factory, functools.partial) or not factory.keywords.get("warmup_steps")
+    return not _given(factory).get("warmup_steps")
 
 
 def _function(factory: Callable[..., LRScheduler]) -> Callable[..., LRScheduler]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from exp.config.reading import secrets_kept
 from exp.config.slots import slot_of
 from exp.config.targets import resolve
 from exp.data.data import Data
+from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
 from exp.errors import ConfigError, ExpError, Fault, refusal
 from exp.models.inference import example_inputs, lazy_class, materialise
@@ -113,8 +114,19 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
 
 def build_data(plain: Plain) -> Data:
     """The data set with its parts; its samples are read where a loader asks for them."""
-    data: Data = construct(plain["data"], key="data", allow=_allow(plain), seed=plain["seed"])
+    ignored = {IGNORED, *_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")])}
+    offers = {"seed": plain["seed"], "ignored_labels": sorted(ignored)}
+    data: Data = construct(plain["data"], key="data", allow=_allow(plain), **offers)
     return data
+
+
+def _whole_numbers(key: str, node: object) -> Iterator[int]:
+    """The whole numbers that stand at a key, at any depth."""
+    if isinstance(node, Mapping):
+        yield from (value for name, value in node.items() if name == key and isinstance(value, int))
+    if isinstance(node, Mapping | list):
+        for value in node.values() if isinstance(node, Mapping) else node:
+            yield from _whole_numbers(key, value)
 
 
 def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Module:

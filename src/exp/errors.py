@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from exp.secrets import redacted
 
@@ -48,6 +52,16 @@ class ExpError(Exception):
 
     exit_status = 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is made again by its message, which is not what these are made of.
+        return _unpickled, (type(self), self.args, vars(self))
+
+
+def _unpickled(kind: type[ExpError], arguments: tuple[Any, ...], state: dict[str, Any]) -> ExpError:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(state)
+    return error
+
 
 class ConfigError(ExpError):
     """A config with one or more faults. Nothing was built and nothing was written."""
@@ -75,6 +89,53 @@ class MissingExtraError(ExpError):
 
 class RunError(ExpError):
     """A run that started and failed for a reason that its user can mend."""
+
+
+class UserCodeError(RunError):
+    """Code of the user's own, or what it handed to a library, raised an exception.
+
+    what: what was being done, `reading sample 40 of train`. cause: the exception in one line. frames: those of the
+    user's own code in its traceback, as Python shows them; empty where it has none. All are text, for a loader's worker
+    sends them to another process.
+    command: goes on with the run; None until whoever knows how it was started says so, and where nothing was saved.
+    """
+
+    def __init__(self, *, what: str, cause: str, frames: str) -> None:
+        self.what, self.cause, self.frames = what, cause, frames
+        self.command: str | None = None
+        super().__init__(f"{what} failed with {cause}")
+
+    @classmethod
+    def of(cls, error: BaseException, *, what: str) -> UserCodeError:
+        """The error that tells another one, with its traceback as it is now."""
+        return cls(what=what, cause=one_line(error), frames=own_frames(error))
+
+    def __str__(self) -> str:
+        cure = "It is an error of your own code or data: mend it there" if self.frames else "Look at what it was given"
+        text = "\n".join(filter(None, [super().__str__(), self.frames, cure]))
+        return text + (f". What was saved is good, and goes on with\n  {self.command}" if self.command else "")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+def own_frames(error: BaseException) -> str:
+    """The frames of an exception's traceback that are of the user's own code: not of exp, Python or a package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "".join(traceback.format_list([frame for frame in frames if _is_own(frame.filename)])).rstrip()
+
+
+def _is_own(file: str) -> bool:
+    if {"site-packages", "dist-packages"} & set(file.split(os.sep)) or file.startswith(_FOREIGN):
+        return False
+    return os.path.isfile(file) or file in linecache.cache  # a forward program is no file
+
+
+# Not by sys.prefix, for a user may work in a folder of it.
+_FOREIGN = (os.path.join(os.path.dirname(__file__), ""), os.path.join(sysconfig.get_path("stdlib"), ""), "<frozen ")
 
 
 class RankError(RunError):

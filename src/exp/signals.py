@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from exp.errors import Interrupted
+from exp.errors import Interrupted, UserCodeError
 
 # What signal.signal takes and gives back; None was not installed from Python.
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -134,7 +134,9 @@ def interrupting() -> Iterator[None]:
         with heeding(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
             yield
     except (KeyboardInterrupt, SystemExit) as error:
-        raise Interrupted(signum=signal.SIGINT, checkpoint=None) from error
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            raise Interrupted(signum=signal.SIGINT, checkpoint=None) from error
+        raise UserCodeError.of(error, what="the run") from error
 
 
 def _is_interactive() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -52,15 +53,18 @@ def _refuse_ranks() -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from exp.sweeps.job import JobProcesses
     from exp.sweeps.sweep import sweep
 
-    return sweep(
-        arguments.overrides,
-        run=_fit,
-        validate=_validate,
-        config_dir=arguments.config_dir,
-        config_name=arguments.config_name,
-    )
+    with contextlib.closing(JobProcesses()) as jobs:
+        return sweep(
+            arguments.overrides,
+            run=jobs,
+            validate=_validate,
+            prepare=jobs.start,
+            config_dir=arguments.config_dir,
+            config_name=arguments.config_name,
+        )
 
 
 # torch and lightning come in with these, after every fault of the composition.

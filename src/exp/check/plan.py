@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from exp.check.parameters import program_fault
 from exp.check.stages import first_stage, located, once, second_stage
@@ -472,8 +472,9 @@ def _fill_in(config: DictConfig) -> bool:
     if all(config.data[key] is not None for key in SPEC_KEYS):
         return False
     # Resolved alone: other nodes may interpolate what is filled in here.
-    data, security = plain_config(config.data), plain_config(config.security)
-    spec = build_data({"data": data, "seed": config.seed, "security": security}).spec
+    given = {name: plain_config(config[name]) for name in ("data", "security")}
+    left = {name: OmegaConf.to_container(config[name], resolve=False) for name in ("objective", "metrics")}
+    spec = build_data({**given, **left, "seed": config.seed}).spec
     config.data.input_shape = list(spec.input_shape)
     config.data.input_dtype = spec.input_dtype
     config.data.num_outputs = spec.num_outputs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -10,14 +11,25 @@ from annotated_types import Ge
 from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.faults import data_fault
-from exp.data.in_memory import Indexed, IndexedLoader, samples_in
+from exp.data.in_memory import Indexed, IndexedLoader, Tensors, gathered, samples_in
+from exp.data.labels import IGNORED, Labels, input_and_target
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators
 from exp.data.spec import DeclaredSpec, read_spec, stated_classes
 from exp.data.splits import make_splits
 from exp.data.streams import ShareOfStream, StreamLoader, open_stream
-from exp.data.workers import Collate, FetchOptions, SampleSource, StartMethod, Transform, WorkerLoader, apply_transforms
-from exp.errors import RunError
+from exp.data.workers import (
+    Assembly,
+    Collate,
+    FetchOptions,
+    SampleSource,
+    StartMethod,
+    Transform,
+    WorkerLoader,
+    apply_transforms,
+    received,
+)
+from exp.errors import ConfigError, RunError
 from exp.types import DataSpec, Stage
 
 
@@ -39,6 +51,8 @@ class Data:
     input_shape, input_dtype, num_classes, num_outputs: see DataSpec; None leaves them to the data.
     input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels
         from 0 (black) to 1 (white). One number, or one a channel. They serve to show the pictures again.
+    ignored_labels: whole targets that are no class and that losses leave out; None means every ignore_index of the
+        objective and the metrics, and torch's own, -100. Another label outside the classes is refused.
     seed: of the run.
 
     Raises: ConfigError that names the key.
@@ -71,6 +85,7 @@ class Data:
         num_outputs: int | None = None,
         input_mean: Sequence[float] | None = None,
         input_std: Sequence[float] | None = None,
+        ignored_labels: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
@@ -94,7 +109,10 @@ class Data:
             num_classes=num_classes,
             num_outputs=num_outputs,
         )
+        self._labels = Labels(classes=None, ignored=tuple(ignored_labels or (IGNORED,)))
         self.spec = self._spec(declared)
+        self._labels = replace(self._labels, classes=self.spec.num_classes)
+        self._check_labels()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -124,20 +142,37 @@ class Data:
             stream = ShareOfStream(
                 dataset=dataset,
                 transforms=transforms,
-                collate=self._collate,
+                assembly=self._assembly(f"sample {{}} of {stage}".format),
                 batch_size=self.batch_size,
                 drop_last=self.drop_last and train,
                 shuffle_buffer=self.shuffle_buffer if self.shuffle and train else 0,
                 seed=self.seed,
+                stage=stage,
                 rank=rank,
                 world_size=world_size,
             )
             return StreamLoader(stage=stage, stream=stream, options=self._options)
         sampler = ShareSampler(batches=self._batches_of(stage), rank=rank, world_size=world_size)
         if self._by_index(stage):
-            return IndexedLoader(stage=stage, dataset=dataset, sampler=sampler, pin_memory=self._options.pin_memory)
-        source = SampleSource(dataset=dataset, transforms=transforms, seed=self.seed)
-        return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, collate=self._collate)
+            return IndexedLoader(
+                stage=stage,
+                dataset=dataset,
+                sampler=sampler,
+                pin_memory=self._options.pin_memory,
+                # Of tensors the labels have been looked at whole.
+                labels=None if isinstance(dataset, Tensors) else self._labels,
+            )
+        source = self._source(stage)
+        assembly = self._assembly(source.named)
+        return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, assembly=assembly)
+
+    def _source(self, stage: Stage) -> SampleSource:
+        return SampleSource(
+            dataset=self.part(stage), transforms=self._transforms_of(stage), seed=self.seed, stage=stage
+        )
+
+    def _assembly(self, named: Callable[[int], str]) -> Assembly:
+        return Assembly(collate=self._collate, labels=self._labels, named=named)
 
     def _transforms_of(self, stage: Stage) -> tuple[Transform, ...]:
         return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
@@ -170,6 +205,14 @@ class Data:
                     cure="Make the batch smaller, or keep the short one with data.drop_last=false",
                 )
 
+    def _check_labels(self) -> None:
+        """Data in memory is looked at whole; other labels as they are read."""
+        for stage, part in self._parts.items():
+            wrong = self._labels.first_wrong(input_and_target(part.entries)[1]) if isinstance(part, Tensors) else None
+            if wrong is not None:
+                index, label = wrong
+                raise ConfigError([self._labels.fault(label, of=f"sample {index} of {stage}")])
+
     def _spec(self, declared: DeclaredSpec) -> DataSpec:
         stage, part = next(iter(self._parts.items()))
         if isinstance(part, IterableDataset) and declared.whole is not None:
@@ -182,14 +225,15 @@ class Data:
     def _first(self, stage: Stage, part: Any) -> object:
         """A batch of one sample."""
         if self._by_index(stage):
-            return part.gather(torch.zeros(1, dtype=torch.int64))
+            return gathered(part, torch.zeros(1, dtype=torch.int64), stage=stage)
+        if not isinstance(part, IterableDataset):
+            source = self._source(stage)
+            return received(self._assembly(source.named)([source[0, 0]]))
         transforms = self._transforms_of(stage)
-        if isinstance(part, IterableDataset):
-            sample = next(open_stream(part, epoch=0), None)
-            if sample is None:
-                raise data_fault(stage, got="an empty stream", expected="at least one sample")
-            return self._collate([apply_transforms(sample, transforms)])
-        return self._collate([SampleSource(dataset=part, transforms=transforms, seed=self.seed)[0, 0]])
+        sample = next(open_stream(part, epoch=0), None)
+        if sample is None:
+            raise data_fault(stage, got="an empty stream", expected="at least one sample")
+        return self._collate([apply_transforms(sample, transforms)])
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

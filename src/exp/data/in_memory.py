@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from exp.data.labels import Labels, input_and_target
 from exp.data.loader import Loader, ShareSampler
+from exp.errors import RunError, UserCodeError
 from exp.nested import mapped
 from exp.types import Batch, Stage
 
@@ -111,8 +113,11 @@ class IndexedLoader(Loader):
     vectorised kernels may differ in the last bit with the alignment of their operands.
     """
 
-    def __init__(self, *, stage: Stage, dataset: Indexed, sampler: ShareSampler, pin_memory: bool) -> None:
+    def __init__(
+        self, *, stage: Stage, dataset: Indexed, sampler: ShareSampler, pin_memory: bool, labels: Labels | None = None
+    ) -> None:
         super().__init__(stage=stage)
+        self._labels = labels
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
         first = tensors_of(dataset.gather(torch.zeros(1, dtype=torch.int64)))
         sample_bytes = sum(tensor.nbytes for tensor in first)
@@ -145,13 +150,30 @@ class IndexedLoader(Loader):
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
         """The samples at indices as batches of `each`, which share one storage."""
-        entries = dataset.gather(indices)
+        entries = gathered(dataset, indices, stage=self.stage)
+        if self._labels is not None:
+            wrong = self._labels.first_wrong(input_and_target(entries)[1])
+            if wrong is not None:
+                place, label = wrong
+                raise RunError(str(self._labels.fault(label, of=f"sample {int(indices[place])} of {self.stage}")))
         if self.pin_memory:
             entries = mapped(entries, Tensor.pin_memory)
         if isinstance(entries, Mapping):
             columns = [tensor.split(each) for tensor in entries.values()]
             return [dict(zip(entries, row, strict=True)) for row in zip(*columns, strict=True)]
         return list(zip(*(tensor.split(each) for tensor in entries), strict=True))
+
+
+def gathered(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entries:
+    """The samples at indices.
+
+    Raises: UserCodeError where a data set of the user's own cannot give them.
+    """
+    try:
+        return dataset.gather(indices)
+    except Exception as error:
+        many = f", {int(indices[1])} and so on" if len(indices) > 1 else ""
+        raise UserCodeError.of(error, what=f"gathering sample {int(indices[0])}{many} of {stage}") from error
 
 
 def as_indexed(dataset: AnyDataset) -> AnyDataset:
@@ -172,10 +194,3 @@ def samples_in(dataset: AnyDataset) -> int:
 
 def tensors_of(entries: Entries) -> tuple[Tensor, ...]:
     return tuple(entries.values()) if isinstance(entries, Mapping) else tuple(entries)
-
-
-def classes_in(targets: object) -> int | None:
-    """The number of classes that whole targets hold: one more than the largest. None where they are not whole."""
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
-        return None
-    return int(targets.max()) + 1

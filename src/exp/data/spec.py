@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from exp.data.faults import data_fault
-from exp.data.in_memory import Tensors, classes_in
+from exp.data.in_memory import Tensors
+from exp.data.labels import classes_in, input_and_target
 from exp.types import DataSpec, Stage, dtype_name
 
 
@@ -69,34 +70,14 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
 
 def stated_classes(parts: Mapping[Stage, object], declared: int | None) -> int | None:
     """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold.
-
-    Raises: ConfigError for a target that is not below the declared number.
     """
     stated: list[int | None] = [getattr(part, "num_classes", None) for part in parts.values()]
     if known := [classes for classes in stated if classes is not None]:
         return max(known)
+    if declared is not None:
+        return declared
     found = [classes_in(input_and_target(part.entries)[1]) for part in parts.values() if isinstance(part, Tensors)]
-    largest = max((classes for classes in found if classes is not None), default=None)
-    if declared is None or largest is None:
-        return largest if declared is None else declared
-    if largest > declared:
-        raise data_fault(
-            "num_classes", got=str(declared), expected=f"{largest} or more: the data holds the class {largest - 1}"
-        )
-    return declared
-
-
-def input_and_target(batch: object) -> tuple[object, object]:
-    """The two that every model and objective use; None for a target that is not there."""
-    if isinstance(batch, Mapping):
-        if "input" not in batch:
-            raise data_fault(
-                "dataset", got=f"samples with the entries {sorted(batch)}", expected="an entry named input among them"
-            )
-        return batch["input"], batch.get("target")
-    if isinstance(batch, tuple | list):
-        return batch[0], batch[1] if len(batch) > 1 else None
-    return batch, None
+    return max((classes for classes in found if classes is not None), default=None)
 
 
 def _refuse_unlike(key: str, declared: object, found: object) -> None:

@@ -20,8 +20,19 @@ from torch.utils.data import IterableDataset, _utils, get_worker_info
 from exp.data.in_memory import samples_in
 from exp.data.loader import Loader, batch_count, share
 from exp.data.randomness import reseed_sample, sample_generator
-from exp.data.workers import Collate, FetchOptions, Transform, apply_transforms, as_batch, isolate_generators
+from exp.data.workers import (
+    Assembly,
+    FetchOptions,
+    Sample,
+    Transform,
+    apply_transforms,
+    isolate_generators,
+    received,
+)
+from exp.errors import ExpError, RunError, UserCodeError
 from exp.types import Batch, Stage
+
+END = object()
 
 
 @runtime_checkable
@@ -40,11 +51,12 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
 
     dataset: IterableDataset[object]
     transforms: Sequence[Transform]
-    collate: Collate
+    assembly: Assembly
     batch_size: int
     drop_last: bool
     shuffle_buffer: int
     seed: int
+    stage: Stage
     rank: int
     world_size: int
     epoch: int = 0
@@ -57,31 +69,43 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         samples = enumerate(self._shuffled(self._seeded()))
         batch = 0
         while group := list(islice(samples, self.batch_size)):
+            if errors := [sample for _, sample in group if isinstance(sample, ExpError)]:
+                yield errors[0], 0, 1  # by every worker and rank, whoever would have had the sample
+                return
             if len(group) < self.batch_size and self.drop_last:
                 return
             if batch >= self.start and (batch - self.start) % workers == number:
                 mine = share(size=len(group), rank=self.rank, world_size=self.world_size)
-                yield (
-                    self.collate([self._sample(*pair) for pair in group[mine.start : mine.stop]]),
-                    mine.size,
-                    len(group),
-                )
+                made = [self._transformed(*pair) for pair in group[mine.start : mine.stop]]
+                yield self.assembly(made), mine.size, len(group)
             batch += 1
 
-    def _seeded(self) -> Iterator[object]:
-        """The stream, with the generators set to (seed, epoch, index) before each sample is read."""
-        reseed_sample(seed=self.seed, epoch=self.epoch, index=0)
-        iterator, index = open_stream(self.dataset, epoch=self.epoch), 0
-        while True:
-            reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
-            try:
-                sample = next(iterator)
-            except StopIteration:
-                return
-            yield sample
-            index += 1
+    def _seeded(self) -> Iterator[Sample | ExpError]:
+        """The stream, with the generators set to (seed, epoch, index) before each sample is read.
 
-    def _shuffled(self, samples: Iterator[object]) -> Iterator[object]:
+        A sample that cannot be read is the last one, given as the error that says so.
+        """
+        index, wanted = 0, declared_length(self.dataset)
+        try:
+            reseed_sample(seed=self.seed, epoch=self.epoch, index=0)
+            iterator = open_stream(self.dataset, epoch=self.epoch)
+            while True:
+                reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
+                sample = next(iterator, END)
+                if sample is END:
+                    break
+                yield Sample(index=index, data=sample)
+                index += 1
+        except Exception as error:
+            yield UserCodeError.of(error, what=f"reading {self.assembly.named(index)}")
+            return
+        if wanted is not None and index < wanted:
+            yield RunError(
+                f"the stream of {self.stage} ended before sample {index}, and says by its length that it has {wanted}; "
+                "expected as many. A StopIteration within it, as of a next() without a default, ends it, too"
+            )
+
+    def _shuffled(self, samples: Iterator[Sample | ExpError]) -> Iterator[Sample | ExpError]:
         """The samples in an order that is random within a buffer, a function of (seed, epoch)."""
         size = self.shuffle_buffer
         if size < 2:
@@ -97,9 +121,15 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         for place in generator.permutation(len(buffer)):
             yield buffer[place]
 
-    def _sample(self, index: int, sample: object) -> object:
-        reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
-        return apply_transforms(sample, self.transforms)
+    def _transformed(self, position: int, sample: Sample | ExpError) -> Sample | ExpError:
+        """position: in the order of the epoch, which transforms draw by."""
+        if isinstance(sample, ExpError):
+            return sample
+        reseed_sample(seed=self.seed, epoch=self.epoch, index=position)
+        try:
+            return replace(sample, data=apply_transforms(sample.data, self.transforms))
+        except Exception as error:
+            return UserCodeError.of(error, what=f"transforming {self.assembly.named(sample.index)}")
 
 
 class StreamLoader(Loader):
@@ -112,9 +142,8 @@ class StreamLoader(Loader):
         self._options = replace(options, persistent_workers=False)
 
     def _length(self) -> int | None:
-        try:
-            samples = samples_in(self.stream.dataset)
-        except (TypeError, NotImplementedError):
+        samples = declared_length(self.stream.dataset)
+        if samples is None:
             return None
         return batch_count(samples, self.stream.batch_size, drop_last=self.stream.drop_last)
 
@@ -122,7 +151,15 @@ class StreamLoader(Loader):
         stream = replace(self.stream, epoch=epoch, start=start)
         iterator = iter(self._options.dataloader(stream, batch_size=None))
         for data, size, global_size in isolate_generators(iterator, in_process=not self._options.num_workers):
-            yield Batch(as_batch(data), size, global_size, stream.world_size)
+            yield Batch(received(data), size, global_size, stream.world_size)
+
+
+def declared_length(dataset: IterableDataset[object]) -> int | None:
+    """The samples of a stream; None where it does not know."""
+    try:
+        return samples_in(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def open_stream(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, name_cure
-from exp.data.in_memory import Tensors, classes_in
+from exp.data.in_memory import Tensors
+from exp.data.labels import classes_in
 
 
 class TensorFile(Tensors):

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from exp.data.in_memory import samples_in
+from exp.data.labels import Labels, input_and_target
 from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
+from exp.errors import ExpError, RunError, UserCodeError
 from exp.signals import heed
 from exp.types import Batch, Stage
 
@@ -33,7 +35,7 @@ class FetchOptions:
     persistent_workers: bool = True
     multiprocessing_context: StartMethod | None = None
 
-    def dataloader(self, dataset: Dataset[object], **arguments: Any) -> DataLoader[object]:
+    def dataloader(self, dataset: Dataset[Any], **arguments: Any) -> DataLoader[object]:
         parallel: dict[str, Any] = {}
         if self.num_workers:
             parallel = {
@@ -53,39 +55,125 @@ class FetchOptions:
         )
 
 
-class SampleSource(Dataset[object]):
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sample and its number, in its part or from the beginning of its stream."""
+
+    index: int
+    data: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """Makes a batch of samples, and refuses labels that are none of the classes.
+
+    named: a sample in words, by its index.
+    """
+
+    collate: Collate
+    labels: Labels
+    named: Callable[[int], str]
+
+    def __call__(self, samples: Sequence[Sample | ExpError]) -> object:
+        """The batch; an ExpError, not raised, where one of the samples is one, or no batch can be made of them."""
+        read: list[Sample] = []
+        for sample in samples:
+            if isinstance(sample, ExpError):
+                return sample
+            read.append(sample)
+        try:
+            batch = self.collate([sample.data for sample in read])
+        except Exception as error:
+            if self.collate is default_collate and (told := self._unequal(read)):
+                return RunError(told)
+            first, last = self.named(read[0].index), self.named(read[-1].index)
+            return UserCodeError.of(error, what=f"making a batch of {len(read)} samples, from {first} to {last},")
+        wrong = self.labels.first_wrong(input_and_target(batch)[1])
+        if wrong is not None:
+            place, label = wrong
+            return RunError(str(self.labels.fault(label, of=self.named(read[place].index))))
+        return batch
+
+    def _unequal(self, samples: Sequence[Sample]) -> str | None:
+        """What is said of samples that differ in size; None where they do not."""
+        first, *others = samples
+        sizes = sizes_in(first.data)
+        for other in others:
+            if (found := sizes_in(other.data)) != sizes:
+                return (
+                    f"{self.named(other.index)} has the sizes {found}, and {self.named(first.index)} {sizes}; expected "
+                    "one size for all samples. Bring them to one in data.transforms, or name in data.collate what "
+                    "makes a batch of them"
+                )
+        return None
+
+
+def sizes_in(data: object) -> list[object]:
+    """The sizes of the arrays in a sample, and the lengths of its lists."""
+    if isinstance(data, Mapping):
+        return [sizes_in(value) for value in data.values()]
+    if isinstance(data, tuple | list):
+        return [sizes_in(value) for value in data]
+    return list(getattr(data, "shape", ()))
+
+
+def received(data: object) -> object:
+    """What a loader got, as a batch with its pair as a tuple: collating and pinning turn one into a list.
+
+    Raises: ExpError where it is one, made where a sample was read.
+    """
+    if isinstance(data, ExpError):
+        raise data
+    return as_batch(data)
+
+
+class SampleSource(Dataset["Sample | ExpError"]):
     """Samples by (epoch, index), each with the random generators set to (seed, epoch, index) first.
 
     So augmentation that draws from Python, NumPy or torch gives the same sample whoever fetches it, and when.
+
+    A sample that cannot be read is given as the UserCodeError that says so: raised, torch would tell it in words of its
+    own in a worker, and take a StopIteration for the end of the data.
     """
 
-    def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int) -> None:
+    def __init__(
+        self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage
+    ) -> None:
         self.dataset = dataset
         self.transforms = tuple(transforms)
         self.seed = seed
+        self.stage = stage
 
     def __len__(self) -> int:
         return samples_in(self.dataset)
 
-    def __getitem__(self, position: tuple[int, int]) -> object:
+    def __getitem__(self, position: tuple[int, int]) -> Sample | ExpError:
         epoch, index = position
         reseed_sample(seed=self.seed, epoch=epoch, index=index)
-        return apply_transforms(self.dataset[index], self.transforms)
+        try:
+            return Sample(index=index, data=apply_transforms(self.dataset[index], self.transforms))
+        except Exception as error:
+            return UserCodeError.of(error, what=f"reading {self.named(index)}")
+
+    def named(self, index: int) -> str:
+        """A sample in words, with its number in the data set of which this is a part."""
+        within = f" (sample {self.dataset.indices[index]} of data.dataset)" if isinstance(self.dataset, Subset) else ""
+        return f"sample {index} of {self.stage}{within}"
 
 
 class WorkerLoader(Loader):
     """Sends (epoch, index) pairs to the workers, so that a batch does not depend on who fetches it."""
 
     def __init__(
-        self, *, stage: Stage, source: SampleSource, sampler: ShareSampler, options: FetchOptions, collate: Collate
+        self, *, stage: Stage, source: SampleSource, sampler: ShareSampler, options: FetchOptions, assembly: Assembly
     ) -> None:
         super().__init__(stage=stage)
-        self._source, self._sampler, self._options, self._collate = source, sampler, options, collate
+        self._source, self._sampler, self._options, self._assembly = source, sampler, options, assembly
 
     @functools.cached_property
     def _dataloader(self) -> DataLoader[object]:
         # One for all epochs, so that workers can persist.
-        return self._options.dataloader(self._source, batch_sampler=self._sampler, collate_fn=self._collate)
+        return self._options.dataloader(self._source, batch_sampler=self._sampler, collate_fn=self._assembly)
 
     def _length(self) -> int:
         return len(self._sampler.batches)
@@ -96,7 +184,7 @@ class WorkerLoader(Loader):
         fetched = isolate_generators(iter(self._dataloader), in_process=not self._options.num_workers)
         for batch, data in enumerate(fetched, start):
             size = sampler.batches.size(batch)
-            yield Batch(as_batch(data), sampler.share_of(size).size, size, sampler.world_size)
+            yield Batch(received(data), sampler.share_of(size).size, size, sampler.world_size)
 
 
 def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:

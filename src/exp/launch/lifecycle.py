@@ -35,7 +35,8 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
     """
     status = 1
     try:
-        _end_with_parent()
+        if PARENT in os.environ:
+            end_with_parent(int(os.environ[PARENT]))
         status = _status_of(body)
         if status == 0:
             # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
@@ -100,16 +101,13 @@ def _write_stack_on_request(rank: Rank) -> None:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
 
 
-def _end_with_parent() -> None:
-    """End this rank with its parent, where that is killed."""
-    if PARENT not in os.environ:
-        return
-    parent = int(os.environ[PARENT])
+def end_with_parent(parent: int) -> None:
+    """End this process with its parent, where that is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # It may have died before this rank could ask to be told.
+    # It may have died before this process could ask to be told.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -52,7 +52,7 @@ class Sweep:
 
     Plain data, so that a launcher of other processes can carry it.
 
-    run: what runs one job, exp.run.fit. validate: what checks one job, exp.check.plan.validate.
+    run: what runs one job, such as JobProcesses. validate: what checks one job, exp.check.plan.validate.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sweep:
             print(f"\njob {job.number} ({job.number - first + 1} of {len(jobs)})  {shown}".rstrip(), flush=True)
             try:
                 row = self._run(job)
-            except (Interrupted, KeyboardInterrupt, SystemExit):
+            except (Interrupted, KeyboardInterrupt):
                 self._leave_out(jobs[job.number - first + 1 :])
                 raise
             directory = str(self.directory / row.directory)
@@ -123,7 +123,7 @@ class Sweep:
             job.config[COMPOSITION].directory = str(directory)
         try:
             return self._run(job).value
-        except (Interrupted, SystemExit) as error:
+        except Interrupted as error:
             # A launcher takes any Exception for a job that failed, and starts the next one.
             raise KeyboardInterrupt from error
 
@@ -166,15 +166,14 @@ class Sweep:
         started = time.perf_counter()
         row = self._row(job, status="failed")
         try:
-            with isolated():
-                row = self._finished(row, self._report(job))
-        except (Interrupted, KeyboardInterrupt, SystemExit) as error:
+            row = self._finished(row, self._report(job))
+        except (Interrupted, KeyboardInterrupt) as error:
             self._record(replace(row, status="interrupted", error=_first_line(error)), started)
             raise
         except ExpError as error:
             print(redacted(str(error)), flush=True)
             row = replace(row, error=_first_line(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # A bug in one job, or in a user's own layer, must not cost the other jobs.
             print(redacted(traceback.format_exc()), file=sys.stderr)
             row = replace(row, error=f"{type(error).__name__}: {_first_line(error)}")
@@ -285,14 +284,15 @@ def sweep(
     *,
     run: Callable[[DictConfig], Report],
     validate: Callable[[DictConfig], None],
+    prepare: Callable[[], None] = lambda: None,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
 ) -> int:
     """Runs every job that the sweeper names.
 
-    run: runs one job, exp.run.fit. validate: checks one job, exp.check.plan.validate.
-    Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it, and 130 where a job
-        left the program.
+    run: runs one job, such as JobProcesses. validate: checks one job, exp.check.plan.validate.
+    prepare: called before anything of a job is imported.
+    Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
@@ -303,6 +303,7 @@ def sweep(
         directory = make_exclusively(wanted)
     except OSError as error:
         raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
+    prepare()
     jobs = Sweep(master=master, directory=directory, run=run, validate=validate)
     master.loader.tries_jobs = master.config.hydra.launcher._target_ != OUR_LAUNCHER
     try:
@@ -310,7 +311,7 @@ def sweep(
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
         return _finish(jobs, directory, error.exit_status)
-    except (KeyboardInterrupt, SystemExit) as error:
+    except KeyboardInterrupt as error:
         status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130
         return _finish(jobs, directory, status)
     except Exception as error:

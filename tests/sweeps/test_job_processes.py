@@ -1,0 +1,81 @@
+"""Each job has a process of its own: whatever it does to it is one row of the table, and the others go on."""
+
+import csv
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+ENDS = Path(__file__).with_name("ends.py")
+SMALL = ("callbacks=[ends]", "hooks=[]", "logger=[]", "test=false", "trainer.limit_val_batches=1")
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ENDS, tmp_path)
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    (tmp_path / "conf" / "callbacks" / "ends.yaml").write_text(
+        "# Ends: callbacks=[ends]\nends: {_target_: ends.Ends, how: well}\n"
+    )
+
+
+def table() -> list[dict[str, str]]:
+    (path,) = Path("outputs").rglob("table.csv")
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def waiting(commands):
+    """A sweep whose first job trains until it is ended, once it does."""
+    started = commands.start("-m", *SMALL, "trainer.max_epochs=100000", "seed=1,2", "callbacks.ends.how=waits")
+    while not Path("found").exists():
+        assert started.process.is_alive(), started.end()
+        time.sleep(0.05)
+    return started
+
+
+def test_every_end_of_a_process_is_one_row_and_the_next_job_runs_as_ever(commands):
+    hows = ["exit_0", "segmentation_fault", "killed", "sys_exit", "no_memory", "changes", "well"]
+    done = commands.run("-m", *SMALL, "trainer.max_steps=2", f"callbacks.ends.how={','.join(hows)}")
+    assert done.returncode == 1, done.stderr
+    rows = table()
+    assert [row["status"] for row in rows] == ["failed"] * 5 + ["completed"] * 2
+    for row, words in zip(
+        rows,
+        (
+            "ended with status 0 without a word",
+            "was killed by SIGSEGV",
+            "was killed by SIGKILL (the system does so when the memory is used up)",
+            "SystemExit: 0",
+            "out of memory",
+        ),
+        strict=False,
+    ):
+        assert words in row["error"]
+    assert "the last line of its log" in rows[0]["error"]
+    assert 'ends.py", line' in done.stderr, "where the segmentation fault was"
+    reports = [path.parent.name for path in Path("outputs").rglob("report.json")]
+    assert sorted(reports) == [str(number) for number in range(7)]
+    assert set(Path("found").read_text().splitlines()) == {"torch.float32 None True"}
+
+
+def test_ctrl_c_reaches_the_job_which_saves_and_the_rest_is_not_started(commands):
+    started = waiting(commands)
+    os.kill(started.process.pid, signal.SIGINT)
+    done = started.end()
+    assert done.returncode == 130, done.stderr
+    assert [row["status"] for row in table()] == ["interrupted", "not started"]
+    assert "It goes on with" in done.stderr
+    assert len(list(Path("outputs").rglob("last.ckpt"))) == 1
+
+
+def test_a_killed_sweep_leaves_no_job_behind(commands):
+    started = waiting(commands)
+    os.kill(started.process.pid, signal.SIGKILL)
+    time.sleep(1)
+    Path("found").unlink()
+    time.sleep(0.5)
+    assert not Path("found").exists()

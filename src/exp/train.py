@@ -55,8 +55,9 @@ def _refuse_ranks() -> None:
 def _sweep(arguments: argparse.Namespace) -> int:
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.sweep import sweep
+    from exp.train import fit  # not of this module, which has another name where it is the program
 
-    with contextlib.closing(JobProcesses()) as jobs:
+    with contextlib.closing(JobProcesses(fit)) as jobs:
         return sweep(
             arguments.overrides,
             run=jobs,
@@ -68,10 +69,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 # torch and lightning come in with these, after every fault of the composition.
-def _fit(config: DictConfig) -> Report:
-    from exp.run import fit
+def fit(config: DictConfig) -> Report:
+    from exp import run
 
-    return fit(config)
+    return run.fit(config)
 
 
 def _validate(config: DictConfig) -> None:
@@ -88,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if config.print_config:
         print_tree(config)
 
-    report = _fit(config)
+    report = fit(config)
 
     from exp.report import print_report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -33,10 +34,8 @@ MODULES = (
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
 
 
-def fit_job(config: DictConfig) -> Report | ExpError:
-    """One job, in its process. What ends it is given back, for the sweep to tell."""
-    from exp.run import fit
-
+def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
+    """What came of one job, in its process. What ended it is given back, for the sweep to tell."""
     try:
         return fit(config)
     except ExpError as error:
@@ -48,9 +47,13 @@ def fit_job(config: DictConfig) -> Report | ExpError:
 
 
 class JobProcesses:
-    """Runs one job after another, each in a process of its own."""
+    """Runs one job after another, each in a process of its own.
 
-    def __init__(self) -> None:
+    fit: runs it, exp.run.fit; a function that another process finds by its name.
+    """
+
+    def __init__(self, fit: Callable[[DictConfig], Report]) -> None:
+        self._fit = fit
         self._zygote = Zygote(MODULES)
 
     def start(self) -> None:
@@ -68,7 +71,7 @@ class JobProcesses:
         """
         directory = Path(config[COMPOSITION].directory)
         try:
-            ended = self._zygote.call(fit_job, config)
+            came = self._zygote.call(ended, self._fit, config)
         except Died as error:
             dead = RunError(f"the process of the job {error}{_last_words(directory)}")
             _report_bad_end(directory, dead)
@@ -78,9 +81,9 @@ class JobProcesses:
             killed = Interrupted(signum=error.signum, checkpoint=None if saved is None else str(saved))
             _report_bad_end(directory, killed)
             raise killed from error
-        if isinstance(ended, ExpError):
-            raise ended
-        return ended
+        if isinstance(came, ExpError):
+            raise came
+        return came
 
 
 def _report_bad_end(directory: Path, error: ExpError) -> None:

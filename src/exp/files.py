@@ -79,6 +79,41 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Lock a file that is there for as long as this is entered; what this process starts does not hold it."""
+    with path.open("rb") as file:
+        lock(file, wait=False)
+        _held_here.add(file.fileno())
+        try:
+            yield
+        finally:
+            _held_here.discard(file.fileno())
+
+
+def _let_go() -> None:
+    """In a forked process, such as a loader's worker, which may outlive this one for a while."""
+    for descriptor in _held_here:
+        os.close(descriptor)
+    _held_here.clear()
+
+
+_held_here: set[int] = set()
+os.register_at_fork(after_in_child=_let_go)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another program has locked a file; not known, and no, where it is not there or cannot be locked."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _held(partial: Path) -> BinaryIO:
     """The new file, locked."""
     while True:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -20,6 +21,7 @@ from torch import nn
 
 from exp.build import Parts, build
 from exp.check.plan import Plan, adopt, frozen, plan, resolve
+from exp.check.starting_point import newest_of
 from exp.config.freeze import chosen_values, freeze, read_overrides
 from exp.construct import build_network, build_objective
 from exp.engine.checkpoint import read_checkpoint
@@ -27,7 +29,8 @@ from exp.engine.console import run_log
 from exp.engine.forward import forward_by_name
 from exp.engine.runtime import set_threads
 from exp.errors import ExpError
-from exp.launch.launcher import in_process, launch
+from exp.files import holding
+from exp.launch.launcher import in_process, launch, requeue
 from exp.loggers.run_logger import Description, RunLogger, texts
 from exp.precision.advice import report_precision
 from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end
@@ -37,9 +40,10 @@ from exp.strategies.rank import ALONE, Rank
 log = logging.getLogger(__name__)
 
 
-def fit(config: DictConfig) -> Report:
+def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> Report:
     """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it asks for.
 
+    begin: puts the checkpoint that the run goes on from into its directory, and returns its path.
     Returns: the report that is also in the run directory.
     Raises: ConfigError before anything is built; RunError, RankError for a run that fails; Interrupted for one that a
         signal ended with its state saved.
@@ -48,9 +52,10 @@ def fit(config: DictConfig) -> Report:
     for note in decided.notes:
         log.warning("%s", note)
     directory = freeze(decided.resolved.config)
+    start = None if begin is None else begin(directory)
     placement, settings = decided.placement, decided.plain["launch"]
     if in_process(placement, max_restarts=settings["max_restarts"]):
-        return run(directory, decided=decided)
+        return run(directory, decided=decided, resume=start)
     ongoing = Ongoing(directory, decided.plain, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
@@ -59,10 +64,13 @@ def fit(config: DictConfig) -> Report:
             max_restarts=settings["max_restarts"],
             threads=decided.plain["runtime"]["threads"],
             grace_seconds=settings["grace_seconds"],
+            resume=start,
         )
     except ExpError as error:
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
         write_bad_end(ongoing, error, has_ranks=True)
+        if decided.plain["runtime"]["autoresume"]:
+            requeue(error)
         raise
     return read_report(directory)
 
@@ -85,7 +93,11 @@ def run(
     resolved = frozen(directory) if decided is None else decided.resolved
     ongoing = Ongoing(directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size)
     parts = None
-    with run_log(directory, rank=rank), interrupting():
+    is_again = resolved.plain["runtime"]["autoresume"]
+    if resume is None and is_again:
+        # torchrun and SLURM start the ranks of the same directory again.
+        resume = newest_of(directory).path
+    with run_log(directory, rank=rank), _alive(directory, rank), interrupting():
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)
@@ -101,8 +113,15 @@ def run(
             told = explain(error, ongoing, is_built=parts is not None)
             if rank.is_first:
                 write_bad_end(ongoing, told, parts=parts)
+                if is_again:
+                    requeue(told)
             raise told from told.__cause__
     return report
+
+
+def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
+    """Lets other programs know that the run is still going on: none goes on from its checkpoints by itself."""
+    return holding(directory / "config.yaml") if rank.is_first else nullcontext()
 
 
 def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:

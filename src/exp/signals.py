@@ -19,7 +19,8 @@ from exp.errors import Interrupted, UserCodeError
 Handler = Callable[[int, FrameType | None], Any] | int | None
 # Set in a rank that somebody watches and would end by SIGKILL: exp's launcher, torchrun, SLURM.
 SUPERVISED = "EXP_SUPERVISED"
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# SIGUSR1 is what SLURM sends before it takes a job's machine away: #SBATCH --signal=SIGUSR1@90.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def heeded() -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path):
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert heeded() == (signal.SIGINT, signal.SIGTERM)
+        assert heeded() == (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert signal.SIGHUP in heeded()

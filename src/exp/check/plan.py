@@ -52,6 +52,7 @@ Value = TypeVar("Value")
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
 DATA_KEYS = ("data", "seed", "security")
+START_KEYS = ("resume", "runtime", "name", "train")
 SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
 DECLARED_KEYS = ("data.input_shape", "data.input_dtype", "data.num_classes", "data.num_outputs")
 PLACEMENT_KEYS = ("strategy", "launch", "security")
@@ -71,11 +72,13 @@ class Resolved:
     config: a copy of its own, in which the data's shape, dtype, outputs and classes are filled in: what is frozen.
     plain: its values as dicts and lists, interpolations resolved; UNKNOWN where a fault hides a value.
     faults: of values, keys, rules, targets, parameters and forward programs.
+    notes: on the checkpoint that a config leaves to be found.
     """
 
     config: DictConfig
     plain: Mapping[str, Any]
     faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def yaml(self) -> str:
@@ -126,6 +129,7 @@ def resolve(config: DictConfig) -> Resolved:
     config = copy.deepcopy(config)
     first = first_stage(config)
     faults: list[Fault] = []
+    start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
     is_filled = False
     if not _touched(first, DATA_KEYS):  # else told with the first stage
         faults = second_stage(config, only="data")
@@ -136,10 +140,10 @@ def resolve(config: DictConfig) -> Resolved:
                 faults += error.faults
     # Before all else, for other nodes interpolate the shape and the classes.
     faults += first_stage(config) if is_filled else first
-    faults += second_stage(config)
+    faults += [*start_faults, *second_stage(config)]
     plain, _ = read(config)
     plain.pop(COMPOSITION, None)
-    return Resolved(config=config, plain=plain, faults=tuple(faults))
+    return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
 
 
 def frozen(directory: Path | str) -> Resolved:
@@ -249,7 +253,7 @@ class _Draft:
     def __init__(self, resolved: Resolved) -> None:
         self.resolved, self.plain = resolved, resolved.plain
         self.faults = list(resolved.faults)
-        self.notes: list[str] = []
+        self.notes = list(resolved.notes)
         self.strategy: Strategy | LightningStrategy | None = None
         self.placement: Placement | None = None
         self.objective: Objective | None = None
@@ -459,6 +463,22 @@ class _Draft:
         except ConfigError as error:
             self.faults += error.faults
             return None
+
+
+def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
+    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: the faults, and what there is to say."""
+    if config.resume != "auto" and config.runtime.autoresume is not True:
+        return [], ()  # without an import of torch
+    from exp.check.starting_point import find_start
+
+    try:
+        found = find_start(config)
+    except ConfigError as error:
+        return list(error.faults), ()
+    if found is None:
+        return [], ()
+    config.resume = None if found.path is None else str(found.path)
+    return first_stage(config), found.notes
 
 
 def _fill_in(config: DictConfig) -> bool:

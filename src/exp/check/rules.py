@@ -51,7 +51,7 @@ def something_to_do(values: Values) -> Iterator[Fault]:
 def resume_is_there(values: Values) -> Iterator[Fault]:
     """A checkpoint is a file on this machine."""
     path = values["resume"]
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str) or path in ("", "auto"):
         return
     if "://" in path:
         yield Fault(key="resume", got=show(path), expected="a file on this machine", cure="Download it first")

@@ -92,6 +92,7 @@ SCHEMA: dict[str, Any] = {
         "channels_last": bool,
         "matmul": Literal["highest", "high", "medium"] | None,
         "cudnn_benchmark": bool | None,
+        "autoresume": bool,
     },
     "security": {"allow": list[Text]},
     "launch": {

@@ -37,8 +37,9 @@ LISTED = {
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
-    # One module: the others of the engine are made by exp itself.
+    # Two modules: the others of the engine are made by exp itself.
     "exp.engine.ema": "exp.engine.ema",
+    "exp.engine.state_at": "exp.engine.state_at",
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",
     "torchmetrics": "torchmetrics",

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from exp.engine.checkpoint import State, copy_checkpoint
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.engine.recording import EPOCH_LOSS
 from exp.errors import RunError
-from exp.files import sweep_partial_files
+from exp.files import is_locked, sweep_partial_files
 from exp.types import Batch, Mode
 
 log = logging.getLogger(__name__)
@@ -253,9 +254,13 @@ class BeforeTheEnd(Callback):
 def sweep_run(directory: Path) -> None:
     """Remove what a killed run left half written in its run directory, if it is one."""
     checkpoints = directory / "checkpoints"
-    if checkpoints.is_dir():
-        sweep_partial_files(directory)
-        sweep_partial_files(checkpoints)
+    if not checkpoints.is_dir():
+        return
+    sweep_partial_files(directory)
+    sweep_partial_files(checkpoints)
+    if not is_locked(directory / "config.yaml"):
+        for exchange in directory.glob(".launch-*"):  # where its ranks exchanged words
+            shutil.rmtree(exchange, ignore_errors=True)
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import shutil
+import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -39,6 +42,7 @@ def launch(
     threads: int | None = None,
     grace_seconds: float = 30.0,
     worker: str = "exp.worker",
+    resume: Path | None = None,
 ) -> None:
     """Start the ranks of a frozen run on this machine and return when all of them have ended well.
 
@@ -48,13 +52,13 @@ def launch(
     max_restarts: how often all ranks are started again, from checkpoints/last.ckpt, after one of them died.
     threads: of each rank's operators; None shares the cores.
     grace_seconds: how long ranks have to save and leave after a signal, before they are killed; see `Grace`.
+    resume: a checkpoint to go on from, instead of the config's.
     Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
-        Interrupted after SIGINT, SIGTERM or SIGHUP, to this process or to a rank; RunError for several nodes.
+        Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, to this process or to a rank; RunError for several nodes.
     """
     directory = Path(directory).absolute()
     if placement.nodes > 1:
         raise RunError(_several_nodes(directory, placement))
-    resume: Path | None = None
     for restart in itertools.count():
         failure = _once(
             directory, placement, threads=threads, grace_seconds=grace_seconds, worker=worker, resume=resume
@@ -65,11 +69,30 @@ def launch(
             raise failure.error()
         # What an attempt reported is not what the next one will have done.
         (directory / "report.json").unlink(missing_ok=True)
-        resume = last_checkpoint(directory)
+        resume = last_checkpoint(directory) or resume
         log.warning(
             "rank %d %s; restart %d of %d from %s",
             *(failure.rank, failure.reason, restart + 1, max_restarts, resume or "the start"),
         )
+
+
+def requeue(error: BaseException) -> None:
+    """Have SLURM start this job's command again, where SIGUSR1 has announced the end of its machine.
+
+    It is what Lightning's SLURMEnvironment does. Elsewhere, and after any other end, nothing happens.
+    """
+    if not isinstance(error, Interrupted) or error.signum != signal.SIGUSR1 or "SLURM_JOB_ID" not in os.environ:
+        return
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as failure:
+        said = failure.stderr.strip() if isinstance(failure, subprocess.CalledProcessError) else failure
+        log.error("SLURM's job %s is not queued again: scontrol requeue %s: %s", job, job, said)
+    else:
+        log.warning("SLURM's job %s is queued again", job)
 
 
 def last_checkpoint(directory: Path) -> Path | None:
@@ -109,7 +132,8 @@ def _once(
                 return dataclasses.replace(failure, checkpoint=saved)
             return failure
     finally:
-        shutil.rmtree(exchange)
+        # Somebody may have taken the run directory away.
+        shutil.rmtree(exchange, ignore_errors=True)
 
 
 def _several_nodes(directory: Path, placement: Placement) -> str:

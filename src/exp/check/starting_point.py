@@ -1,0 +1,155 @@
+"""Find the checkpoint that a run goes on from: the newest whole one of its name, or of the same command.
+
+    resume=auto                the newest of this `name`, whatever its run was started with
+    runtime.autoresume=true    that of the last run of the same command, where it is not completed: for schedulers that
+                               start a command again
+
+A damaged one is passed over for the one before. Runs that are still going on are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig
+
+from exp.config.freeze import COMPOSITION, read_overrides
+from exp.engine.checkpoint import State, read_checkpoint
+from exp.engine.checkpointing import CONFIG, POSITION
+from exp.errors import ConfigError, Fault, RunError
+from exp.files import is_locked
+
+AUTO = "auto"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """path: None where there is nothing to go on from. notes: what was found, and what was passed over, and why."""
+
+    path: Path | None
+    notes: tuple[str, ...]
+
+
+def find_start(config: DictConfig) -> Found | None:
+    """What `resume=auto` and `runtime.autoresume=true` come to; None where the config has neither.
+
+    Raises: ConfigError in a sweep, whose jobs would go on from each other.
+    """
+    is_again = config.runtime.autoresume is True
+    if not is_again and config.resume != AUTO:
+        return None
+    key = "runtime.autoresume" if is_again else "resume"
+    composition = config[COMPOSITION]
+    directory = Path(composition.directory).absolute()
+    root = _root(directory, str(config.name))
+    if directory.is_relative_to(root / "sweeps"):
+        got = "true, in a sweep" if is_again else "auto, in a sweep"
+        raise ConfigError([Fault(key=key, got=got, expected="of single runs alone: jobs would go on from each other")])
+    runs = _runs(root)
+    notes: list[str] = []
+    if is_again:
+        found = _of_command(runs, list(composition.overrides), notes)
+        if found is not None:
+            return Found(path=found, notes=tuple(notes))
+        if config.resume != AUTO:
+            what = "from the start" if config.resume is None else f"from {config.resume}"
+            notes.append(f"runtime.autoresume: no run of this command is unfinished below {root}: it begins {what}")
+            start = None if config.resume is None else Path(config.resume)
+            return Found(path=start, notes=tuple(notes))
+    alive = [run for run in runs if is_locked(run / "config.yaml")]
+    notes += [f"resume=auto: {run} is still going on, and left alone" for run in alive]
+    path = _newest([run for run in runs if run not in alive], notes, name=str(config.name))
+    if path is None:
+        notes.append(f"resume=auto: nothing of {config.name} to go on from below {root}: it begins from the start")
+    else:
+        notes.append(f"resume=auto: goes on from {path}")
+    return Found(path=path, notes=tuple(notes))
+
+
+def newest_of(run: Path) -> Found:
+    """The newest whole checkpoint of a run directory."""
+    notes: list[str] = []
+    return Found(path=_newest([run], notes), notes=tuple(notes))
+
+
+def states_of(run: Path) -> Iterator[tuple[Path, State]]:
+    """The whole checkpoints of a run directory from which a run can go on, the newest first."""
+    for path in _newest_first([run]):
+        state = _whole(path, [])
+        if state is not None:
+            yield path, state
+
+
+def _of_command(runs: Sequence[Path], overrides: Sequence[str], notes: list[str]) -> Path | None:
+    """The newest checkpoint of the last runs that were started with these overrides and are not completed.
+
+    Of several: one that was killed before it saved anything may have gone on from the one before.
+    """
+    unfinished = []
+    for run in sorted(runs, key=_begun, reverse=True):
+        if not (run / "overrides.yaml").is_file() or read_overrides(run) != list(overrides):
+            continue
+        if is_locked(run / "config.yaml"):
+            notes.append(f"runtime.autoresume: {run} is still going on, and left alone")
+            return None
+        if _is_completed(run):
+            break
+        unfinished.append(run)
+    path = _newest(unfinished, notes)
+    if path is not None:
+        notes.append(f"runtime.autoresume: goes on from {path}")
+    return path
+
+
+def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) -> Path | None:
+    """name: that its config must have."""
+    for path in _newest_first(runs):
+        state = _whole(path, notes)
+        if state is not None and name in (None, str(yaml.safe_load(state[CONFIG])["name"])):
+            return path
+    return None
+
+
+def _newest_first(runs: Sequence[Path]) -> list[Path]:
+    found = [path for run in runs for path in (run / CHECKPOINTS).glob("*.ckpt") if not path.name.startswith(".")]
+    # best.ckpt may be another name of last.ckpt.
+    ages = {path: (path.stat().st_mtime_ns, path.name == "last.ckpt") for path in found if path.is_file()}
+    return sorted(ages, key=ages.__getitem__, reverse=True)
+
+
+def _whole(path: Path, notes: list[str]) -> State | None:
+    """The checkpoint, where a run can go on from it."""
+    try:
+        state = read_checkpoint(path)
+    except RunError as error:
+        notes.append(f"passed over for the one before: {error}")
+        return None
+    return state if isinstance(state.get(POSITION), dict) and isinstance(state.get(CONFIG), str) else None
+
+
+def _root(directory: Path, name: str) -> Path:
+    """outputs/<name> of a run directory below it; else the directory that it is in."""
+    parts = Path(name).parts
+    above = [parent for parent in directory.parents if parent.parts[-len(parts) :] == parts]
+    return above[0] if above else directory.parent
+
+
+def _runs(root: Path) -> list[Path]:
+    """The run directories of a name: <root>/<date>/<time>, and those that hydra.run.dir put beside each other."""
+    return [path.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for path in root.glob(pattern)]
+
+
+def _begun(run: Path) -> int:
+    return (run / "overrides.yaml").stat().st_mtime_ns if (run / "overrides.yaml").is_file() else 0
+
+
+def _is_completed(run: Path) -> bool:
+    report = run / "report.json"
+    if not report.is_file():
+        return False
+    return bool(json.loads(report.read_text(encoding="utf-8"))["status"] == "completed")

@@ -1,0 +1,178 @@
+"""python -m exp.resume RUN [overrides]: goes on with a run; with --verify, does its last part again and compares."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exp.errors import ConfigError, Fault, RunError, exit_status
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from exp.engine.checkpoint import State
+
+EXACT, DIFFERS = 0, 1
+# What differs by itself: the time it took, the config of the second run, and counters that no run goes on from.
+BESIDE = ("exp_seconds", "exp_config", "exp_manifest", "loops")
+FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Go on with a run from its newest whole checkpoint, by its own command; or verify that it goes on exactly.
+
+    Returns: exp.train's exit status; with --verify 0 where every number is the same, 1 where one differs.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m exp.resume", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="a run directory, outputs/<name>/<date>/<time>")
+    parser.add_argument("overrides", nargs="*", help="beside the run's own, such as trainer.max_epochs=60")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train again from the checkpoint before the last to the last, elsewhere, and compare the two states",
+    )
+    trust = "with --verify, as security.allow: trust it first"
+    parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=trust)
+    arguments = parser.parse_args(argv)
+    if not (arguments.run / "config.yaml").is_file():
+        raise RunError(f"{arguments.run} has no config.yaml; expected a run directory, outputs/<name>/<date>/<time>")
+    if not arguments.verify:
+        return go_on(arguments.run, arguments.overrides)
+    if arguments.overrides:
+        fault = Fault(key="--verify", got=" ".join(arguments.overrides), expected="the run as it is, without overrides")
+        raise ConfigError([fault])
+    difference, told = verify(arguments.run, allow=arguments.allow)
+    print(told)
+    return EXACT if difference is None else DIFFERS
+
+
+def go_on(run: Path, overrides: Sequence[str]) -> int:
+    """`python -m exp.train` with the run's overrides, these, and its newest whole checkpoint."""
+    from exp import train
+    from exp.check.starting_point import newest_of
+    from exp.config.freeze import read_overrides
+    from exp.files import is_locked
+
+    if is_locked(run / "config.yaml"):
+        raise RunError(f"{run} is still going on. Wait for its end, or end it: SIGTERM lets it save its state")
+    found = newest_of(run)
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    if found.path is None:
+        raise RunError(f"{run} has no whole checkpoint to go on from. Its command: {' '.join(read_overrides(run))}")
+    return train.main([*merged(read_overrides(run), overrides), f"resume='{found.path}'"])
+
+
+def merged(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Overrides of a run, with others in the place of those of the same key; without a resume."""
+    keys = {_key(override) for override in now} | {"resume"}
+    return [*(override for override in before if _key(override) not in keys), *now]
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
+    """Train from the checkpoint before the last to the last once more, in a directory of its own, and compare.
+
+    Returns: the first difference, None where there is none; and what to print.
+    Raises: ConfigError for a config with faults; RunError where there is nothing to compare, or training fails.
+    """
+    from exp.check.starting_point import states_of
+    from exp.config.freeze import read_frozen
+    from exp.engine.checkpoint import read_checkpoint
+    from exp.engine.checkpointing import CONFIG, POSITION
+    from exp.engine.state_at import STATE
+    from exp.run import fit
+
+    config = read_frozen(run)
+    text = (run / "config.yaml").read_text(encoding="utf-8")
+    # What it brought along from a run before was trained by another config.
+    own = {path: state[POSITION] for path, state in states_of(run) if state[CONFIG] == text}
+    if not own:
+        raise RunError(f"{run} has no checkpoint of its own to verify")
+    places = sorted(own, key=lambda path: (own[path]["batches"], path.name == "last.ckpt"))
+    last = places[-1]
+    end = own[last]
+    earlier = [path for path in places if own[path]["step"] < end["step"]]
+    before = str(earlier[-1]) if earlier else config.resume
+    with tempfile.TemporaryDirectory(prefix="exp-verify-") as place:
+        again = Path(place) / "run"
+        fit(_replayed(config, again, before=before, end=end, allow=allow))
+        reached = again / "checkpoints" / STATE
+        found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
+    if found[POSITION] != end:
+        raise RunError(f"trained again from {before or 'the start'}, it did not come to step {end['step']} of {last}")
+    difference = next(differences(read_checkpoint(last), found), None)
+    told = f"{last}, step {end['step']}, trained again from {before or 'the start'}"
+    return difference, f"exact: {told}" if difference is None else f"differs: {told}\n  {difference}"
+
+
+def _replayed(
+    config: DictConfig, directory: Path, *, before: str | None, end: Mapping[str, Any], allow: Sequence[str]
+) -> DictConfig:
+    """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
+    from omegaconf import OmegaConf, open_dict
+
+    from exp.config.freeze import COMPOSITION
+    from exp.config.groups import PRIMARY
+
+    asked = [package for package in config.security.allow if package not in allow]
+    if asked:
+        cure = "If you trust them, add " + " ".join(f"--allow {package}" for package in asked)
+        fault = Fault(key="security.allow", got=f"{asked} in {config.name}'s run", expected="--allow", cure=cure)
+        raise ConfigError([fault])
+    with open_dict(config):
+        config.resume, config.test, config.logger = before, False, {}
+        config.runtime.autoresume = False
+        config.checkpoint.every_n_steps = None
+        config.checkpoint.save_last = True
+        if config.trainer.max_time is not None:
+            # The time it took is another; as a limit it leaves the number of steps open, and so does this one.
+            config.trainer.max_time = "365:00:00:00"
+        config.trainer.enable_progress_bar = False
+        config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(end)}
+        where = {"config_dir": None, "config_name": PRIMARY}
+        config[COMPOSITION] = OmegaConf.create({"directory": str(directory), "overrides": [], **where})
+    return config
+
+
+def differences(expected: State, found: State) -> Iterator[str]:
+    """What is not the same in two states, the weights first."""
+    for key in dict.fromkeys([*FIRST, *sorted({*expected, *found})]):
+        if key not in BESIDE:
+            yield from _differences(expected.get(key), found.get(key), key)
+
+
+def _differences(expected: object, found: object, key: str) -> Iterator[str]:
+    import torch
+
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            yield f"{key}: {found.dtype} {list(found.shape)} in the place of {expected.dtype} {list(expected.shape)}"
+        elif not torch.equal(expected, found):
+            other = expected != found
+            largest = (expected.double() - found.double()).abs().max()
+            yield f"{key}: {int(other.sum())} of {other.numel()} values, by {float(largest):.3g} at most"
+    elif isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for name in dict.fromkeys([*expected, *found]):
+            if name != "Timer":  # Lightning's, of the time that it took
+                yield from _differences(expected.get(name), found.get(name), f"{key}.{name}")
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(expected) == len(found):
+        for place, pair in enumerate(zip(expected, found, strict=True)):
+            yield from _differences(*pair, f"{key}.{place}")
+    elif repr(expected) != repr(found):
+        yield f"{key}: {found!r:.60} in the place of {expected!r:.60}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

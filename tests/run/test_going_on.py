@@ -1,0 +1,173 @@
+"""Going on by name, by the same command, by exp.resume: against the run that nothing broke off, bit for bit."""
+
+import json
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+import exp
+from exp import resume
+from exp.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
+from exp.errors import Interrupted
+from exp.files import holding
+from exp.report import read_report
+from exp.run import run as run_again
+
+BASE = [
+    "model=lenet", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1", "test=false",
+    "hooks=[]", "logger=[]", "trainer.enable_progress_bar=false", "trainer.max_epochs=3",
+]  # fmt: skip
+# A callback that sends a signal at a step, as a user's own file.
+SIGNALS = """
+import os, signal
+from lightning.pytorch import Callback
+
+class Sends(Callback):
+    def __init__(self, *, step: int, signum: int):
+        self.step, self.signum = step, signum
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step and not os.path.exists("sent"):
+            open("sent", "w").close()
+            os.kill(os.getpid(), self.signum)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(*overrides):
+    report = exp.fit(exp.compose([*BASE, *overrides]))
+    return Path(report.directory)
+
+
+def write_sender(signum):
+    """callbacks=[sends], of one's own: once, at step 5."""
+    name = f"sender_{uuid.uuid4().hex}"  # this process imports a module once
+    Path(f"{name}.py").write_text(SIGNALS)
+    Path("conf/callbacks").mkdir(parents=True)
+    Path("conf/callbacks/sends.yaml").write_text(f"sends: {{_target_: {name}.Sends, step: 5, signum: {signum}}}\n")
+
+
+def weights(run, name="last"):
+    return read_checkpoint(run / "checkpoints" / f"{name}.ckpt")["state_dict"]
+
+
+def assert_equal_weights(one, other):
+    found, expected = weights(one), weights(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_auto_goes_on_from_the_newest_whole_checkpoint_of_its_name(caplog):
+    first = fit("resume=auto", "trainer.max_epochs=1")
+    assert "nothing of train to go on from" in caplog.text
+    fit("name=other", "trainer.max_epochs=2")
+    second = fit("resume=auto", "trainer.max_epochs=3")
+    assert f"goes on from {first}/checkpoints/last.ckpt" in caplog.text
+    assert read_report(second).steps == 9
+    for path in (second / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    third = fit("resume=auto")
+    assert f"passed over for the one before: {second}/checkpoints/last.ckpt is damaged" in caplog.text
+    assert_equal_weights(third, fit("seed=0"))
+
+
+def test_auto_leaves_a_run_alone_that_is_going_on(caplog):
+    first = fit("trainer.max_epochs=1")
+    with holding(first / "config.yaml"):
+        fit("resume=auto", "trainer.max_epochs=1")
+    assert f"{first} is still going on" in caplog.text
+    assert "it begins from the start" in caplog.text
+
+
+def test_auto_in_a_sweep_is_refused():
+    with pytest.raises(exp.ConfigError, match="auto, in a sweep; expected of single runs alone"):
+        exp.validate(exp.compose(["resume=auto", "hydra.run.dir=outputs/train/sweeps/2026-01-01/10-00-00/0"]))
+
+
+def test_the_same_command_goes_on_with_its_own_run_and_begins_anew_behind_a_completed_one(caplog):
+    write_sender(signal.SIGTERM)
+    command = ["runtime.autoresume=true", "callbacks=[sends]"]
+    fit("trainer.max_epochs=1")  # of another command
+    with pytest.raises(Interrupted):
+        fit(*command)
+    assert "no run of this command is unfinished" in caplog.text
+    second = fit(*command)
+    assert "runtime.autoresume: goes on from" in caplog.text
+    third = fit(*command)
+    assert caplog.text.count("no run of this command is unfinished") == 2
+    assert_equal_weights(second, third)
+
+
+@pytest.mark.parametrize("is_requeued", [True, False])
+def test_sigusr1_saves_and_has_slurm_start_the_job_again(monkeypatch, caplog, is_requeued):
+    write_sender(signal.SIGUSR1)
+    scontrol = Path("bin/scontrol")
+    scontrol.parent.mkdir()
+    scontrol.write_text('#!/bin/sh\necho "$@" > called\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent.absolute()}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    with pytest.raises(Interrupted) as caught:
+        fit("callbacks=[sends]", f"runtime.autoresume={str(is_requeued).lower()}")
+    assert caught.value.exit_status == 128 + signal.SIGUSR1
+    (run,) = Path("outputs/train").glob("*/*")
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 5
+    assert json.loads((run / "report.json").read_text())["status"] == "interrupted"
+    assert Path("called").exists() == is_requeued
+    if is_requeued:
+        assert Path("called").read_text() == "requeue 42\n"
+        assert "SLURM's job 42 is queued again" in caplog.text
+
+
+def test_a_frozen_run_that_a_scheduler_starts_again_goes_on_from_its_own_directory():
+    write_sender(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        fit("runtime.autoresume=true", "callbacks=[sends]")
+    (frozen,) = Path("outputs/train").glob("*/*")
+    # As torchrun and srun do it: exp.worker RUN_DIR.
+    assert run_again(frozen).steps == 9
+    assert_equal_weights(frozen, fit("callbacks=[sends]"))
+
+
+def test_resume_goes_on_by_the_runs_own_command_and_others_beside_it(capsys):
+    first = fit("trainer.max_epochs=1")
+    assert resume.main([str(first), "trainer.max_epochs=3"]) == 0
+    (second,) = [run for run in Path("outputs/train").glob("*/*") if run.absolute() != first]
+    assert_equal_weights(second, fit())
+    assert resume.main(["outputs"]) == 1
+    assert "outputs has no config.yaml; expected a run directory" in capsys.readouterr().err
+
+
+def test_verify_says_exact_or_the_first_tensor_that_differs(capsys):
+    run = fit("scheduler=cosine", "trainer.max_time=1h", "callbacks=[ema]", "checkpoint.every_n_steps=2")
+    last = run / "checkpoints" / "last.ckpt"
+    assert resume.main([str(run), "--verify"]) == 0
+    assert f"exact: {last}, step 9, trained again from the start" in capsys.readouterr().out
+    longer = fit("scheduler=cosine", "trainer.max_epochs=5", "callbacks=[ema]", f"resume={last}")
+    last = longer / "checkpoints" / "last.ckpt"
+    assert resume.main([str(longer), "--verify"]) == 0
+    assert f"exact: {last}, step 15, trained again from {run}" in capsys.readouterr().out
+    state = read_checkpoint(last)
+    state["optimizer_states"][0]["state"][3]["exp_avg"][1] += 1.0
+    AtomicCheckpointIO().save_checkpoint(state, last)
+    assert resume.main([str(longer), "--verify"]) == 1
+    said = capsys.readouterr().out
+    assert "differs: " in said
+    assert "optimizer_states.0.state.3.exp_avg: 1 of 16 values, by 1 at most" in said
+
+
+def test_verify_stops_at_a_checkpoint_within_the_run(capsys):
+    write_sender(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        fit("callbacks=[sends]")
+    (run,) = Path("outputs/train").glob("*/*")
+    assert resume.main([str(run), "--verify"]) == 0
+    assert "last.ckpt, step 5, trained again from" in capsys.readouterr().out

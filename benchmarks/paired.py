@@ -37,12 +37,19 @@ with contextlib.redirect_stdout(io.StringIO()):
     wall, processor = loop.here(3000, EPOCHS)
 print(json.dumps({"us a step": wall, "us a step, processor": processor}))
 """
+# Beside the step itself its ratio to a step by hand in the same two processes, which a slower minute does not move.
 DDP = """
 import re, subprocess
-command = [sys.executable, os.path.join(os.environ["TREE"], "benchmarks", "ddp.py"), "--pairs", "1", "--steps", "1500"]
+command = [sys.executable, os.path.join(os.environ["TREE"], "benchmarks", "ddp.py"), "--pairs", "2", "--steps", "900"]
 lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-found = {line[:52].strip(): re.findall(r"([0-9.]+) us", line) for line in lines}
-print(json.dumps({f"us a step, {name}": float(us[0]) for name, us in found.items() if name.startswith("exp")}))
+found = {}
+for line in lines:
+    if line.startswith("exp"):
+        name = line[:52].strip().removeprefix("exp: ")
+        (wall, ratio), (processor, own_ratio) = re.findall(r"([0-9.]+) us +([0-9.]+)", line)
+        found |= {f"us a step, {name[:24]}": float(wall), f"us, processor, {name[:24]}": float(processor)}
+        found |= {f"by hand is 1, {name[:24]}": float(ratio), f"by hand is 1, processor, {name[:24]}": float(own_ratio)}
+print(json.dumps(found))
 """
 STARTUP = """
 import startup

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from exp.errors import Fault
+from exp.hooks.hook import Hook
+from exp.models.matching import ANY_BATCH_NORM
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint
 
@@ -31,6 +33,8 @@ def switch_faults(planned: Blueprint) -> Sequence[Fault]:
         faults += channels_last_faults(planned.network, planned.config["data"]["input_shape"])
     if runtime["cuda_graph"]:
         faults += cuda_graph_faults(planned)
+    if runtime["out_of_memory"] == "halve":
+        faults += halving_faults(planned)
     return faults
 
 
@@ -94,6 +98,38 @@ def channels_last_faults(network: nn.Module, input_shape: Sequence[int]) -> list
             )
         ]
     return []
+
+
+def halving_faults(planned: Blueprint) -> list[Fault]:
+    """What of a run is not the same with its micro-batches in parts, or cannot be begun anew."""
+    config, traits = planned.config, planned.traits
+    mixing = [path for path, module in planned.network.named_modules() if isinstance(module, ANY_BATCH_NORM)]
+    asking = [
+        name for name, hook in planned.hooks.items() if isinstance(hook, Hook) and "one_step_a_call" in hook.all_needs
+    ]
+    in_the_way: Mapping[str, object] = {
+        f"strategy={config['strategy']['name']} over several ranks, which would wait for one that begins anew": (
+            planned.placement.world_size > 1
+        ),
+        f"strategy={config['strategy']['name']}, whose engine runs the step": "owns_step" in traits,
+        "phases, which run several passes over a step's batches": config["phases"],
+        "runtime.cuda_graph=true, whose graphs have one size": config["runtime"]["cuda_graph"],
+        "runtime.steps_per_execution=1, which is Lightning's own loop": config["runtime"]["steps_per_execution"] == 1,
+        f"hooks.{', hooks.'.join(asking)}, for which each step goes through Lightning's own loop": asking,
+        "an objective that differentiates twice or looks inside the network": planned.needs,
+        f"objective.{', objective.'.join(planned.weighed)}, which divides by weights of a whole batch": planned.weighed,
+        f"{', '.join(mixing[:3])}: batch norm, whose result depends on the samples that it sees together": mixing,
+    }
+    return [
+        Fault(
+            key="runtime.out_of_memory",
+            got=f"halve with {reason}",
+            expected="a run whose step is the same in parts",
+            cure="Write runtime.out_of_memory=stop",
+        )
+        for reason, is_there in in_the_way.items()
+        if is_there
+    ]
 
 
 def cuda_graph_faults(planned: Blueprint) -> list[Fault]:

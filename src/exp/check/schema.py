@@ -90,6 +90,8 @@ SCHEMA: dict[str, Any] = {
         "compile_backend": Text,
         "cuda_graph": bool,
         "channels_last": bool,
+        "out_of_memory": Literal["stop", "halve"],
+        "step_timeout": Positive | None,
         "matmul": Literal["highest", "high", "medium"] | None,
         "cudnn_benchmark": bool | None,
         "autoresume": bool,

@@ -24,6 +24,7 @@ from exp.engine.checkpoint import State, lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing, target_of
+from exp.engine.halving import Halving
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.step import Window
@@ -51,6 +52,8 @@ class TrainingModule(LightningModule):
     run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
     last: an attribute, what the training step that was last computed.
     observer: an attribute, who looks on; Recording puts the hooks there.
+    halving: an attribute, how micro-batches are computed in parts; None never does.
+    turn: an attribute, which part of a micro-batch is computed, for its random numbers.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
     rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
@@ -58,6 +61,8 @@ class TrainingModule(LightningModule):
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
+    halving: Halving | None = None
+    turn: tuple[int, ...] = ()
     run_network: Runner
     # Without Lightning's None before a Trainer is there: its property, which looks for that, costs at every step.
     _trainer: RunTrainer
@@ -127,7 +132,7 @@ class TrainingModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the objective of this rank's share of a batch, 0-d."""
         trainer = self._trainer
-        reseed(seed=self.seed, rank=self.rank, epoch=trainer.current_epoch, batch=batch_idx)
+        reseed(seed=self.seed, rank=self.rank, epoch=trainer.current_epoch, batch=batch_idx, turn=self.turn)
         observer = self.observer
         if observer.watches_forward:
             with observer.around_forward(batch.data):
@@ -144,7 +149,11 @@ class TrainingModule(LightningModule):
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.metrics and batch.size:
-            self._train_values.update_metrics(detached(values["output"]), target_of(values))
+            seen = detached(values["output"]), target_of(values)
+            if self.halving is None:
+                self._train_values.update_metrics(*seen)
+            else:
+                self.halving.seen.append(seen)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -49,10 +49,12 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
         signal ended with its state saved.
     """
     decided = plan(resolve(config))
-    for note in decided.notes:
-        log.warning("%s", note)
     directory = freeze(decided.resolved.config)
     start = None if begin is None else begin(directory)
+    if decided.notes:
+        with run_log(directory, rank=ALONE):
+            for note in decided.notes:
+                log.warning("%s", note)
     placement, settings = decided.placement, decided.plain["launch"]
     if in_process(placement, max_restarts=settings["max_restarts"]):
         return run(directory, decided=decided, resume=start)

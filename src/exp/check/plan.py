@@ -95,7 +95,7 @@ class Plan:
     spec: what goes into the network, and how many numbers come out for a sample.
     objective, phases, metrics, hooks: as the run will use them.
     shapes: the network on the meta device and its one traced forward, when somebody asks for the first time.
-    notes: what could not be looked at, and why; and what a resume changes.
+    notes: what could not be looked at, and why; what would train badly without a fault; and what a resume changes.
     """
 
     resolved: Resolved
@@ -204,6 +204,7 @@ def examine(resolved: Resolved) -> Examination:
     draft.place()
     draft.look_at_the_network()
     draft.look_at_the_checkpoint()
+    draft.note_what_is_in_vain()
     faults = tuple(located(resolved.config, once(draft.faults)))
     return Examination(faults=faults, notes=tuple(draft.notes), plan=None if faults else draft.plan())
 
@@ -334,6 +335,17 @@ class _Draft:
             return
         self.faults += resuming.faults
         self.notes += resuming.notes
+
+    def note_what_is_in_vain(self) -> None:
+        """Note what a run without a fault would train badly by."""
+        from exp.check.training_notes import training_notes
+
+        seen = self.seen
+        if self.faults or self.objective is None or seen is None or seen.network is None:
+            return
+        self.notes += training_notes(
+            self.plain, network=seen.network, traces=seen.traces, objective=self.objective, phases=self.phases
+        )
 
     def _look_at_the_parts(
         self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module

@@ -5,7 +5,7 @@ A rule whose keys are not there, or could not be read, has nothing to say: the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from exp.config.targets import resolve
 from exp.data.faults import share_faults
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, show
-from exp.types import STAGES
+from exp.types import STAGES, Mode
 
 # Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
@@ -310,23 +310,33 @@ def switches_agree(values: Values) -> Iterator[Fault]:
 
 def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
     """The fault of a best checkpoint that would be the worst; none where the metric does not say."""
-    monitor, mode, metrics = plain.get("monitor"), plain.get("mode"), plain.get("metrics")
-    if not isinstance(monitor, str) or not isinstance(metrics, dict) or mode not in ("min", "max"):
-        return []
-    node = metrics.get(monitor.partition("/")[0])
-    if not isinstance(node, dict) or not is_node(node):
-        return []
-    try:
-        metric = resolve(node["_target_"], base="torchmetrics.Metric", allow=allow)
-    except ConfigError:
-        return []  # told as the target's own fault
-    better = {True: "max", False: "min", None: None}[_higher_is_better(metric)]
-    if better in (None, mode):
+    monitor, mode = plain.get("monitor"), plain.get("mode")
+    better = better_mode(plain, monitor, allow=allow)
+    # Of a loss mode_fits_a_loss says it.
+    if better in (None, mode) or mode not in ("min", "max") or str(monitor).startswith("loss/"):
         return []
     side = "higher" if better == "max" else "lower"
     return [
         Fault(key="mode", got=repr(mode), expected=f"{better}: a {side} {monitor} is better", cure=f"Add mode={better}")
     ]
+
+
+def better_mode(plain: Mapping[str, Any], monitor: object, *, allow: Sequence[str]) -> Mode | None:
+    """Whether a loss or a metric is better where it is lower (min) or higher (max); None where it does not say."""
+    metrics = plain.get("metrics")
+    if not isinstance(monitor, str) or not isinstance(metrics, dict):
+        return None
+    if monitor.startswith("loss/"):
+        return "min"
+    node = metrics.get(monitor.partition("/")[0])
+    if not isinstance(node, dict) or not is_node(node):
+        return None
+    try:
+        metric = resolve(node["_target_"], base="torchmetrics.Metric", allow=allow)
+    except ConfigError:
+        return None  # told as the target's own fault
+    better: dict[bool | None, Mode | None] = {True: "max", False: "min", None: None}
+    return better[_higher_is_better(metric)]
 
 
 def _higher_is_better(metric: Any) -> bool | None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from exp.engine.buffer import Recorded, StepBuffer, on_host_values
 from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
+from exp.engine.first_steps import FirstSteps
 from exp.engine.module import TrainingModule
 from exp.engine.overhead import lighten
 from exp.engine.step_hooks import Found, StepHooks
@@ -32,7 +33,7 @@ from exp.errors import RunError
 from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import RunLogger
-from exp.optim.phase import rate_names
+from exp.optim.phase import each_optimizer, rate_names
 from exp.precision.plugin import RunPrecision
 from exp.types import Batch, Stage
 
@@ -51,6 +52,7 @@ class Recording(Callback):
     """
 
     _module: TrainingModule
+    _first_steps: FirstSteps
     _trainer: RunTrainer
 
     def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
@@ -94,12 +96,14 @@ class Recording(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._index = self._first = trainer.global_step
         self._start_window()
+        self._first_steps = FirstSteps(self._trainer, self._module)
         trainer.callback_metrics.update(_tensors(self.metrics))
         for logger in trainer.loggers:
             if isinstance(logger, RunLogger):
                 logger.purge(self._index + 1)  # what an earlier process logged from there on is void
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_steps.end()
         self.flush(trainer)
         self._step_hooks.ended()
 
@@ -113,6 +117,8 @@ class Recording(Callback):
     # --- the step ---
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        if self._first_steps.is_watching:
+            self._first_steps.start_batch(batch, batch_idx)
         self._size += batch.global_size
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
@@ -122,6 +128,8 @@ class Recording(Callback):
             self._step_hooks.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._first_steps.is_watching:
+            self._first_steps.before_step(optimizer)
         turn = self._step_hooks.turn
         if turn.phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
@@ -145,6 +153,8 @@ class Recording(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         self._step_hooks.end_batch()
+        if self._first_steps.is_watching:
+            self._first_steps.after_step(each_optimizer(trainer.optimizers))
         module, values = self._module, self._values
         loss, parts = module.last
         if loss is None or (module.phases and values is None):
@@ -225,6 +235,7 @@ class Recording(Callback):
     # --- epochs ---
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_steps.end_epoch()
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")

@@ -1,0 +1,147 @@
+"""Note what trains badly without a fault, as far as the config and the traced forward show it, each with its cure.
+
+What only the data and the first steps show is noted by engine/first_steps.py.
+"""
+
+# ruff: noqa: SIM905  (a list of words is read more easily as words)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from exp.check.rules import better_mode
+from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forward
+from exp.models.containers import config_key
+from exp.models.forward_trace import ForwardTrace
+from exp.models.matching import ANY_BATCH_NORM
+from exp.objectives.objective import Objective, Term
+from exp.objectives.terms import NLL
+from exp.optim.phase import Phase
+from exp.spelling import among
+
+# What changes no numbers, or only picks and averages some: probabilities stay probabilities.
+PASSING = frozenset(
+    (
+        "__getitem__ chunk clamp clip clone contiguous double flatten float getitem mean movedim permute reshape "
+        "select squeeze swapaxes to transpose type_as unflatten unsqueeze view view_as"
+    ).split()
+)
+
+
+def training_notes(
+    plain: Mapping[str, Any],
+    *,
+    network: nn.Module,
+    traces: Mapping[str | None, ForwardTrace],
+    objective: Objective,
+    phases: Sequence[Phase],
+) -> Iterator[str]:
+    """Note what a run without a fault does in vain, a line each.
+
+    network, traces: as ShapeExamination has them. objective, phases: of the run.
+    """
+    if not plain["train"]:
+        return
+    yield from _rates(plain)
+    yield from _modes(plain)
+    yield from _probabilities(traces, objective, phases)
+    yield from _frozen_norms(network)
+
+
+def _rates(plain: Mapping[str, Any]) -> Iterator[str]:
+    optimizers = {"optimizer": plain["optimizer"]}
+    optimizers |= {
+        f"phases.{name}.optimizer": phase["optimizer"]
+        for name, phase in plain["phases"].items()
+        if phase.get("optimizer")
+    }
+    for key, node in optimizers.items():
+        groups = {f"{key}.groups.{name}": group for name, group in (node.get("groups") or {}).items()}
+        for place, options in {key: node, **groups}.items():
+            if options.get("lr") == 0:
+                yield (
+                    f"{place}.lr is 0: what it trains stays as it is. Write a rate above 0, or name the parameters "
+                    "that shall not learn in model.freeze, which spares their gradients"
+                )
+
+
+def _modes(plain: Mapping[str, Any]) -> Iterator[str]:
+    watching = {f"callbacks.{name}": node for name, node in plain["callbacks"].items()}
+    for key, node in {**watching, "scheduler": plain["scheduler"]}.items():
+        if not isinstance(node, Mapping) or not {"monitor", "mode"} <= node.keys():
+            continue
+        better = better_mode(plain, node["monitor"], allow=plain["security"]["allow"])
+        if better is not None and node["mode"] in ("min", "max") and node["mode"] != better:
+            side = "higher" if better == "max" else "lower"
+            yield (
+                f"{key}.mode is {node['mode']}, and {key}.monitor is {node['monitor']}: a {side} one is better, so "
+                f"that it takes what gets better for what gets worse. Write {key}.mode={better}"
+            )
+
+
+def _probabilities(
+    traces: Mapping[str | None, ForwardTrace], objective: Objective, phases: Sequence[Phase]
+) -> Iterator[str]:
+    for forward, part in objectives_by_forward(phases, objective).items():
+        trace = traces.get(forward)
+        for name, term in part.terms.items() if trace is not None else ():
+            if not isinstance(term, Term) or trace is None:
+                continue
+            takes = _taken_by(term.loss)
+            output = trace.output
+            value = output.get(term.output) if isinstance(output, Mapping) else output
+            function, module = _made_by(trace, value) if takes and isinstance(value, Tensor) else (None, None)
+            if function is not None:
+                key = config_key(trace.network, _path(trace.network, module))
+                yield (
+                    f"{key} ends in {function}, and objective.{name} is a {type(term.loss).__name__}, which takes "
+                    f"{takes}: its gradients are small, and the loss cannot become 0. Take {function} out of the model"
+                )
+
+
+def _taken_by(loss: nn.Module) -> str | None:
+    """What a loss takes that no probabilities are; None for another loss."""
+    if isinstance(loss, NLL | nn.NLLLoss):
+        return "log probabilities (LogSoftmax)"
+    if isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1):
+        return "scores, and has a softmax of its own"
+    return "scores, and has a sigmoid of its own" if isinstance(loss, nn.BCEWithLogitsLoss) else None
+
+
+def _made_by(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module | None]:
+    """The function that made probabilities of scores, and the module that called it; None where none did."""
+    for operation in reversed(trace.operations):
+        if not any(result is value for result in operation.results):
+            continue
+        name = getattr(operation.function, "__name__", "")
+        is_softmax = name.endswith("softmax") and not name.endswith("log_softmax")
+        if is_softmax or name in ("sigmoid", "softmin", "special_expit"):
+            return name, operation.module
+        if name not in PASSING:
+            return None, None
+        value = operation.sources[0]
+    return None, None
+
+
+def _path(network: nn.Module, module: nn.Module | None) -> str:
+    return next((path for path, one in network.named_modules() if one is module), "")
+
+
+def _frozen_norms(network: nn.Module) -> Iterator[str]:
+    norms: dict[str, Any] = {
+        name: module for name, module in network.named_modules() if isinstance(module, ANY_BATCH_NORM)
+    }
+    found = [
+        name
+        for name, norm in norms.items()
+        if norm.affine and not (norm.weight.requires_grad or norm.bias.requires_grad)
+        if norm.training and norm.track_running_stats and norm.momentum != 0
+    ]
+    if found:
+        yield (
+            f"the weights of {among(found, count=6)} are frozen, and their running statistics move with every batch: "
+            "what was learned with others no longer fits. Write momentum: 0 in them, or take them out of the freeze"
+        )

@@ -1,0 +1,120 @@
+"""What trains badly in silence is told once in the log, and of a healthy run nothing is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, MultiStepLR, StepLR
+
+from exp.data.data import Data
+from exp.data.in_memory import Tensors
+from exp.optim.optimizer import Optimization
+from exp.optim.schedules import Constant, Cosine
+
+pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
+
+
+class Detached(nn.Module):
+    """A network of which two layers get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.side, self.head = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.side(x).detach())
+
+
+def samples(*, classes: int = 2, constant: int | None = None) -> Data:
+    inputs = torch.randn(100, 6, generator=torch.Generator().manual_seed(1))
+    target = (inputs.sum(dim=1) > 0).long()
+    if constant is not None:
+        inputs[:, constant] = 7.0
+    dataset = Tensors(entries=(inputs, target), num_classes=classes)
+    return Data(dataset=dataset, batch_size=16, parts={"train": 0.7, "val": 0.2, "test": 0.1})
+
+
+@pytest.fixture
+def notes(tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture) -> Any:
+    """The lines of a small run: what it is made of, how its optimizer is made, how its schedule."""
+
+    def run(*, lr: float = 1e-2, schedule: Any = None, interval: Any = "step", **settings: Any) -> list[str]:
+        small = small_run.Small(tmp_path, metrics={}, **{"max_epochs": 2, **settings})
+        optimizer = functools.partial(torch.optim.AdamW, lr=lr)
+        small.module.optimization = Optimization(
+            optimizer_factory=optimizer, schedule_factory=schedule, interval=interval
+        )
+        with caplog.at_level(logging.WARNING, logger="exp.engine.first_steps"):
+            small.fit()
+        return [record.getMessage() for record in caplog.records if record.name == "exp.engine.first_steps"]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": Detached()}, "nothing is learned there: side.bias, side.weight. Use"),
+        ({"model": Detached(), "limit_train_batches": 1}, "2 parameters get no gradient"),
+        ({"data": samples(classes=4)}, "training never showed classes 2, 3 of 4: the network cannot learn"),
+        ({"data": samples(constant=3)}, "feature 3 of the inputs had one value in all of training"),
+        ({"batch_size": 500}, "data.batch_size is 500, and the training part has 105 samples: every step sees all"),
+        ({"lr": 1e-11}, "the first step changed "),
+        ({"lr": 1e-11, "accumulate_grad_batches": 2}, "below what float32 can add to a weight. Raise"),
+        (
+            {"schedule": functools.partial(Constant, warmup_steps=14)},
+            "scheduler.warmup_steps is 14, and the run has 14",
+        ),
+        (
+            {"schedule": functools.partial(Cosine, total_steps=7)},
+            "is 7, and the run has 14 steps: the schedule ends before",
+        ),
+        (
+            {"schedule": functools.partial(CosineAnnealingLR, T_max=50)},
+            "T_max is 50, and the run has 14 steps: the schedule is cut off",
+        ),
+        ({"schedule": functools.partial(LinearLR, total_iters=20)}, "the warm-up is longer than the run"),
+        (
+            {"schedule": functools.partial(StepLR, step_size=2), "interval": "epoch"},
+            "2 epochs: the learning rate never",
+        ),
+        ({"schedule": functools.partial(MultiStepLR, milestones=[30, 40])}, "scheduler.milestones begins at 30"),
+    ],
+)
+def test_a_line_with_its_cure(notes: Any, settings: dict[str, Any], message: str) -> None:
+    (line,) = notes(**settings)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"word": "bf16_true"},
+        {"word": "fp16"},
+        {"phases": True},
+        {"accumulate_grad_batches": 3},
+        {"loss": {"ignore_index": 0}},
+        {"schedule": functools.partial(Cosine, warmup_steps=5)},
+        {"schedule": functools.partial(Cosine, total_steps=14)},
+        # The rate is 0 in the first step, and next to it in the others.
+        {"schedule": functools.partial(LambdaLR, lr_lambda=lambda done: min(1.0, done * 1e-9 if done < 3 else 1.0))},
+        {"schedule": functools.partial(StepLR, step_size=1), "interval": "epoch"},
+    ],
+    ids=str,
+)
+def test_a_healthy_run_says_nothing(notes: Any, settings: dict[str, Any]) -> None:
+    assert notes(**settings) == []
+
+
+def test_nothing_is_looked_at_behind_the_first_epoch(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path, max_epochs=1, metrics={})
+    small.fit()
+    assert not small.recording._first_steps.is_watching

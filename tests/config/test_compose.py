@@ -358,6 +358,45 @@ def test_hydra_callbacks_and_foreign_targets_in_a_file_are_refused():
     assert refused("experiment=g").faults[0].key == "hydra.mode"
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("hydra: {job_logging: {version: 1}}", "hydra.job_logging.version"),
+        ("hydra: {hydra_logging: {version: 1}}", "hydra.hydra_logging.version"),
+        ("hydra: {job: {env_set: {LD_PRELOAD: evil.so}}}", "hydra.job.env_set"),
+        ("hydra: {job: {env_copy: [PATH]}}", "hydra.job.env_copy"),
+        ("hydra: {job: {chdir: true}}", "hydra.job.chdir"),
+        ("hydra: {help: {app_name: x}}", "hydra.help.app_name"),
+        ("hydra: {verbose: true}", "hydra.verbose"),
+        ("hydra: {output_subdir: .hydra}", "hydra.output_subdir"),
+        ("hydra: {env: {other: 1}}", "hydra.env.other"),
+        ("defaults: [{override /hydra/launcher: basic}]", "hydra/launcher"),
+        ("defaults: [{override /hydra/job_logging: default}]", "hydra/job_logging"),
+        ("defaults: [{override /hydra/help: default}]", "hydra/help"),
+    ],
+)
+def test_what_a_file_sets_of_hydra_and_nobody_reads_is_refused_with_the_file(text, key):
+    write("conf/experiment/e.yaml", f"# @package _global_\n{text}\n")
+    fault = refused("experiment=e").faults[0]
+    assert fault.key == key
+    assert fault.source == "conf/experiment/e.yaml"
+
+
+def test_what_a_file_may_set_of_hydra_is_not():
+    write(
+        "conf/experiment/e.yaml", "# @package _global_\nhydra: {run: {dir: outputs/e}, sweeper: {max_batch_size: 2}}\n"
+    )
+    assert exp.compose(["experiment=e"])["_composition_"].directory.endswith("outputs/e")
+    # A primary config of one's own begins as a copy of exp's, and may choose another launcher.
+    text = (OWN_CONF / "train.yaml").read_text()
+    write("conf/train.yaml", text)
+    exp.compose([])
+    write("conf/train.yaml", text.replace("override hydra/launcher: exp", "override hydra/launcher: basic"))
+    exp.compose([])
+    write("conf/train.yaml", text.replace("override hydra/job_logging: none", "override hydra/job_logging: default"))
+    assert refused().faults[0].source == "conf/train.yaml"
+
+
 def test_values_of_hydra_are_put_in_place_before_its_node_goes():
     write("conf/experiment/e.yaml", "# @package _global_\n# E.\ntags: ['${hydra:runtime.cwd}', '${hydra.job.name}']\n")
     assert exp.compose(["experiment=e"]).tags[0] == str(Path.cwd())

@@ -50,7 +50,7 @@ def test_what_steers_processes_is_refused_even_where_a_config_reads_it(name, mon
     assert "EXP_FIRST" not in os.environ, "a file with a fault sets nothing"
 
 
-def test_no_name_of_exps_own_steers():
+def test_a_name_of_ones_own_does_not_steer():
     for name in (
         "EXP_DATA_DIR",
         "EXP_FREE",
@@ -68,7 +68,7 @@ def test_what_a_config_reads_may_be_set_wherever_the_config_stands():
     Path("conf/experiment/e.yaml").write_text('# @package _global_\ntags: ["${oc.env:FROM_FILE}"]\n')
     Path("more/model").mkdir(parents=True)
     Path("more/model/m.yaml").write_text("_target_: torch.nn.Identity\n# ${oc.env:FROM_DIR,x}\n")
-    Path(".env").write_text("FROM_FILE=a\nFROM_DIR=b\nFROM_LINE=c\nEXP_ANY=d\n")
+    Path(".env").write_text("FROM_FILE=a\nFROM_DIR=b\nFROM_LINE=c\nEXP_MY_OPTS=d\n")
     config = exp.compose(["experiment=e", "name=${oc.env:FROM_LINE}"], config_dir="more")
     assert (config.tags[0], config.name) == ("a", "c")
     assert os.environ["FROM_DIR"] == "b"

@@ -109,7 +109,7 @@ def _literal(text: str) -> str:
 
 def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:
     with hydra_config(config):
-        faults = hydra_node_faults(config, multirun=multirun)
+        faults = hydra_node_faults(config, loader.layers, multirun=multirun)
     OmegaConf.set_readonly(config.hydra, False)
     return faults + ignored_choices(lines, [layer.config_path for layer in loader.layers])
 

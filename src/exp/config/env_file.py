@@ -32,9 +32,11 @@ STEERING = re.compile(
     r"|PYTHON.*|PERL.*|RUBY.*|TORCH.*|.*OPTS?|.*OPTIONS|LC_.*|LANG|LANGUAGE|LOCPATH|NLSPATH|PATH|HOME|USER|SHELL|ENV|IFS|PS4|PROMPT_COMMAND|CDPATH|TERM"
     r"|TERMINFO|TMPDIR|TEMP|TMP|EDITOR|VISUAL|PAGER|BROWSER|LESS.*|DISPLAY|CC|CXX|CPP|LD|AR|.*FLAGS|VIRTUAL_ENV|SSL.*"
     r"|RANK|NODE_RANK|GROUP_.*|ROLE_.*|LOCAL_RANK|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|.*_PROXY"
-    r"|.*PRELOAD.*|WANDB_+(?!API_KEY$).*|EXP_(PARENT|EXCHANGE|STORE|SUPERVISED)",
+    r"|.*PRELOAD.*|WANDB_+(?!API_KEY$).*",
     re.IGNORECASE,
 )
+# By these exp's launcher talks with its ranks.
+OF_RANKS = ("EXP_PARENT", "EXP_EXCHANGE", "EXP_STORE", "EXP_SUPERVISED", "EXP_IMPORT_PATH")
 READ = re.compile(r"oc\.env\s*:\s*[\"']?([A-Za-z_][A-Za-z0-9_]*)")
 REFERENCE = re.compile(r"\$\{([^}:]+)")
 MAX_BYTES = 100_000
@@ -97,7 +99,7 @@ def _faults(bindings: Iterable[Binding], configs: Sequence[Path], overrides: Seq
             yield _fault(".env", line, f"{lines.string.strip()[:60]!r}", "NAME=VALUE")
         elif name is None or value is None:
             continue
-        elif STEERING.fullmatch(name):
+        elif name in OF_RANKS if name.startswith(OWN_PREFIX) else STEERING.fullmatch(name):
             cure = f"If you want it, write {name}=... before the command"
             yield _fault(name, line, "a variable that steers processes", "variables for the configs", cure)
         elif "\0" in value or "\0" in name or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.hydra_adapter import (
     HYDRA_ERRORS,
+    Layer,
     parse_override,
     recorded_overrides,
     registered_targets,
     text_values,
 )
+from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
+from exp.config.yaml_files import read_yaml, split
 from exp.errors import ConfigError, Fault
 from exp.secrets import INTERPOLATION
 from exp.spelling import among, did_you_mean
@@ -57,8 +61,64 @@ def hydra_key_fault(key: str, options: Callable[[str], list[str]], *, sweep: boo
     return _fault(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
 
 
-def hydra_node_faults(config: DictConfig, *, multirun: bool) -> list[Fault]:
-    """What is wrong with the hydra node of a composed config, whoever wrote it."""
+def hydra_node_faults(config: DictConfig, layers: Sequence[Layer], *, multirun: bool) -> list[Fault]:
+    """What is wrong with the hydra node of a composed config, whoever wrote it. layers: the files that were merged."""
+    written = [fault for layer in layers for fault in _file_faults(layer, config)]
+    keys = {fault.key for fault in written}
+    return written + [fault for fault in _node_faults(config, multirun=multirun) if fault.key not in keys]
+
+
+def _file_faults(layer: Layer, config: DictConfig) -> Iterator[Fault]:
+    """Settings of Hydra's in a file that would do nothing, or run code before the check; exp's own files have some."""
+    if layer.file is None or layer.file.is_relative_to(OWN_CONF):
+        return
+    content, own = read_yaml(layer.file), read_yaml(OWN_CONF / "train.yaml")
+    source = shown(layer.file)
+    package = split("" if layer.package == "_global_" else layer.package)
+    # A user's own primary config begins as a copy of exp's.
+    known = dict(_settings(own, ()))
+    told = set()
+    for key, value in _settings(content, package):
+        fault = None if key in known and known[key] == value else hydra_key_fault(key, lambda _: [], sweep=False)
+        key = ".".join(key.split(".")[:3])
+        if fault is not None and key not in told:
+            told.add(key)
+            yield replace(fault, key=key, source=source)
+    for group, choice in _chosen_groups(content):
+        if (group, choice) in _chosen_groups(own):
+            continue
+        if group not in USED_GROUPS:
+            yield replace(_fault(group, "a group that exp does not use", among(USED_GROUPS)), source=source)
+        elif config.hydra.runtime.choices[group] != choice:
+            got = f"{choice}, which the choice of the primary config or of the command line overrules"
+            cure = f"Write {group}={choice} on the command line"
+            yield replace(_fault(group, got, "a choice that takes effect", cure), source=source)
+
+
+def _settings(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Every dotted key below hydra that a file sets, with its value; lists are values."""
+    key = ".".join(package)
+    if isinstance(content, dict) and content:
+        for name, value in content.items():
+            if package or name == "hydra":
+                yield from _settings(value, (*package, str(name)))
+    elif package and package[0] == "hydra" and len(package) > 1:
+        yield key, content
+
+
+def _chosen_groups(content: Any) -> list[tuple[str, Any]]:
+    """Hydra's own groups that a defaults list chooses from, and the choices."""
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    entries = [entry for entry in defaults if isinstance(entry, dict)] if isinstance(defaults, list) else []
+    named = [
+        (str(name).removeprefix("optional ").removeprefix("override ").strip().lstrip("/").partition("@")[0], choice)
+        for entry in entries
+        for name, choice in entry.items()
+    ]
+    return [(group, choice) for group, choice in named if group.startswith("hydra/")]
+
+
+def _node_faults(config: DictConfig, *, multirun: bool) -> list[Fault]:
     hydra = config.hydra
     faults = []
     if hydra.callbacks:

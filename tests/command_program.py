@@ -86,8 +86,8 @@ def live(command: Sequence[str], environment: Mapping[str, str], log: Path | Non
                 attach(number, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)
-        put_first(os.environ["PYTHONPATH"].split(os.pathsep))
-        _, module, *sys.argv[1:] = command
+        put_first(os.environ["EXP_IMPORT_PATH"].splitlines())
+        module, *sys.argv[1:] = command
         importlib.import_module(module).main()
     except BaseException:
         traceback.print_exc()

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+
+
+def _leave_out_the_working_directory() -> None:
+    """`python -m exp.train` puts it first: any file there called like a package, installed or not, would be imported.
+
+    What a config names of it is found all the same, by exp.config.targets, behind all that is installed.
+    """
+    asked = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+    here = os.getcwd()
+    is_command = asked != [] and asked[0].partition(".")[0] == "exp" and not sys.flags.safe_path
+    # In src/ of a checkout it is the place of exp itself.
+    if is_command and sys.path[:1] == [here] and os.path.dirname(os.path.dirname(__file__)) != here:
+        del sys.path[0]
+
+
+_leave_out_the_working_directory()
+
+# Behind it, for these are files, too, which the working directory may shadow.
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from exp.check.plan import validate

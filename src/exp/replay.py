@@ -120,6 +120,7 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     from omegaconf import OmegaConf
 
     from exp.check.plan import examine, resolve
+    from exp.config.freeze import untrusted
     from exp.config.yaml_files import parse_yaml
 
     if file.config is None:
@@ -129,15 +130,8 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     fixed = ("security", "launch", "runtime")
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in fixed):
         raise RunError(f"{path} is a step's file without the config of a run")
-    named = content["security"].get("allow")
-    asked = [str(package) for package in named if package not in allow] if isinstance(named, list) else []
-    if asked:
-        fault = Fault(
-            key="security.allow",
-            got=f"[{', '.join(asked)}] in a file",
-            expected="packages that this command names",
-            cure="If you trust them, add " + " ".join(f"--allow {package}" for package in asked),
-        )
+    fault = untrusted(content["security"].get("allow"), allow=allow)
+    if fault is not None:
         raise ConfigError([fault])
     content["security"]["allow"] = list(allow)
     content |= {"resume": None, "logger": {}, "callbacks": {}}

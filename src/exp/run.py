@@ -67,6 +67,7 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
             threads=decided.plain["runtime"]["threads"],
             grace_seconds=settings["grace_seconds"],
             resume=start,
+            allow=decided.plain["security"]["allow"],
         )
     except ExpError as error:
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from exp.launch.lifecycle import live
@@ -14,15 +15,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m exp.worker", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory with a frozen config.yaml")
     parser.add_argument("--resume", type=Path, default=None, help="a checkpoint to go on from, instead of the config's")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
+    )
     arguments = parser.parse_args()
-    live(lambda rank: work(rank, directory=arguments.directory, resume=arguments.resume))
+    live(lambda rank: work(rank, **vars(arguments)))
 
 
-def work(rank: Rank, *, directory: Path, resume: Path | None) -> None:
-    """Join the run's process group and run it."""
+def work(rank: Rank, *, directory: Path, resume: Path | None, allow: Sequence[str] = ()) -> None:
+    """Join the run's process group and run it.
+
+    allow: the packages that whoever started this rank trusts; what the run directory says of that is not believed.
+    Raises: ConfigError where it asks for others.
+    """
     from exp.check.plan import Plan
+    from exp.config.env_file import load_env_file
+    from exp.config.freeze import refuse_more_than
     from exp.run import run
     from exp.strategies.process_group import join
+
+    refuse_more_than(allow, directory)
+    load_env_file([directory / "config.yaml"])
 
     def meet(decided: Plan) -> None:
         launch = decided.plain["launch"]

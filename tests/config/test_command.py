@@ -148,8 +148,8 @@ def test_the_tree_shows_every_node(capsys):
 def test_a_users_module_beside_conf_is_found_by_a_console_script(tmp_path):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("# Mine. Select it with model=mine\n_target_: mine.Net\n")
-    (tmp_path / "mine.py").write_text("VALUE = 3\n")
-    program = "from exp.check.stages import compose; compose(['model=mine']); import mine; print(mine.VALUE)"
+    (tmp_path / "mine.py").write_text("class Net:\n    VALUE = 3\n")
+    program = "from exp.config.targets import resolve; print(resolve('mine.Net').VALUE)"
     script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()
     script.write_text(program)

@@ -21,6 +21,7 @@ from exp.config.groups import open_search_path
 from exp.config.hydra_adapter import parse_override
 from exp.config.overrides import checked_lines, for_hydra
 from exp.config.search_path import OWN_CONF, search_places, users_conf
+from exp.config.targets import resolve
 from exp.errors import ConfigError
 
 FIXED_DIRECTORY = "hydra.run.dir=outputs/here"
@@ -291,12 +292,14 @@ def test_a_plugin_without_configs_is_told_and_does_no_harm(monkeypatch, capsys):
     assert "gone" in capsys.readouterr().err
 
 
-def test_modules_beside_the_users_conf_can_be_imported(tmp_path, monkeypatch):
+def test_modules_beside_the_users_conf_can_be_imported_once_a_config_names_one(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    write("conf/model/x.yaml", "# X. Select it with model=x\n_target_: beside_a_conf.Net\n")
+    write("beside_a_conf.py", "import torch\nclass Net(torch.nn.Identity): pass\n")
     exp.compose([])
+    resolve("torch.nn.Linear")
     assert str(tmp_path) not in sys.path
-    write("conf/model/x.yaml", "# X. Select it with model=x\n_target_: mine.Net\n")
-    exp.compose([])
+    resolve(exp.compose(["model=x"]).model._target_)
     assert sys.path[-1] == str(tmp_path)
 
 

@@ -8,6 +8,7 @@ provenance.json  command, git revision and diff, versions, machine
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import importlib.metadata
@@ -20,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
-from exp.errors import RunError
+from exp.errors import ConfigError, Fault, RunError
 from exp.files import write_whole
 
 COMPOSITION = "_composition_"
@@ -112,6 +113,29 @@ def read_frozen(directory: Path | str) -> DictConfig:
     if not path.is_file():
         raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
     return cast(DictConfig, OmegaConf.load(path))
+
+
+def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
+    """Refuse a run directory whose `security.allow` names packages that the command does not.
+
+    Raises: ConfigError.
+    """
+    fault = untrusted(OmegaConf.select(read_frozen(directory), "security.allow"), allow=allow)
+    if fault is not None:
+        raise ConfigError([dataclasses.replace(fault, source=str(directory / "config.yaml"))])
+
+
+def untrusted(named: Any, *, allow: Sequence[str]) -> Fault | None:
+    """What is wrong with a `security.allow` that is not this command's own, or None."""
+    others = [str(package) for package in named if package not in allow] if isinstance(named, list | ListConfig) else []
+    if not others:
+        return None
+    return Fault(
+        key="security.allow",
+        got=f"[{', '.join(others)}] in a file",
+        expected="packages that this command names",
+        cure="If you trust them, add " + " ".join(f"--allow {package}" for package in others),
+    )
 
 
 def read_overrides(directory: Path | str) -> list[str]:

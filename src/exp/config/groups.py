@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from exp.config.env_file import load_env_file
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
-from exp.config.search_path import make_importable, search_places
+from exp.config.search_path import search_places
 from exp.errors import ConfigError
 
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
@@ -77,6 +77,5 @@ def open_search_path(
     """
     places = search_places(config_dir=config_dir)
     load_env_file([place.directory for place in places], overrides=overrides)
-    make_importable()
     loader = Loader(places)
     return loader, Vocabulary(loader, config_name=config_name)

@@ -60,7 +60,7 @@ def is_users_conf(directory: Path) -> bool:
 
 
 def make_importable() -> None:
-    """Lets the modules beside the user's ./conf be imported; `python -m` does so by itself, a console script does not.
+    """Lets the modules beside the user's ./conf be imported, once a config names one of them.
 
     The working directory goes to the end of the path, so that no file in it hides an installed package.
     """

@@ -142,7 +142,8 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
 
 
 def _import(module_name: str, dotted: str) -> Any:
-    if module_name.split(".")[0] not in closed_packages():
+    top = module_name.split(".")[0]
+    if top not in closed_packages() and stands_beside_conf(top):
         make_importable()
     try:
         return importlib.import_module(module_name)

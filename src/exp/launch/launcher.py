@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from exp.errors import Interrupted, RunError
@@ -43,6 +44,7 @@ def launch(
     grace_seconds: float = 30.0,
     worker: str = "exp.worker",
     resume: Path | None = None,
+    allow: Sequence[str] = (),
 ) -> None:
     """Start the ranks of a frozen run on this machine and return when all of them have ended well.
 
@@ -51,6 +53,7 @@ def launch(
 
     max_restarts: how often all ranks are started again, from checkpoints/last.ckpt, after one of them died.
     threads: of each rank's operators; None shares the cores.
+    allow: the packages of `security.allow`, which a rank does not believe by its frozen config alone.
     grace_seconds: how long ranks have to save and leave after a signal, before they are killed; see `Grace`.
     resume: a checkpoint to go on from, instead of the config's.
     Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
@@ -58,10 +61,16 @@ def launch(
     """
     directory = Path(directory).absolute()
     if placement.nodes > 1:
-        raise RunError(_several_nodes(directory, placement))
+        raise RunError(_several_nodes(directory, placement, allow=allow))
     for restart in itertools.count():
         failure = _once(
-            directory, placement, threads=threads, grace_seconds=grace_seconds, worker=worker, resume=resume
+            directory,
+            placement,
+            threads=threads,
+            grace_seconds=grace_seconds,
+            worker=worker,
+            resume=resume,
+            allow=allow,
         )
         if failure is None:
             return
@@ -95,6 +104,11 @@ def requeue(error: BaseException) -> None:
         log.warning("SLURM's job %s is queued again", job)
 
 
+def allowing(packages: Sequence[str]) -> list[str]:
+    """Return the arguments of exp.worker that trust these packages."""
+    return [word for package in packages for word in ("--allow", package)]
+
+
 def last_checkpoint(directory: Path) -> Path | None:
     """Return checkpoints/last.ckpt of a run directory; None where there is none yet."""
     last = directory / LAST_CHECKPOINT
@@ -109,9 +123,10 @@ def _once(
     grace_seconds: float,
     worker: str,
     resume: Path | None,
+    allow: Sequence[str],
 ) -> Failure | None:
     exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
-    command = ["-m", worker, str(directory), *([] if resume is None else ["--resume", str(resume)])]
+    command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allowing(allow)]
     try:
         with collected_signals() as received:
             ranks = start_ranks(
@@ -136,11 +151,12 @@ def _once(
         shutil.rmtree(exchange, ignore_errors=True)
 
 
-def _several_nodes(directory: Path, placement: Placement) -> str:
+def _several_nodes(directory: Path, placement: Placement, *, allow: Sequence[str]) -> str:
     nodes, ranks = placement.nodes, placement.ranks_per_node
+    worker = " ".join(["-m exp.worker", str(directory), *allowing(allow)])
     return (
         f"launch.nodes={nodes}: exp starts the ranks of one machine. The run is frozen in {directory}; start it with\n"
         f"  torchrun --nnodes={nodes} --nproc-per-node={ranks} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "
-        f"-m exp.worker {directory}      (on every node)\n"
-        f"  srun --nodes={nodes} --ntasks-per-node={ranks} python -m exp.worker {directory}      (under SLURM)"
+        f"{worker}      (on every node)\n"
+        f"  srun --nodes={nodes} --ntasks-per-node={ranks} python {worker}      (under SLURM)"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,21 @@ from exp.strategies.rank import STORE
 # How a rank finds its parent and the folder in which the two exchange words.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
+# The parent's sys.path, one folder a line. Not PYTHONPATH, whose folders come before the standard library, and whose
+# sitecustomize.py Python would run: what the parent finds last, a rank finds last.
+IMPORT_PATH = "EXP_IMPORT_PATH"
+BOOTSTRAP = (
+    "import os, runpy, sys; "
+    f"sys.path[:] = os.environ['{IMPORT_PATH}'].split(chr(10)); "
+    "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
 
 # Another job's variables would tell a rank that it is somebody else.
 FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
     | {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
-    | {STORE, PARENT, EXCHANGE, SUPERVISED}
+    | {STORE, PARENT, EXCHANGE, SUPERVISED, IMPORT_PATH}
 )
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JSM_")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -61,7 +68,7 @@ def rank_environment(
         "TORCHELASTIC_RUN_ID": exchange.name,
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
-        "PYTHONPATH": os.pathsep.join(import_path()),
+        IMPORT_PATH: "\n".join(import_path()),
         STORE: str(exchange / "store"),
         PARENT: str(os.getpid()),
         EXCHANGE: str(exchange),
@@ -87,19 +94,13 @@ def start_ranks(
 
 
 def import_path() -> list[str]:
-    """Return the folders from which this process alone imports: the ranks must find the same modules."""
-    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    standard = sysconfig.get_path("stdlib")
-    return [
-        folder
-        for folder in dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
-        if folder not in own and not folder.startswith(standard + os.sep) and os.path.exists(folder)
-    ]
+    """Return the folders from which this process imports, in its order: the ranks must find the same modules."""
+    folders = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+    return [folder for folder in folders if os.path.exists(folder) and "\n" not in folder]
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    # -P: the folder of `-m` is in PYTHONPATH already where the parent imports from it, and must not be where not.
-    line = [sys.executable, "-P", "-u", *command]
+    line = [sys.executable, "-P", "-u", "-c", BOOTSTRAP, *command]
     if log is None:
         return subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
     with log.open("ab") as file:

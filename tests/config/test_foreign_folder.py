@@ -1,0 +1,116 @@
+"""A folder that somebody else has filled: what is in it runs only where a config names it, in parent and ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+import exp
+from exp.check.plan import plan, resolve
+from exp.config.freeze import freeze
+from exp.errors import ConfigError
+from exp.strategies.rank import ALONE
+from exp.worker import work
+
+# Of the standard library, installed, and run by Python itself. What Python imports for `-m` before it comes to exp
+# (runpy, importlib) cannot be kept out, see docs/security.md.
+PRESENT = (
+    "sitecustomize", "usercustomize", "argparse", "json", "typing", "random", "logging", "socket", "yaml", "torch",
+    "numpy", "hydra", "omegaconf", "lightning", "torchmetrics", "rich", "tensorboard", "dotenv", "annotated_types",
+)  # fmt: skip
+# Looked for by torch and others, or by nobody: from a folder of which a config names a module they may come.
+ABSENT = (
+    "optree", "triton", "jsonargparse", "torch_xla", "cupy", "pandas", "transformers", "dill", "cloudpickle", "unused"
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    place = tmp_path / "received"
+    place.mkdir()
+    for name in (*PRESENT, *ABSENT):
+        (place / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    plugin = place / "hydra_plugins" / "evil"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('hydra_plugins ')\n")
+    (plugin / "plugin.py").write_text((plugin / "__init__.py").read_text())
+    (place / "conf" / "model").mkdir(parents=True)
+    (place / "conf" / "model" / "mine.yaml").write_text("_target_: layers_of_mine.Net\n")
+    (place / "conf" / "sitecustomize.py").write_text((plugin / "__init__.py").read_text())
+    (place / "layers_of_mine.py").write_text(
+        "import torch, json\n"
+        "class Net(torch.nn.Sequential):\n"
+        "    def __init__(self): super().__init__(torch.nn.Flatten(), torch.nn.LazyLinear(3))\n"
+    )
+    monkeypatch.chdir(place)
+    return place
+
+
+def started(folder, *arguments):
+    outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, env=outer | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, check=False, timeout=240,
+    )  # fmt: skip
+    ran = folder.parent / "ran"
+    return done, ran.read_text() if ran.exists() else ""
+
+
+@pytest.mark.parametrize("model", ["mlp", "mine"])
+def test_parent_and_ranks_import_nothing_that_no_config_names(folder, model):
+    for name in ABSENT if model == "mine" else ():
+        (folder / f"{name}.py").unlink()
+    done, ran = started(
+        folder, "exp.train", "data=wine", f"model={model}", "strategy=ddp", "launch.devices=2",
+        "launch.accelerator=cpu", "trainer.max_epochs=1", "trainer.enable_progress_bar=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ran == ""
+
+
+def test_a_rank_that_others_start_does_not_either(folder):
+    config = exp.compose(["data=wine", "model=mlp", "trainer.max_epochs=1", "hydra.run.dir=outputs/r"])
+    directory = freeze(plan(resolve(config)).resolved.config)
+    done, ran = started(folder, "exp.worker", str(directory))
+    assert done.returncode == 0, done.stderr
+    assert ran == ""
+
+
+@pytest.fixture
+def frozen(tmp_path, monkeypatch):
+    """A run directory from elsewhere, whose config trusts a package that leaves a trace when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(installed)])
+    (installed / "tracer_of_worker.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nimport torch\nclass Net(torch.nn.Identity): pass\n"
+    )
+    directory = freeze(
+        plan(resolve(exp.compose(["data=wine", "model=mlp", "hydra.run.dir=outputs/r"]))).resolved.config
+    )
+    config = OmegaConf.load(directory / "config.yaml")
+    config.security.allow = ["tracer_of_worker"]
+    config.model = {"_target_": "tracer_of_worker.Net"}
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    yield directory
+    sys.modules.pop("tracer_of_worker", None)
+
+
+@pytest.mark.parametrize("allow", [(), ("timm",)])
+def test_a_worker_does_not_believe_what_a_run_directory_allows(frozen, tmp_path, allow):
+    with pytest.raises(ConfigError) as raised:
+        work(ALONE, directory=frozen, resume=None, allow=allow)
+    (fault,) = raised.value.faults
+    assert fault.key == "security.allow"
+    assert fault.source == str(frozen / "config.yaml")
+    assert "--allow tracer_of_worker" in fault.cure
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_worker_trusts_what_its_command_names(frozen, tmp_path):
+    with pytest.raises((ConfigError, RuntimeError, TypeError, ValueError)):  # a network without parameters
+        work(ALONE, directory=frozen, resume=None, allow=("tracer_of_worker",))
+    assert (tmp_path / "ran").exists()

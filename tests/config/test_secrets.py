@@ -161,7 +161,9 @@ def test_a_rank_resolves_from_its_own_environment(place, monkeypatch):
 
 def test_what_reads_a_frozen_run_sees_the_interpolation(place):
     assert train([*SMALL, "train=true", "test=false"]) == 0
-    plain = plain_config(read_frozen(place / "outputs" / "run"))
+    config = read_frozen(place / "outputs" / "run")
+    assert (config.callbacks.uploads.token, config.tags[0]) == (KEPT, KEPT)
+    plain = plain_config(config)
     assert plain["callbacks"]["uploads"]["token"] == KEPT
     assert CANARY not in repr(plain)
 

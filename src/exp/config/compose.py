@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from exp.config.freeze import COMPOSITION
+from exp.config.freeze import COMPOSITION, literal
 from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
@@ -94,17 +93,12 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     with open_dict(config):
         del config["hydra"]
         config[COMPOSITION] = {
-            "overrides": [_literal(text) for text in tasks],
-            "directory": _literal(directory),
+            "overrides": [literal(text) for text in tasks],
+            "directory": literal(directory),
             "config_dir": composition.config_dir,
             "config_name": composition.config_name,
         }
     return config
-
-
-def _literal(text: str) -> str:
-    """Text that OmegaConf gives back as it is: `${name}` of an override is not to be resolved in the record of it."""
-    return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
 def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:

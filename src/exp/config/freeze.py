@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,7 +113,21 @@ def read_frozen(directory: Path | str) -> DictConfig:
     path = Path(directory) / "config.yaml"
     if not path.is_file():
         raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
-    return cast(DictConfig, OmegaConf.load(path))
+    # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
+    return cast(DictConfig, OmegaConf.create(_as_text(OmegaConf.to_container(OmegaConf.load(path)))))
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_text(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_text(inner) for inner in value]
+    return literal(value) if isinstance(value, str) else value
+
+
+def literal(text: str) -> str:
+    """Text that OmegaConf gives back as it is: `${name}` of an override is not to be resolved in the record of it."""
+    return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
 def refuse_more_than(allow: Sequence[str], directory: Path) -> None:

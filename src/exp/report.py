@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exp.config.freeze import versions
+from exp.config.freeze import read_parent, versions
 from exp.errors import Interrupted, RankError, RunError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
@@ -40,6 +40,7 @@ class Report:
     step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
     peak_memory_mib: of device memory on a GPU, else of this rank's resident set.
     tags: the config's, by which runs are found again.
+    parent: of a run of exp.fork {run, step, checkpoint, changed}, as in provenance.json; else None.
     error: None, or {type, message}.
     """
 
@@ -59,6 +60,7 @@ class Report:
     command: str = ""
     tags: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    parent: Mapping[str, Any] | None = None
     error: Mapping[str, str] | None = None
 
     @property
@@ -93,6 +95,7 @@ class Ongoing:
             "command": _command(overrides),
             "tags": tuple(plain["tags"]),
             "versions": versions(),
+            "parent": read_parent(directory),
         }
 
     def ended(
@@ -314,10 +317,16 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("best", best),
         ("steps", f"{report.steps} in {report.epochs} epochs{speed}{memory}"),
         ("tags", ", ".join(report.tags)),
+        ("parent", "" if report.parent is None else _parent(report.parent)),
         ("placed", f"precision {report.precision}, strategy {report.strategy}{ranks}"),
         ("results", shown),
         ("dashboard", f"python -m exp.dashboard {_dashboard_root(shown)}"),
     ]
+
+
+def _parent(parent: Mapping[str, Any]) -> str:
+    changed = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in parent["changed"].items())
+    return f"{os.path.relpath(parent['run'])}@{parent['step']}" + (f" with {changed}" if changed else "")
 
 
 def _dashboard_root(shown: str) -> str:

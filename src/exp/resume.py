@@ -68,13 +68,23 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
         print(note, file=sys.stderr)
     if found.path is None:
         raise RunError(f"{run} has no whole checkpoint to go on from. Its command: {' '.join(read_overrides(run))}")
-    return train.main([*merged(read_overrides(run), overrides), f"resume='{found.path}'"])
+    return train.main([*merged(run, overrides), f"resume='{found.path}'"])
 
 
-def merged(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Overrides of a run, with others in the place of those of the same key; without a resume."""
-    keys = {_key(override) for override in now} | {"resume"}
-    return [*(override for override in before if _key(override) not in keys), *now]
+def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
+    """The overrides of a run, with others in the place of those of the same key.
+
+    Raises: ConfigError where the run trusts a package that this command does not name.
+    """
+    from exp.config.freeze import read_overrides
+
+    keys = {_key(override) for override in now} | set(without)
+    kept = [override for override in read_overrides(run) if _key(override) not in keys]
+    trusting = [override for override in kept if _key(override) == "security.allow"]
+    if trusting:
+        cure = f"If you trust it, add '{trusting[0]}' to this command"
+        raise ConfigError([Fault(key="security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)])
+    return [*kept, *now]
 
 
 def _key(override: str) -> str:
@@ -87,38 +97,55 @@ def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
     Returns: the first difference, None where there is none; and what to print.
     Raises: ConfigError for a config with faults; RunError where there is nothing to compare, or training fails.
     """
+    from exp.engine.checkpoint import read_checkpoint
+
+    own = positions_of(run)
+    if not own:
+        raise RunError(f"{run} has no checkpoint of its own to verify")
+    last = max(own, key=lambda path: (own[path]["batches"], path.name == "last.ckpt"))
+    before, found = train_again(run, to=own[last], allow=allow)
+    difference = next(differences(read_checkpoint(last), found), None)
+    told = f"{last}, step {own[last]['step']}, trained again from {before}"
+    return difference, f"exact: {told}" if difference is None else f"differs: {told}\n  {difference}"
+
+
+def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
+    """The whole checkpoints of a run, and where it was; not what it brought along from one with another config."""
     from exp.check.starting_point import states_of
+    from exp.engine.checkpointing import CONFIG, POSITION
+
+    text = (run / "config.yaml").read_text(encoding="utf-8")
+    return {path: state[POSITION] for path, state in states_of(run) if state[CONFIG] == text}
+
+
+def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) -> tuple[str, State]:
+    """Train from the checkpoint before a position up to it, in a directory that goes again.
+
+    to: fields of the position, its step among them.
+    Returns: where it began; the state there. Raises: RunError where the run does not come there.
+    """
     from exp.config.freeze import read_frozen
     from exp.engine.checkpoint import read_checkpoint
-    from exp.engine.checkpointing import CONFIG, POSITION
+    from exp.engine.checkpointing import POSITION
     from exp.engine.state_at import STATE
     from exp.run import fit
 
     config = read_frozen(run)
-    text = (run / "config.yaml").read_text(encoding="utf-8")
-    # What it brought along from a run before was trained by another config.
-    own = {path: state[POSITION] for path, state in states_of(run) if state[CONFIG] == text}
-    if not own:
-        raise RunError(f"{run} has no checkpoint of its own to verify")
-    places = sorted(own, key=lambda path: (own[path]["batches"], path.name == "last.ckpt"))
-    last = places[-1]
-    end = own[last]
-    earlier = [path for path in places if own[path]["step"] < end["step"]]
-    before = str(earlier[-1]) if earlier else config.resume
-    with tempfile.TemporaryDirectory(prefix="exp-verify-") as place:
+    own = positions_of(run)
+    earlier = [path for path in own if own[path]["step"] < to["step"]]
+    before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else config.resume
+    with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
         again = Path(place) / "run"
-        fit(_replayed(config, again, before=before, end=end, allow=allow))
+        fit(_replayed(config, again, before=before, to=to, allow=allow))
         reached = again / "checkpoints" / STATE
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
-    if found[POSITION] != end:
-        raise RunError(f"trained again from {before or 'the start'}, it did not come to step {end['step']} of {last}")
-    difference = next(differences(read_checkpoint(last), found), None)
-    told = f"{last}, step {end['step']}, trained again from {before or 'the start'}"
-    return difference, f"exact: {told}" if difference is None else f"differs: {told}\n  {difference}"
+    if any(found[POSITION][name] != value for name, value in to.items()):
+        raise RunError(f"trained again from {before or 'the start'}, {run} does not come to step {to['step']}")
+    return before or "the start", found
 
 
 def _replayed(
-    config: DictConfig, directory: Path, *, before: str | None, end: Mapping[str, Any], allow: Sequence[str]
+    config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any], allow: Sequence[str]
 ) -> DictConfig:
     """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
     from omegaconf import OmegaConf, open_dict
@@ -140,7 +167,7 @@ def _replayed(
             # The time it took is another; as a limit it leaves the number of steps open, and so does this one.
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
-        config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(end)}
+        config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
         where = {"config_dir": None, "config_name": PRIMARY}
         config[COMPOSITION] = OmegaConf.create({"directory": str(directory), "overrides": [], **where})
     return config

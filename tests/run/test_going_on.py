@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import exp
-from exp import resume
+from exp import fork, resume
 from exp.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
 from exp.errors import Interrupted
 from exp.files import holding
@@ -171,3 +171,69 @@ def test_verify_stops_at_a_checkpoint_within_the_run(capsys):
     (run,) = Path("outputs/train").glob("*/*")
     assert resume.main([str(run), "--verify"]) == 0
     assert "last.ckpt, step 5, trained again from" in capsys.readouterr().out
+
+
+def children():
+    """By what made them, the newest last."""
+    return sorted((run for run in Path("outputs/train").glob("*/*")), key=lambda run: run.stat().st_ctime_ns)
+
+
+def test_a_fork_without_a_change_is_the_unbroken_run_and_knows_its_parent(capsys):
+    whole = fit("callbacks=[ema]", "scheduler=cosine")
+    for step in (3, 4):
+        # No checkpoint is left of these: they are trained again.
+        assert fork.main([f"{whole}@{step}"]) == 0
+        child = children()[-1]
+        assert_equal_weights(child, whole)
+        parent = json.loads((child / "provenance.json").read_text())["parent"]
+        assert (parent["run"], parent["step"], parent["changed"]) == (str(whole), step, {})
+    assert f"{whole.relative_to(Path.cwd())}@4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_fork_takes_other_values_of_the_optimizer_from_its_step_on(schedule):
+    whole = fit("trainer.max_epochs=1", f"scheduler={schedule}", "checkpoint.save_best=false")
+    # By hand: the same state, with another rate in it, in a run of that rate.
+    values = ["optimizer.lr=0.01", "optimizer.weight_decay=0.1"]
+    by_hand = read_checkpoint(whole / "checkpoints" / "last.ckpt")
+    for group in by_hand["optimizer_states"][0]["param_groups"]:
+        group.update(lr=0.01 * (group["lr"] / 0.003), weight_decay=0.1)
+        group.update({"initial_lr": 0.01} if "initial_lr" in group else {})
+    for held in by_hand["lr_schedulers"]:
+        held.update(base_lrs=[0.01], _last_lr=[0.01 * (held["_last_lr"][0] / 0.003)])
+    other = fit("trainer.max_epochs=1", f"scheduler={schedule}", "checkpoint.save_best=false", *values)
+    by_hand["exp_config"] = (other / "config.yaml").read_text()
+    AtomicCheckpointIO().save_checkpoint(by_hand, "by_hand.ckpt")
+    expected = fit(f"scheduler={schedule}", *values, "resume=by_hand.ckpt")
+
+    assert fork.main([f"{whole}@3", *values, "trainer.max_epochs=3", "checkpoint.save_best=true"]) == 0
+    child = children()[-1]
+    assert_equal_weights(child, expected)
+    changed = read_report(child).parent["changed"]
+    assert changed["optimizer.lr"] == [0.003, 0.01]
+    assert changed["trainer.max_epochs"] == [1, 3]
+    assert "optimizer.lr 0.003 -> 0.01" in (child / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optimizer=sgd", "another optimizer: optimizer._target_ was"),
+        ("model=mlp", "another model: "),
+        ("scheduler=cosine", "another scheduler: "),
+    ],
+)
+def test_what_the_parents_state_does_not_fit_is_refused(change, said, capsys):
+    whole = fit("trainer.max_epochs=1")
+    assert fork.main([f"{whole}@3", change, "trainer.max_epochs=2"]) == 2
+    assert said in capsys.readouterr().err
+    assert children() == [whole.relative_to(Path.cwd())]
+
+
+def test_a_fork_asks_for_a_step_of_the_parent_and_for_trust(capsys):
+    whole = fit("trainer.max_epochs=1", "security.allow=[somebody]")
+    assert fork.main([f"{whole}@3"]) == 2
+    assert "If you trust it, add 'security.allow=[somebody]' to this command" in capsys.readouterr().err
+    assert fork.main([f"{whole}@9", "security.allow=[]"]) == 2
+    assert "RUN@STEP: step 9; expected one from 1 to 3" in capsys.readouterr().err
+    assert fork.main([f"{whole}@x", "security.allow=[]"]) == 2

@@ -26,6 +26,8 @@ from exp.spelling import show
 # Which of several kernels computes the same step is not part of the state.
 INCIDENTAL = ("fused", "foreach", "monitor")
 SHOWN = 3
+# What no state of the optimizer fits that was another.
+OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
 # What is in a checkpoint from which a run goes on.
 HELD = {
     "state_dict": dict,
@@ -65,10 +67,11 @@ class Resuming:
     notes: tuple[str, ...] = ()
 
 
-def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = None) -> Resuming:
+def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = None, is_fork: bool = False) -> Resuming:
     """What `resume` comes to, for a plain and resolved config whose `resume` names a file.
 
     network: of this config, on the meta device; None where it could not be built.
+    is_fork: whether the optimizer may have other values, which exp.fork puts into its state.
 
     A checkpoint that says nothing of its config is not judged: it can be evaluated only, and the engine says so.
 
@@ -85,7 +88,7 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
     config = _whole(config)
     faults = _other_values(before, config, "model", path)
     if config["train"]:
-        faults += _other_values(before, config, "optimizer", path)
+        faults += _other_values(before, config, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
         faults += _other_values(before, config, "scheduler", path)
         faults += _other_values(before, config, "phases", path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
@@ -137,8 +140,11 @@ def _notes(before: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> 
     return (f"{path}: {told}. The run goes on from the same place; from there on its losses may be others",)
 
 
-def _other_values(before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path) -> list[Fault]:
-    told = _differences(_leaves(before[node], node), _leaves(config[node], node), (node,))
+def _other_values(
+    before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path, *, below: Sequence[str] | None = None
+) -> list[Fault]:
+    """below: of the node, what must be the same; None is all of it."""
+    told = _differences(_leaves(before[node], node), _leaves(config[node], node), below or (node,))
     if not told:
         return []
     return [
@@ -187,6 +193,13 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
     phases = {name: whole_phase(phase) for name, phase in config["phases"].items()}
     allow = config["security"]["allow"] if "security" in config else []
     return dict(with_defaults({**config, "phases": phases}, allow=allow))
+
+
+def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key of two configs whose value is another now: what it was, and what it is; None: not there."""
+    was, found = _leaves(_whole(before), ""), _leaves(_whole(now), "")
+    keys = [key for key in {**was, **found} if was.get(key) != found.get(key)]
+    return {key: (was.get(key), found.get(key)) for key in keys}
 
 
 def _leaves(node: Any, key: str) -> dict[str, Any]:

@@ -159,6 +159,21 @@ def read_overrides(directory: Path | str) -> list[str]:
     return cast(list[str], OmegaConf.to_container(OmegaConf.load(Path(directory) / "overrides.yaml")))
 
 
+def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:
+    """Adds to provenance.json of which run, and of which step of it, this one is a fork."""
+    path = directory / "provenance.json"
+    write_whole(path, json.dumps({**json.loads(path.read_text(encoding="utf-8")), "parent": parent}, indent=2) + "\n")
+
+
+def read_parent(directory: Path) -> Mapping[str, Any] | None:
+    """What `record_parent` wrote; None of a run that is no fork."""
+    path = directory / "provenance.json"
+    if not path.is_file():
+        return None
+    parent: Mapping[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("parent")
+    return parent
+
+
 def provenance(overrides: list[str]) -> dict[str, Any]:
     """Where a run came from: plain values only."""
     return {

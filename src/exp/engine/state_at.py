@@ -1,7 +1,8 @@
-"""Save the state of a run where it is at a position, and end it: to hold it against what another run saved there."""
+"""Save the state of a run where it is at a position, and end it: what it saved there before, or would have."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,16 +16,16 @@ STATE = "state.ckpt"
 
 
 class StateAt(Callback):
-    """A callback for `python -m exp.resume RUN --verify`, which names the position of a checkpoint.
+    """A callback for a run that is trained again: of `exp.resume RUN --verify`, and of `exp.fork RUN@STEP`.
 
     The last state of a run is its own last.ckpt: this one looks at all before it.
 
-    position: the fields of exp.engine.progress.Position.
+    position: fields of exp.engine.progress.Position, all or some: the first place that has them.
     """
 
     def __init__(self, *, position: Mapping[str, int | bool]) -> None:
         super().__init__()
-        self.position = Position(**position)  # type: ignore[arg-type]  # as a config has it
+        self.position = position
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         self._save(trainer, before_batch(trainer, batch_idx))
@@ -34,7 +35,8 @@ class StateAt(Callback):
             self._save(trainer, in_validation(trainer))
 
     def _save(self, trainer: Trainer, position: Position) -> None:
-        if position != self.position or trainer.should_stop:
+        found = dataclasses.asdict(position)
+        if trainer.should_stop or any(found[name] != value for name, value in self.position.items()):
             return
         (checkpointing,) = [one for one in vars(trainer)["callbacks"] if isinstance(one, Checkpointing)]
         checkpointing.save(trainer, position, checkpointing.directory / STATE)

@@ -21,7 +21,7 @@ from torch import nn
 
 from exp.build import Parts, build
 from exp.check.plan import Plan, adopt, frozen, plan, resolve
-from exp.check.starting_point import newest_of
+from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import chosen_values, freeze, read_overrides
 from exp.construct import build_network, build_objective
 from exp.engine.checkpoint import read_checkpoint
@@ -50,6 +50,7 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
     """
     decided = plan(resolve(config))
     directory = freeze(decided.resolved.config)
+    sweep_runs_beside(directory, str(decided.plain["name"]))
     start = None if begin is None else begin(directory)
     if decided.notes:
         with run_log(directory, rank=ALONE):

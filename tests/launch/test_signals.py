@@ -15,7 +15,7 @@ from exp.errors import Interrupted
 # The ranks behave as the engine's do: a signal sets a flag, the state is saved at a clean point, Interrupted leaves.
 PATIENT = """
 flags = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda signum, frame: flags.append(signum))
 note(rank, os.getpid())
 while not flags:
@@ -86,7 +86,7 @@ def gone(pids: list[int]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_parent_lets_every_rank_save_and_sets_the_exit_status(parent, run_directory, signum):
     process, pids = parent(PATIENT)
     process.send_signal(signum)

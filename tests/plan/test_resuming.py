@@ -162,3 +162,11 @@ def test_a_checkpoint_that_was_changed_by_hand_is_told(scheduled, edit):
     change(held)
     torch.save(held, "edited.ckpt")
     assert said in faults("resume=edited.ckpt", *words, "trainer.max_epochs=4")["resume"]
+
+
+def test_a_checkpoint_that_does_not_say_what_it_held_is_noted(finished):
+    held = torch.load(finished, weights_only=True)
+    held.pop("exp_manifest")
+    torch.save(held, "older.ckpt")
+    (note,) = notes("resume=older.ckpt", "model=lenet", "trainer.max_epochs=4")
+    assert "older.ckpt does not say what it held" in note

@@ -79,6 +79,18 @@ def test_auto_goes_on_from_the_newest_whole_checkpoint_of_its_name(caplog):
     assert_equal_weights(third, fit("seed=0"))
 
 
+def test_what_a_run_of_the_same_name_left_half_written_goes_with_the_next():
+    first = fit("trainer.max_epochs=1")
+    left = first / "checkpoints" / ".last.ckpt.1.2.partial"
+    left.touch()
+    (first / ".launch-abc").mkdir()
+    fit("trainer.max_epochs=1", "name=other")
+    assert left.exists()
+    fit("trainer.max_epochs=1")
+    assert not left.exists()
+    assert not (first / ".launch-abc").exists()
+
+
 def test_auto_leaves_a_run_alone_that_is_going_on(caplog):
     first = fit("trainer.max_epochs=1")
     with holding(first / "config.yaml"):

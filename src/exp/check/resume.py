@@ -95,7 +95,10 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
         faults += _newer(checkpoint, path)
     if network is not None and not faults:
         faults += _other_weights(checkpoint["state_dict"], network, path)
-    return Resuming(faults=tuple(faults), notes=_notes(before, config, path) if config["train"] else ())
+    notes = _notes(before, config, path) if config["train"] else ()
+    if MANIFEST not in checkpoint:
+        notes += (f"{path} does not say what it held: an older exp wrote it, or somebody has changed it since",)
+    return Resuming(faults=tuple(faults), notes=notes)
 
 
 def _incomplete(checkpoint: State, path: Path) -> Fault | None:

@@ -19,12 +19,14 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, read_overrides
 from exp.engine.checkpoint import State, read_checkpoint
-from exp.engine.checkpointing import CONFIG, POSITION
+from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import is_locked
 
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
+# Of a run directory, below outputs/<name>: what hydra.run.dir names, or <date>/<time>.
+RUNS = ("*", "*/*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,14 @@ def newest_of(run: Path) -> Found:
     """The newest whole checkpoint of a run directory."""
     notes: list[str] = []
     return Found(path=_newest([run], notes), notes=tuple(notes))
+
+
+def sweep_runs_beside(directory: Path, name: str) -> None:
+    """Remove what killed runs of this name left half written; directory: of a run of this name."""
+    root = _root(directory, name)
+    for pattern in RUNS:
+        for path in root.glob(f"{pattern}/{CHECKPOINTS}/.*.partial"):
+            sweep_run(path.parent.parent)
 
 
 def states_of(run: Path) -> Iterator[tuple[Path, State]]:
@@ -141,7 +151,7 @@ def _root(directory: Path, name: str) -> Path:
 
 def _runs(root: Path) -> list[Path]:
     """The run directories of a name: <root>/<date>/<time>, and those that hydra.run.dir put beside each other."""
-    return [path.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for path in root.glob(pattern)]
+    return [path.parent for pattern in RUNS for path in root.glob(f"{pattern}/config.yaml")]
 
 
 def _begun(run: Path) -> int:

@@ -17,9 +17,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from exp.check.foreign import HIDDEN_NAMES
 from exp.check.kinds import fits, worded, words_of
 from exp.check.parameters import node_faults
-from exp.check.signature import HIDDEN_NAMES, signature_of
+from exp.check.signature import signature_of
 from exp.config.reading import UNKNOWN
 from exp.construct import construct
 from exp.errors import ConfigError

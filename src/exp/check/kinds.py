@@ -39,6 +39,7 @@ BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "max_length": lambda value, length: len(value) <= length,
     "func": lambda value, accepts: bool(accepts(value)),
 }
+NUMERIC = ("gt", "ge", "lt", "le", "multiple_of")
 
 
 def fits(value: Any, annotation: Any, default: Any = EMPTY) -> bool:
@@ -119,11 +120,18 @@ def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
 
 
 def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
-    """Whether a value of the right kind keeps its bounds; a number with bounds is finite."""
+    """Whether a value, or each entry of a list, keeps its bounds; a number with bounds is finite."""
     bounds = _bounds(metadata)
     if bounds and isinstance(value, float) and not math.isfinite(value):
         return False
-    return all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+    return all(_keeps(value, name, bound) for name, bound in bounds.items())
+
+
+def _keeps(value: Any, name: str, bound: Any) -> bool:
+    if name in NUMERIC and isinstance(value, list):
+        return all(_keeps(entry, name, bound) for entry in value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return BOUNDS[name](value, bound) if is_number or name not in NUMERIC else True
 
 
 def _worded_list(arguments: tuple[Any, ...]) -> str:

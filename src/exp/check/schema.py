@@ -141,7 +141,7 @@ VALUES: dict[str, Any] = {
     "trainer.limit_val_batches": NotNegative | None,
     "trainer.limit_test_batches": NotNegative | None,
     "trainer.overfit_batches": Index | Share,
-    "trainer.val_check_interval": Count | Share | Duration | None,
+    "trainer.val_check_interval": Count | Annotated[float, Interval(gt=0, le=1)] | Duration | None,
     "trainer.profiler": Literal["simple", "advanced", "pytorch", "xla"] | Node | None,
     "trainer.num_sanity_val_steps": Annotated[int, Ge(-1)],
     "strategy.name": Text,

@@ -8,32 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from exp.check.foreign import HIDDEN_NAMES, bounded
 from exp.check.kinds import EMPTY
 from exp.config.reading import is_node
 from exp.config.targets import resolve
 from exp.errors import ConfigError, MissingExtraError
 
 PLAIN = (type(None), bool, int, float, str, list, tuple)
-# Classes that take names in **kwargs and pick them out by hand. A test holds each against the installed version.
-HIDDEN_NAMES: dict[str, dict[str, Any]] = {
-    # What it hands on to torch's DistributedDataParallel.
-    "lightning.pytorch.strategies.ddp.DDPStrategy": {
-        "broadcast_buffers": bool,
-        "bucket_cap_mb": float,
-        "find_unused_parameters": bool,
-        "gradient_as_bucket_view": bool,
-        "static_graph": bool,
-    },
-    "torchmetrics.metric.Metric": {
-        "compute_on_cpu": bool,
-        "compute_with_cache": bool,
-        "dist_sync_on_step": bool,
-        "distributed_available_fn": Any,
-        "dist_sync_fn": Any,
-        "process_group": Any,
-        "sync_on_compute": bool,
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +47,15 @@ def signature_of(target: Any) -> Signature:
     """The signature of a class or function. A class that only passes `**kwargs` up is read on to its bases."""
     if not inspect.isclass(target):
         return _of_function(target, bound=False)
+    found = _of_class(target)
+    parameters = {
+        name: replace(one, annotation=bounded(target, name, one.annotation, one.default))
+        for name, one in found.parameters.items()
+    }
+    return replace(found, parameters=parameters)
+
+
+def _of_class(target: type) -> Signature:
     own = _overloaded(target)
     if own is not None:
         return own

@@ -1,0 +1,110 @@
+"""What signatures of torch, Lightning and torchmetrics leave open: names that classes pick out of **kwargs, and bounds.
+
+The bounds are those of values that a class accepts and that train wrongly or fail later. What a class refuses itself
+when it is made needs none. A test holds every name against the installed versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+from exp.check.kinds import EMPTY
+
+LIBRARIES = ("torch", "torchmetrics", "lightning")
+# Classes that take names in **kwargs and pick them out by hand.
+HIDDEN_NAMES: Mapping[str, Mapping[str, Any]] = {
+    # What it hands on to torch's DistributedDataParallel.
+    "lightning.pytorch.strategies.ddp.DDPStrategy": {
+        "broadcast_buffers": bool,
+        "bucket_cap_mb": float,
+        "find_unused_parameters": bool,
+        "gradient_as_bucket_view": bool,
+        "static_graph": bool,
+    },
+    "torchmetrics.metric.Metric": {
+        "compute_on_cpu": bool,
+        "compute_with_cache": bool,
+        "dist_sync_on_step": bool,
+        "distributed_available_fn": Any,
+        "dist_sync_fn": Any,
+        "process_group": Any,
+        "sync_on_compute": bool,
+    },
+}
+
+_SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
+_DIRECTION, _PERIOD = Literal["min", "max"], Ge(0)
+# By the class that they are for and its subclasses of these libraries: what a parameter of this name must be.
+BOUNDS: Mapping[str, Mapping[str, Any]] = {
+    "torch.optim.optimizer.Optimizer": {
+        **dict.fromkeys(("lr", "eps", "weight_decay", "momentum_decay", "lr_decay", "lambd", "t0"), Ge(0)),
+        **dict.fromkeys(("initial_accumulator_value", "tolerance_grad", "tolerance_change"), Ge(0)),
+        **dict.fromkeys(("betas", "momentum", "alpha", "rho"), _BELOW_1),
+        **dict.fromkeys(("history_size", "max_iter", "ns_steps"), Ge(1)),
+        "dampening": _SHARE,
+    },
+    "torch.optim.lr_scheduler.LRScheduler": {
+        **dict.fromkeys(("step_size", "T_max", "T_0", "T_mult", "total_iters", "total_steps", "milestones"), Ge(1)),
+        **dict.fromkeys(("epochs", "steps_per_epoch", "step_size_up", "step_size_down"), Ge(1)),
+        **dict.fromkeys(("gamma", "max_lr", "div_factor", "final_div_factor"), Gt(0)),
+        **dict.fromkeys(("eta_min", "patience", "cooldown", "threshold", "min_lr", "base_lr", "power"), Ge(0)),
+        **dict.fromkeys(("factor", "end_factor", "pct_start"), _SHARE),
+        "start_factor": Interval(gt=0, le=1),
+        "base_momentum": _BELOW_1,
+        "max_momentum": _BELOW_1,
+    },
+    "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(("min_epochs", "min_steps"), Ge(0))
+    | {"limit_predict_batches": Ge(0)},
+    "lightning.pytorch.callbacks.early_stopping.EarlyStopping": {
+        "mode": _DIRECTION,
+        "patience": Ge(0),
+        "min_delta": Ge(0),
+    },
+    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint": {
+        "mode": _DIRECTION,
+        "save_top_k": Ge(-1),
+        "every_n_train_steps": _PERIOD,
+        "every_n_epochs": _PERIOD,
+    },
+    "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor": {"logging_interval": Literal["step", "epoch"]},
+    "lightning.pytorch.callbacks.callback.Callback": {
+        "max_depth": Ge(-1),
+        "refresh_rate": _PERIOD,
+        "swa_lrs": Gt(0),
+        "annealing_epochs": Ge(0),
+    },
+    "torch.nn.modules.module.Module": {
+        **dict.fromkeys(("in_features", "out_features", "in1_features", "in2_features", "num_features"), Ge(1)),
+        **dict.fromkeys(("in_channels", "out_channels", "num_channels", "num_groups", "groups"), Ge(1)),
+        **dict.fromkeys(("kernel_size", "stride", "dilation", "upscale_factor", "normalized_shape"), Ge(1)),
+        **dict.fromkeys(("num_embeddings", "embedding_dim", "embed_dim", "num_heads", "nhead", "d_model"), Ge(1)),
+        **dict.fromkeys(("input_size", "hidden_size", "num_layers", "dim_feedforward", "num_parameters"), Ge(1)),
+        **dict.fromkeys(("p", "dropout", "label_smoothing"), _SHARE),
+        **dict.fromkeys(("eps", "layer_norm_eps"), Ge(0)),
+        "delta": Gt(0),
+        "reduction": Literal["none", "mean", "sum", "batchmean"],
+    },
+}
+
+
+def bounded(target: type, name: str, annotation: Any, default: Any) -> Any:
+    """The annotation of a library's parameter with the bounds that it has here; the same where it has none."""
+    if target.__module__.partition(".")[0] not in (*LIBRARIES, "exp") or hasattr(annotation, "__metadata__"):
+        return annotation
+    for base in target.__mro__:
+        bound = BOUNDS.get(f"{base.__module__}.{base.__qualname__}", {}).get(name)
+        if bound is not None:
+            return _with(bound, annotation, default)
+    return annotation
+
+
+def _with(bound: Any, annotation: Any, default: Any) -> Any:
+    if not isinstance(bound, Ge | Gt | Interval):
+        return bound if default is not None else bound | None
+    if annotation is EMPTY or annotation is Any:
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        return Annotated[float, bound] if is_number else Annotated[Any, "a number", bound]
+    return Annotated[annotation, bound]

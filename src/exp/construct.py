@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -22,7 +23,7 @@ from exp.config.targets import resolve
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
-from exp.errors import ConfigError, ExpError, Fault, refusal
+from exp.errors import REFUSALS, ConfigError, ExpError, Fault, refusal
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.syntax import ProgramError
 from exp.objectives.objective import Objective
@@ -84,9 +85,15 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         raise ConfigError([_placed(fault, key) for fault in error.faults]) from error
     except ExpError:
         raise
-    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, OSError) as error:
+    except ImportError as error:
+        fault = Fault(key=f"{key}._target_", got=f"{node['_target_']}: {error}", expected="an installed package")
+        raise ConfigError([fault]) from error
+    except (*REFUSALS, MisconfigurationException) as error:
         got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
-        fault = refusal(error, key=key, known=node, got=got)
+        # A part of exp's says itself what it refuses, and may read files.
+        is_ours = target.__module__.startswith("exp.")
+        make = None if is_ours else functools.partial(target, *positional, **arguments)
+        fault = refusal(error, key=key, known=node, got=got, make=make)
         raise ConfigError([
             dataclasses.replace(fault, got=redacted(fault.got), expected=redacted(fault.expected))
         ]) from error  # fmt: skip

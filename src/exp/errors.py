@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -12,8 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from exp.secrets import redacted
+from exp.spelling import show
 
 INTERRUPTED_BY_KEY = 130
+LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")
+# What a constructor raises for a value that it does not take.
+REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OSError, ImportError, ArithmeticError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +40,67 @@ class Fault:
         return f"{line}  [{self.source}]" if self.source else line
 
 
-def refusal(error: Exception, *, key: str, known: Container[str], got: str) -> Fault:
+def refusal(
+    error: Exception,
+    *,
+    key: str,
+    known: Container[str],
+    got: str,
+    make: functools.partial[Any] | None = None,
+) -> Fault:
     """The fault of what a constructor raised: `NAME is VALUE; expected WHAT` is told at that parameter's key.
 
     known: the parameters' names. got: what to say of any other message.
+    make: the call. Of a class of a library the parameter is found that is to blame for any other message, too.
     """
+    got = shortened(got)
     said, is_worded, expected = str(error).partition("; expected ")
     name, _, value = said.partition(" is ")
     if is_worded and name in known:
         return Fault(key=f"{key}.{name}", got=value, expected=expected)
     if is_worded:
         return Fault(key=key, got=said, expected=expected)
+    # Code of the user's own is not called again: nobody knows what else it does.
+    if make is not None and make.func.__module__.partition(".")[0] in LIBRARIES:
+        guilty = guilty_parameter(make.func, make) or _named(str(error), make)
+        if guilty is not None:
+            told = f"{show(make.keywords[guilty])}, and {got}"
+            return Fault(key=f"{key}.{guilty}", got=told, expected="a value that it accepts")
     return Fault(key=key, got=got, expected="values that it accepts")
+
+
+def shortened(message: str, *, most: int = 400) -> str:
+    """A message in one line, cut where a library says more than anybody reads."""
+    line = " ".join(message.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def guilty_parameter(
+    call: Callable[..., object], given: functools.partial[Any], *, accepts: Callable[[Any], bool] = lambda _: True
+) -> str | None:
+    """The first of the values that were given without which a call succeeds: with the default, or a plain value.
+
+    call: takes some of the values anew, by name. given: the function with all its values. accepts: judges a result.
+    """
+    call = functools.partial(call, *given.args, **given.keywords) if call is given.func else call
+    parameters = inspect.signature(given.func).parameters
+    for name, value in given.keywords.items():
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        plain = [type(value)(1), type(value)(2)] if is_number and default is inspect.Parameter.empty else []
+        for other in [default] if default is not inspect.Parameter.empty else plain:
+            try:
+                if other != value and accepts(call(**{name: other})):
+                    return name
+            except REFUSALS:
+                continue
+    return None
+
+
+def _named(message: str, make: functools.partial[Any]) -> str | None:
+    """The one parameter that a message names, or the only one that there is."""
+    named = [name for name in make.keywords if re.search(rf"\b{re.escape(name)}\b", message)] or list(make.keywords)
+    return named[0] if len(named) == 1 else None
 
 
 class ExpError(Exception):
@@ -68,11 +124,11 @@ class ConfigError(ExpError):
 
     exit_status = 2
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[Fault], *, note: str | None = None) -> None:
         self.faults = tuple(faults)
         count = len(self.faults)
         title = f"{count} fault{'s' if count != 1 else ''} in the config; nothing was started."
-        super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults)]))
+        super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults), *([note] if note else [])]))
 
 
 class MissingExtraError(ExpError):

@@ -316,7 +316,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return [
         ("best", best),
         ("steps", f"{report.steps} in {report.epochs} epochs{speed}{memory}"),
-        ("tags", ", ".join(report.tags)),
+        ("tags", ", ".join(map(str, report.tags))),
         ("parent", "" if report.parent is None else _parent(report.parent)),
         ("placed", f"precision {report.precision}, strategy {report.strategy}{ranks}"),
         ("results", shown),

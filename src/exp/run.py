@@ -178,7 +178,7 @@ def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
         metrics=list(columns),
         config=plain,
         texts=texts(directory),
-        tags=plain["tags"],
+        tags=[str(tag) for tag in plain["tags"]],
         trace=lambda: (decided.shapes().traces.get(None), decided.shapes().notes),
     )
     for logger in parts.trainer.loggers:

@@ -76,16 +76,20 @@ def fit(config: DictConfig) -> Report:
 
 
 def _validate(config: DictConfig) -> None:
+    from exp.check.stages import refuse_early
+
+    refuse_early(config)
     from exp.check.plan import validate
 
     validate(config)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from exp.check.stages import compose
+    from exp.check.stages import compose, refuse_early
     from exp.config.command import print_tree
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    refuse_early(config)
     if config.print_config:
         print_tree(config)
 

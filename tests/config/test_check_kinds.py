@@ -3,6 +3,7 @@
 import collections.abc
 import datetime
 import enum
+import importlib
 import inspect
 import pathlib
 import typing
@@ -17,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from exp.check.foreign import BOUNDS as FOREIGN_BOUNDS
 from exp.check.foreign import HIDDEN_NAMES
 from exp.check.kinds import fits, worded, words_of
 from exp.check.parameters import node_faults
@@ -126,6 +128,18 @@ class Bounded:
         inner: "Bounded | None" = None,
     ) -> None:
         pass
+
+
+def subclasses(kind):
+    return {kind}.union(*(subclasses(below) for below in kind.__subclasses__()))
+
+
+@pytest.mark.parametrize("base", FOREIGN_BOUNDS)
+def test_every_bound_of_a_library_is_of_a_parameter_that_it_has(base):
+    module, _, name = base.rpartition(".")
+    kinds = subclasses(getattr(importlib.import_module(module), name))
+    theirs = [kind for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "lightning")]
+    assert set(FOREIGN_BOUNDS[base]) <= {name for kind in theirs for name in signature_of(kind).parameters}
 
 
 BOUNDS = [

@@ -352,6 +352,10 @@ def test_a_gpu_that_is_not_there(command, empty, capfd):
 def test_all_faults_come_at_once(empty, capfd):
     command = "optimizer.lr=fast trainer.max_epochs=0 seed=-3 monitor=los/val model.layers.head.out_features=wide"
     assert train(command.split()) == 2
+    early = capfd.readouterr().err
+    assert early.startswith("4 faults in the config; nothing was started.")
+    assert early.rstrip().endswith("python -m exp.check --all looks at everything at once.")
+    assert check(["--all", *command.split()]) == 2
     text = capfd.readouterr().err
     assert text.startswith("5 faults in the config; nothing was started.")
     for key in ("optimizer.lr", "trainer.max_epochs", "seed", "monitor", "model.layers.head.out_features"):

@@ -188,7 +188,7 @@ def test_a_schedule_that_changes_nothing_is_not_made() -> None:
         (functools.partial(Cosine, total_steps=5, warmup_steps=1, warmup_fraction=0.5), {}, "scheduler.warmup_fraction: 0.5 beside warmup_steps 1; expected one of the two"),
         (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, epochs=3, steps_per_epoch=4, total_steps=5), {}, "scheduler.epochs: 3, beside total_steps 5; expected one of the two"),
         (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, steps_per_epoch=4), {}, "scheduler.steps_per_epoch: 4 without epochs; expected both, whose product is the length"),
-        (functools.partial(OneCycle, total_steps=5, pct_start=2.0), {}, "scheduler: OneCycle refused its values"),
+        (functools.partial(OneCycle, total_steps=5, pct_start=2.0), {}, "scheduler.pct_start: 2.0, and OneCycle refused its values"),
     ],
 )  # fmt: skip
 def test_faults_name_the_key(factory: Any, options: dict[str, Any], message: str) -> None:

@@ -40,10 +40,18 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def _checked_run(arguments: argparse.Namespace) -> str:
-    from exp.check.plan import compare_with_data, examine, resolve
-    from exp.check.stages import compose
+    from exp.check.stages import compose, refuse_early
 
-    config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    config = compose(
+        arguments.overrides,
+        config_dir=arguments.config_dir,
+        config_name=arguments.config_name,
+        everything=arguments.all,
+    )
+    if not arguments.all:
+        refuse_early(config)
+    from exp.check.plan import compare_with_data, examine, resolve
+
     resolved = resolve(config)
     examined = examine(resolved)
     if examined.plan is None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 
 from exp.check.kinds import EMPTY
+from exp.errors import LIBRARIES
 
-LIBRARIES = ("torch", "torchmetrics", "lightning")
 # Classes that take names in **kwargs and pick them out by hand.
 HIDDEN_NAMES: Mapping[str, Mapping[str, Any]] = {
     # What it hands on to torch's DistributedDataParallel.
@@ -56,8 +56,10 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         "base_momentum": _BELOW_1,
         "max_momentum": _BELOW_1,
     },
-    "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(("min_epochs", "min_steps"), Ge(0))
-    | {"limit_predict_batches": Ge(0)},
+    "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(
+        ("min_epochs", "min_steps", "limit_predict_batches", "reload_dataloaders_every_n_epochs"), Ge(0)
+    ),
+    "lightning.pytorch.loggers.csv_logs.CSVLogger": {"flush_logs_every_n_steps": Ge(1)},
     "lightning.pytorch.callbacks.early_stopping.EarlyStopping": {
         "mode": _DIRECTION,
         "patience": Ge(0),
@@ -74,6 +76,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         "max_depth": Ge(-1),
         "refresh_rate": _PERIOD,
         "swa_lrs": Gt(0),
+        "unfreeze_backbone_at_epoch": Ge(0),
         "annealing_epochs": Ge(0),
     },
     "torch.nn.modules.module.Module": {
@@ -92,7 +95,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
 
 def bounded(target: type, name: str, annotation: Any, default: Any) -> Any:
     """The annotation of a library's parameter with the bounds that it has here; the same where it has none."""
-    if target.__module__.partition(".")[0] not in (*LIBRARIES, "exp") or hasattr(annotation, "__metadata__"):
+    if target.__module__.partition(".")[0] not in LIBRARIES or hasattr(annotation, "__metadata__"):
         return annotation
     for base in target.__mro__:
         bound = BOUNDS.get(f"{base.__module__}.{base.__qualname__}", {}).get(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from exp.check.rates import rate_faults
 from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel, forward_names
 from exp.optim.parameter_groups import pattern_faults, unmatched_parameters
@@ -72,6 +73,8 @@ def _optimizer_faults(
         except ConfigError as error:
             yield from error.faults
             continue
+        key = f"phases.{phase.name}.scheduler" if phase.owns_scheduler else "scheduler"
+        yield from rate_faults(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):
             yield Fault(
                 key=f"phases.{phase.name}.optimizer" if phase.owns_optimizer else "optimizer",

@@ -20,7 +20,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,10 +30,11 @@ from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.reading import UNKNOWN, is_node, leaves, read
 from exp.config.targets import resolve as resolve_target
-from exp.errors import ConfigError, ExpError, Fault, MissingExtraError, RunError
+from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
 from exp.types import DataSpec
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy as LightningStrategy
     from torch import nn
     from torch.optim import Optimizer
@@ -63,6 +65,14 @@ HOOK_KEYS = ("hooks", "security")
 # What a hook may have to refuse.
 KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
 ANY_LENGTH = 1_000_000_000
+LENGTHS = {
+    "max_epochs": None,
+    "limit_train_batches": 1.0,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "accumulate_grad_batches": 1,
+}
+WITH_NULL = ("check_val_every_n_epoch",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +213,7 @@ def examine(resolved: Resolved) -> Examination:
     draft = _Draft(resolved)
     draft.place()
     draft.look_at_the_network()
+    draft.look_at_the_length()
     draft.look_at_the_checkpoint()
     draft.note_what_is_in_vain()
     faults = tuple(located(resolved.config, once(draft.faults)))
@@ -317,7 +328,9 @@ class _Draft:
         # Faults that are found here hide nothing from each other.
         known = tuple(self.faults)
         self.seen = _examine_shapes(self.resolved, DataSpec.of(self.plain["data"]), self.objective, self.phases)
-        self.faults += self.seen.faults
+        # A network that does not fit what the config says of its data may fit the data.
+        declared = compare_with_data(self.resolved)[0] if self.seen.faults else []
+        self.faults += declared or self.seen.faults
         self.notes += self.seen.notes
         if not self.seen.faults and self.seen.network is not None:
             self._look_at_the_parts(known, self.objective, self.seen, self.seen.network)
@@ -365,6 +378,7 @@ class _Draft:
         planned = self._planned(objective, seen, network)
         if planned is not None and not _touched(known, ("runtime", "trainer")):
             self.faults += switch_faults(planned)
+        self._look_at_the_callbacks(known)
         self._look_at_the_hooks(known, seen, network, planned)
         if planned is not None:
             self._look_at_the_strategy(known, dataclasses.replace(planned, hooks=self.hooks))
@@ -372,21 +386,24 @@ class _Draft:
     def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
         """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""
         from exp.check.phases import phase_faults
+        from exp.check.rates import rate_faults
         from exp.construct import build_optimization
 
         made: list[Optimizer] = []
         if _touched(known, OPTIMIZATION_KEYS) or self._holds_unknown(OPTIMIZATION_KEYS):
             return made
-        # How many steps an epoch has is not known here; a schedule must fit what is.
+        # How many steps an epoch has the data alone knows, which is asked where a schedule may end too soon.
         trainer = self.plain["trainer"]
         steps, epochs = _limit(trainer, "max_steps"), _limit(trainer, "max_epochs")
         if self.phases:
             self.faults += phase_faults(self.phases, network, steps=steps, epochs=epochs, made=made)
-        else:
-            self._try(
-                lambda: made.append(
-                    build_optimization(self.plain).make(network, total_steps=steps, total_epochs=epochs)[0]
-                )
+            return made
+        optimization = build_optimization(self.plain)
+        found = self._try(lambda: optimization.make(network, total_steps=steps, total_epochs=epochs))
+        if found is not None:
+            made.append(found[0])
+            self.faults += rate_faults(
+                optimization, found[0], key="scheduler", steps=lambda: self._steps(self._batches), epochs=epochs
             )
         return made
 
@@ -410,6 +427,17 @@ class _Draft:
             callbacks=self._classes_of(self.plain.get("callbacks")),
             optimizers=tuple(self._optimizer_classes()),
         )
+
+    def _look_at_the_callbacks(self, known: Iterable[Fault]) -> None:
+        """What the libraries' own callbacks refuse when they are made. Code of the user's own is left for the run."""
+        from exp.construct import construct
+
+        if _touched(known, ("callbacks", "security")) or self._holds_unknown(("callbacks", "security")):
+            return
+        for name, kind in self._classes_of(self.plain["callbacks"]).items():
+            if kind.__module__.partition(".")[0] in LIBRARIES:
+                node, allow = self.plain["callbacks"][name], self.plain["security"]["allow"]
+                self._try(functools.partial(construct, node, key=f"callbacks.{name}", allow=allow))
 
     def _optimizer_classes(self) -> Iterable[type[Optimizer]]:
         """Of the optimizer at the top, and of those that phases have of their own."""
@@ -460,6 +488,41 @@ class _Draft:
         for name, hook in self.hooks.items():
             hook.name = name
             self.faults += hook.faults(planned)
+
+    def look_at_the_length(self) -> None:
+        """Whether an epoch is long enough for the validation in it."""
+        from exp.engine.progress import refuse_late_validation
+
+        if self.faults or not self.plain["train"]:
+            return
+        if isinstance(self.plain["trainer"].get("val_check_interval"), int):
+            self._try(lambda: refuse_late_validation(self._lengths, self._batches))
+
+    @functools.cached_property
+    def _batches(self) -> int | None:
+        """Global batches of an epoch of training; None where the data do not say, or are not on this machine."""
+        from exp.construct import build_data
+
+        try:
+            return len(build_data(self.plain).loader("train"))
+        except (ExpError, TypeError):
+            return None
+
+    @property
+    def _lengths(self) -> Trainer:
+        """What a Trainer says of the length of the run; Lightning's own default for what the config leaves out."""
+        trainer = self.plain["trainer"]
+        # Null is a value of one of them: validation does not follow the epochs.
+        values = {name: trainer[name] for name in LENGTHS if name in trainer}
+        values = {name: value for name, value in values.items() if value is not None or name in WITH_NULL}
+        return cast("Trainer", SimpleNamespace(**{**LENGTHS, **values, "max_steps": None}))
+
+    def _steps(self, batches: int | None) -> int | None:
+        from exp.engine.progress import Limits, total_steps
+
+        steps = self.plain["trainer"].get("max_steps")
+        limits = Limits(max_steps=steps if isinstance(steps, int) and steps > 0 else None)
+        return total_steps(self._lengths, limits, batches)
 
     def _is_known(self, keys: Iterable[str]) -> bool:
         return not _touched(self.faults, keys) and not self._holds_unknown(keys)

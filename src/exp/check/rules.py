@@ -14,6 +14,7 @@ from exp.check.phase_rules import (
     phases_go_with_the_trainer,
     phases_share_the_objective,
     phases_watch_what_is_measured,
+    readable,
 )
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import packages_allowed_by
@@ -115,9 +116,23 @@ def no_metric_is_called_loss(values: Values) -> Iterator[Fault]:
         )
 
 
-def monitor_is_logged(values: Values) -> Iterator[Fault]:
-    """The tag that picks the best checkpoint must be one that the run produces before it ends."""
-    monitor = values["monitor"]
+def monitors_are_logged(values: Values) -> Iterator[Fault]:
+    """What picks the best checkpoint, stops a run or steps a schedule is a tag that the run gives before it ends."""
+    yield from _monitor_faults(values, "monitor", values["monitor"])
+    nodes = {"scheduler": values["scheduler"]}
+    nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
+    nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
+    # Hooks, callbacks and schedules of one's own may give tags of their own.
+    own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
+    if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
+        return
+    for key, node in nodes.items():
+        # Else it is told where it stands.
+        if isinstance(node, dict) and node.get("monitor") != values["monitor"]:
+            yield from _monitor_faults(values, f"{key}.monitor", node.get("monitor"))
+
+
+def _monitor_faults(values: Values, key: str, monitor: Any) -> Iterator[Fault]:
     stages = values["metric_stages"]
     if not isinstance(monitor, str) or not isinstance(stages, list):
         return
@@ -137,7 +152,7 @@ def monitor_is_logged(values: Values) -> Iterator[Fault]:
         cure = f"Add {stage} to metric_stages"
     elif f"{monitor}/val" in tags:
         cure = f"Did you mean {monitor}/val?"
-    yield Fault(key="monitor", got=show(monitor), expected=f"a tag of this run: {among(tags, word=monitor)}", cure=cure)
+    yield Fault(key=key, got=show(monitor), expected=f"a tag of this run: {among(tags, word=monitor)}", cure=cure)
 
 
 def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
@@ -354,7 +369,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     parts_are_shares,
     objective_is_not_empty,
     no_metric_is_called_loss,
-    monitor_is_logged,
+    monitors_are_logged,
     mode_fits_a_loss,
     task_fits_data,
     plateau_is_watched,

@@ -30,6 +30,10 @@ def _is_span(value: str) -> bool:
 
 
 Count = Annotated[int, Ge(1)]
+# More of them would keep a machine busy before anything is said.
+Processes = Annotated[int, "an integer, 1 or more and at most 1024", Predicate(range(1, 1025).__contains__)]
+Workers = Annotated[int, Interval(ge=0, le=1024)]
+Repeats = Annotated[int, Interval(ge=1, le=10_000)]
 Index = Annotated[int, Ge(0)]
 Number = Annotated[float, IsFinite]
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -83,7 +87,7 @@ SCHEMA: dict[str, Any] = {
     },
     "checkpoint": {"every_n_steps": Count | None, "save_best": bool, "save_last": bool},
     "runtime": {
-        "threads": Count | None,
+        "threads": Processes | None,
         "deterministic": bool,
         "steps_per_execution": Count | None,
         "compile": bool,
@@ -98,7 +102,7 @@ SCHEMA: dict[str, Any] = {
     },
     "security": {"allow": list[Text]},
     "launch": {
-        "devices": Literal["auto"] | Count | list[Index],
+        "devices": Literal["auto"] | Processes | list[Index],
         "nodes": Count,
         "accelerator": Literal["auto", "cpu", "cuda", "mps"],
         "max_restarts": Index,
@@ -113,7 +117,7 @@ SCHEMA: dict[str, Any] = {
 # Below nodes whose other keys are their target's: checked where they are there. `*` is one name.
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
-    "data.num_workers": Index,
+    "data.num_workers": Workers,
     "data.input_shape": list[Count] | None,
     "data.num_classes": Count | None,
     "data.num_outputs": Count | None,

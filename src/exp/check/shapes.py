@@ -133,6 +133,11 @@ def _refuse_integers(module: nn.Linear, inputs: tuple[object, ...]) -> None:
         raise RuntimeError(f"the input is {given.dtype}, the weight {weight.dtype}")
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the class of a module says what it computes."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _failure(
     error: Exception,
     recorder: Recorder,
@@ -149,6 +154,12 @@ def _failure(
     if isinstance(error, ProgramError):
         got = f"line {error.line}, column {error.column}: {error.message}"
         return found(Fault(key=error.key or "model.forward", got=got, expected=error.expected))
+    if recorder.inside is not None and network is not None and not has_forward(recorder.inside.module):
+        layer = recorder.inside.module
+        cure = "A container of layers is called layer by layer, in model.forward"
+        got = f"{type(layer).__name__}, which has no forward"
+        key = config_key(network, recorder.path_of(network, layer))
+        return found(Fault(key=key, got=got, expected="a layer that computes something", cure=cure))
     message = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, NotImplementedError) or any(word in str(error) for word in UNDECIDABLE):
         return found(notes=(f"the model's shapes were not checked: {message}",))

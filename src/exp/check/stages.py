@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from exp.check.parameters import program_faults, target_faults
 from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
@@ -20,22 +20,50 @@ from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.reading import Values, read
 from exp.config.sources import source_of
-from exp.errors import Fault
+from exp.errors import ConfigError, Fault
+
+NOTE = "What needs torch was not looked at yet: python -m exp.check --all looks at everything at once."
 
 
-def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = PRIMARY) -> DictConfig:
+def compose(
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    config_name: str = PRIMARY,
+    everything: bool = False,
+) -> DictConfig:
     """The config of one job, as `python -m exp.train OVERRIDES` composes it.
 
     config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
     The reserved node `_composition_` says where it came from: overrides, directory, config_dir, config_name.
+    everything: where overrides have faults, look for those of targets, too, which takes seconds for torch.
     Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
     """
-    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name, check=config_faults))
+    check = config_faults if everything else early_faults
+    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name, check=check))
 
 
 def config_faults(config: DictConfig) -> list[Fault]:
     """The faults of both stages, each with the file it came from."""
     return located(config, [*first_stage(config), *second_stage(config)])
+
+
+def early_faults(config: DictConfig) -> list[Fault]:
+    """The faults that are there whatever the data set says of itself, found without importing torch."""
+    # A value that follows the data's is there when the data have said it.
+    return [fault for fault in located(config, first_stage(config)) if not _follows_the_data(config, fault.key)]
+
+
+def refuse_early(config: DictConfig) -> None:
+    """Raise ConfigError on faults that need no torch, so that a mistyped word is told within a second."""
+    faults = early_faults(config)
+    if faults:
+        raise ConfigError(faults, note=NOTE)
+
+
+def _follows_the_data(config: DictConfig, key: str) -> bool:
+    raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
+    return isinstance(raw, str) and "${data." in raw
 
 
 def first_stage(config: DictConfig) -> list[Fault]:

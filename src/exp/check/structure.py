@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from exp.check.kinds import EMPTY, fits, worded, words_of
-from exp.check.schema import PRESENT, SCHEMA, VALUES, Count, Node
+from exp.check.schema import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
 from exp.config.reading import UNKNOWN, is_node, leaves
@@ -190,7 +190,7 @@ def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
     for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
             yield Fault(key=f"{key}.{name}", got="no such key", expected=expected)
-    yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Count)
+    yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Repeats)
 
 
 def _matches(key: str, pattern: str) -> bool:

@@ -56,6 +56,8 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     from exp import __version__
 
     parser = argument_parser(program, version=f"exp {__version__}, Hydra {HYDRA_VERSION}")
+    if program.endswith("exp.check"):
+        parser.add_argument("--all", action="store_true", help="all faults at once, those that need torch, too")
     arguments = parser.parse_intermixed_args(list(argv))
     faults = list(_flag_faults(arguments))
     if faults:

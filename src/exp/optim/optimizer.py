@@ -103,11 +103,12 @@ def build_optimizer(
         raise ConfigError(
             [Fault(key="optimizer.fused", got="true for parameters in half precision", expected=expected)]
         )
+    make = functools.partial(factory.func, split, *factory.args, **options)
     try:
-        return factory.func(split, *factory.args, **options)
+        return make()
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{_name(factory)} refused its values ({error})"
-        raise ConfigError([refusal(error, key="optimizer", known=factory.keywords, got=got)]) from error
+        raise ConfigError([refusal(error, key="optimizer", known=factory.keywords, got=got, make=make)]) from error
 
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:

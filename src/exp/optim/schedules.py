@@ -113,12 +113,13 @@ def build_schedule(
         if total_steps is None:
             raise ConfigError([_unknown_length(interval)])
         options["total_steps"] = total_steps
+    make = functools.partial(factory, optimizer, **options)
     try:
-        return factory(optimizer, **options)
-    except (TypeError, ValueError) as error:
+        return make()
+    except (TypeError, ValueError, ArithmeticError) as error:
         got = f"{_function(factory).__name__} refused its values ({error})"
         known = inspect.signature(_function(factory)).parameters
-        raise ConfigError([refusal(error, key="scheduler", known=known, got=got)]) from error
+        raise ConfigError([refusal(error, key="scheduler", known=known, got=got, make=make)]) from error
 
 
 # In which torch's OneCycleLR may be told its length, too.

@@ -20,7 +20,7 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import config_faults
+from exp.check.stages import early_faults
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
@@ -145,7 +145,7 @@ class Sweep:
                 [*self.hydra_overrides, *overrides],
                 config_dir=self.config_dir,
                 config_name=self.config_name,
-                check=config_faults,
+                check=early_faults,
             )
             config = job_config(composition, job=number, sweep=str(self.directory))
             self.validate(config)

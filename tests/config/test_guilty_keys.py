@@ -1,0 +1,97 @@
+"""Values that only the run would have stumbled over: told before it, at the guilty key, with nothing written."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exp.check.__main__ import main as check
+from exp.train import main as train
+
+MAX_LINES = 12
+SCHEDULER = "scheduler._target_=torch.optim.lr_scheduler."
+CALLBACK = "+callbacks.x={_target_: lightning.pytorch.callbacks."
+STOPPING = "+callbacks=early_stopping;callbacks.early_stopping."
+CASES = [
+    # Values that torch's and Lightning's own classes take, and that train wrongly or fail later.
+    ("optimizer.weight_decay=-0.1", "optimizer.weight_decay", "0 or more"),
+    ("optimizer.betas=[0.9,2]", "optimizer.betas", "0 or more and below 1"),
+    ("optimizer=sgd;optimizer.momentum=5", "optimizer.momentum", "below 1"),
+    ("optimizer=sgd;+optimizer.nesterov=true;optimizer.momentum=0", "optimizer.nesterov", "SGD refused its values"),
+    ("scheduler=step;scheduler.step_size=0", "scheduler.step_size", "1 or more"),
+    ("scheduler=plateau;+scheduler.factor=2", "scheduler.factor", "between 0 and 1"),
+    (f"{SCHEDULER}LinearLR;+scheduler.end_factor=-1", "scheduler.end_factor", "between 0 and 1"),
+    (f"{SCHEDULER}CosineAnnealingWarmRestarts;+scheduler.T_0=2;+scheduler.T_mult=1.5", "scheduler.T_mult", "integer"),
+    (f"{SCHEDULER}CyclicLR;+scheduler.base_lr=0.1;+scheduler.max_lr=0.2;+scheduler.mode=up",
+     "scheduler.mode", "one of"),
+    ("scheduler=one_cycle;+scheduler.total_steps=5", "scheduler.total_steps", "the run has"),
+    ("scheduler=one_cycle;+scheduler.pct_start=2", "scheduler.pct_start", "between 0 and 1"),
+    (f"{SCHEDULER}CosineAnnealingLR;+scheduler.T_max=10;+scheduler.eta_min=-1", "scheduler.eta_min", "0 or more"),
+    (f"{STOPPING}mode=up", "callbacks.early_stopping.mode", "one of min, max"),
+    (f"{STOPPING}patience=-1", "callbacks.early_stopping.patience", "0 or more"),
+    (f"{CALLBACK}Timer, duration: soon}}", "callbacks.x.duration", "refused"),
+    (f"{CALLBACK}BatchSizeFinder, mode: up}}", "callbacks.x.mode", "binsearch"),
+    ("+metrics.x={_target_: torchmetrics.Accuracy, task: multiclass, num_classes: 10, top_k: 50}",
+     "metrics.x.top_k", ""),
+    ("model.layers.hidden.out_features=-3", "model.layers.hidden.out_features", "1 or more"),
+    ("model.layers.hidden.out_features=0", "model.layers.hidden.out_features", "1 or more"),
+    ("model.layers.activation={_target_: torch.nn.Module}", "model.layers.activation", "no forward"),
+    ("data.num_classes=5", "data.num_classes", "10, which is what the data holds"),
+    # What is not installed.
+    ("+metrics.x={_target_: torchmetrics.image.fid.FrechetInceptionDistance}", "metrics.x._target_", "pip install"),
+    # Tags that nothing gives, with those that are given.
+    ("scheduler=plateau;scheduler.monitor=loss/vall", "scheduler.monitor", "Did you mean loss/val?"),
+    (f"{STOPPING}monitor=recall/val", "callbacks.early_stopping.monitor", "accuracy/val"),
+    (f"{CALLBACK}ModelCheckpoint, monitor: loss/test}}", "callbacks.x.monitor", "test"),
+    # Validation that is never due.
+    ("trainer.val_check_interval=0", "trainer.val_check_interval", "1 or more"),
+    ("trainer.val_check_interval=9999", "trainer.val_check_interval", "batches of an epoch"),
+    # More than a machine can do.
+    ("+model.layers.x={repeat: 1000000, layer: {_target_: torch.nn.ReLU}}", "model.layers.x.repeat", "10000"),
+    ("strategy=ddp;launch.devices=100000", "launch.devices", "1024"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "key", "says"), CASES)
+def test_the_guilty_key_is_told_before_anything_is_written(tmp_path, monkeypatch, capfd, command, key, says):
+    monkeypatch.chdir(tmp_path)
+    assert train(command.split(";")) == 2
+    text = capfd.readouterr().err
+    assert f"  {key}: " in text
+    assert text.startswith("1 fault")
+    assert says in text
+    assert "Traceback" not in text
+    assert len(text.splitlines()) <= MAX_LINES
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("command", [
+    "trainer.val_check_interval=20", "scheduler=step;scheduler.step_size=1",
+    "scheduler=one_cycle;+scheduler.total_steps=5000",
+    f"{SCHEDULER}ExponentialLR;+scheduler.gamma=1.1", "optimizer=sgd;optimizer.momentum=0;optimizer.lr=0",
+    f"{STOPPING}patience=0;callbacks.early_stopping.monitor=accuracy/val;"
+    "callbacks.early_stopping.mode=max", f"{CALLBACK}ModelCheckpoint}}",
+    "tags=[2024,b]", "scheduler=plateau;scheduler.monitor=loss/train",
+])  # fmt: skip
+def test_what_is_right_is_none(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert check(command.split(";")) == 0
+
+
+def test_a_faulty_word_is_told_without_torch(tmp_path):
+    program = (
+        "import sys, time; from exp.train import main; status = main(sys.argv[1:]); "
+        "print(status, 'torch' in sys.modules, 'lightning' in sys.modules)"
+    )
+    for command in (
+        ["modle=x"],
+        ["modle=x", "model.layers.head.out_features=wide"],
+        ["optimizer.lr=fast"],
+        ["-m", "sede=1,2"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        assert done.stdout.split() == ["2", "False", "False"], done.stderr
+    assert not list(tmp_path.iterdir())

@@ -25,6 +25,7 @@ from exp.engine.console import progress
 from exp.engine.datamodule import RunData
 from exp.engine.lean_loop import run_several_at_once
 from exp.engine.module import TrainingModule
+from exp.engine.non_finite import LowerRates, UndoneForward
 from exp.engine.phased_module import PhasedModule
 from exp.engine.pipelined_module import PipelinedModule
 from exp.engine.progress import take_limits
@@ -46,12 +47,13 @@ class Parts:
     recording: Recording
     checkpointing: Checkpointing
     stopping: Stopping
+    lower_rates: LowerRates
 
 
-def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
+def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts:
     """Make every object of a run, for one rank.
 
-    directory: of the run.
+    directory: of the run. rewinds: how often it has gone back from numbers that were not finite.
     Raises: ConfigError where a constructor refuses its values.
     """
     plain, placement = plan.plain, plan.placement
@@ -69,7 +71,13 @@ def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
         limits=limits,
         **more,
     )
-    recording = Recording(hooks=plan.hooks, directory=directory)
+    runtime = plain["runtime"]
+    skips = runtime["non_finite"] == "skip"
+    recording = Recording(hooks=plan.hooks, directory=directory, skips=skips)
+    lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
+    # What acts on a number that is not finite, beside the checks of what is saved.
+    acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
+    guards = acting[runtime["non_finite"]]
     checkpointing = Checkpointing(
         directory=directory,
         monitor=plain["monitor"],
@@ -87,7 +95,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
         directory=directory,
         rank=rank,
         # Recording first, because the others look at the values that it publishes.
-        callbacks=[recording, BeforeTheEnd(checkpointing), *own, checkpointing, stopping],
+        callbacks=[recording, *guards, BeforeTheEnd(checkpointing), *own, checkpointing, stopping],
     )
     precision.represent(module)
     switch_on(module, plain["runtime"])
@@ -98,6 +106,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank) -> Parts:
         recording=recording,
         checkpointing=checkpointing,
         stopping=stopping,
+        lower_rates=lower_rates,
     )
 
 

@@ -205,7 +205,8 @@ def build_entries(plain: Plain, group: str, **offers: Any) -> dict[str, Any]:
 def build_run_precision(plain: Plain, *, device_type: str) -> RunPrecision:
     """The precision plugin, with the scaler that it asks for and runtime.matmul."""
     word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
-    return build_precision(word, keep=keep, **scaler, device_type=device_type, matmul=plain["runtime"]["matmul"])
+    matmul, skips = plain["runtime"]["matmul"], plain["runtime"]["non_finite"] == "skip"
+    return build_precision(word, keep=keep, **scaler, device_type=device_type, matmul=matmul, skips=skips)
 
 
 def build_strategy(plain: Plain) -> Strategy | LightningStrategy:

@@ -147,6 +147,10 @@ class RunError(ExpError):
     """A run that started and failed for a reason that its user can mend."""
 
 
+class NonFiniteError(RunError):
+    """A loss, a gradient or a weight is not finite, and the run cannot go on from there."""
+
+
 class UserCodeError(RunError):
     """Code of the user's own, or what it handed to a library, raised an exception.
 

@@ -79,9 +79,7 @@ class Ongoing:
     directory: the run directory. plain: the config's values; only the words that the report repeats are read.
     """
 
-    def __init__(
-        self, directory: Path, plain: Mapping[str, Any], *, overrides: Sequence[str], world_size: int
-    ) -> None:
+    def __init__(self, directory: Path, plain: Mapping[str, Any], *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         _forget_peak_memory()
         self.directory = directory

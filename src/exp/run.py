@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +29,9 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.forward import forward_by_name
 from exp.engine.runtime import set_threads
-from exp.errors import ExpError
+from exp.errors import ExpError, NonFiniteError
 from exp.files import holding
-from exp.launch.launcher import in_process, launch, requeue
+from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
 from exp.loggers.run_logger import Description, RunLogger, texts
 from exp.precision.advice import report_precision
 from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end
@@ -109,7 +110,16 @@ def run(
                 join(decided)
             parts = build(decided, directory, rank=rank)
             _prepare(decided, parts, directory, rank=rank, resume=resume)
-            _work(decided, parts, resume)
+            while (lost := _work(decided, parts, resume)) is not None:
+                rewinds = parts.lower_rates.rewinds + 1
+                resume = last_checkpoint(directory) or resume
+                _tell_rewind(decided, lost, resume, rewinds)
+                # As another process would go on: nothing of what is lost stays.
+                parts = None
+                gc.collect()
+                decided = adopt(resolved, rank=rank)
+                parts = build(decided, directory, rank=rank, rewinds=rewinds)
+                _describe(decided, parts, directory)
             report = ongoing.ended("completed", parts=parts)
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
@@ -142,17 +152,39 @@ def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume
         _report_precision(decided, parts, directory, resume)
 
 
-def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
-    """Train, then test the best weights; or only one of the two."""
+def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
+    """Train, then test the best weights; or only one of the two.
+
+    Returns: None; or what was lost, where the run is to go back.
+    """
     plain, trainer = decided.plain, parts.trainer
     start = str(resume) if resume is not None else plain["resume"]
     if plain["train"]:
-        trainer.fit(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True)
+        try:
+            trainer.fit(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True)
+        except NonFiniteError as error:
+            runtime = plain["runtime"]
+            if runtime["non_finite"] != "rewind" or parts.lower_rates.rewinds >= runtime["max_rewinds"]:
+                raise
+            return str(error)
     if plain["test"] and "test" not in parts.data.data.stages:
         log.warning("the data has no test part: the test stage is left out")
     elif plain["test"]:
         weights = _best_weights(decided, parts) if plain["train"] else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
+    return None
+
+
+def _tell_rewind(decided: Plan, lost: str, checkpoint: Path | None, rewinds: int) -> None:
+    runtime = decided.plain["runtime"]
+    log.warning(
+        "%s\nIt goes back to %s, with its learning rates times %g: time %d of runtime.max_rewinds=%d",
+        lost,
+        checkpoint or "the start",
+        runtime["rewind_factor"],
+        rewinds,
+        runtime["max_rewinds"],
+    )
 
 
 def _best_weights(decided: Plan, parts: Parts) -> str | None:

@@ -7,6 +7,7 @@ value as it is logged, so that a kill leaves what came before; weights.<rank>.pt
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from exp.engine.datamodule import RunData
 from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import run_several_at_once
 from exp.engine.module import TrainingModule
+from exp.engine.non_finite import UndoneForward
 from exp.engine.phased_module import PhasedModule
 from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
@@ -155,6 +157,7 @@ class Small:
         world_size: int = 1,
         store: str | None = None,
         steps_per_execution: int | None = None,
+        non_finite: str = "stop",
         **trainer: Any,
     ) -> None:
         self.directory = Path(directory)
@@ -188,7 +191,8 @@ class Small:
             rank=rank,
         )
         self.data = RunData(data=data)
-        self.recording = Recording(hooks=hooks)
+        skips = non_finite == "skip"
+        self.recording = Recording(hooks=hooks, skips=skips)
         self.checkpointing = Checkpointing(directory=directory, every_n_steps=every_n_steps)
         self.stopping = Stopping(limits=limits, checkpointing=self.checkpointing)
         self.values = Values(self.directory / f"values.{rank}.jsonl")
@@ -202,13 +206,14 @@ class Small:
         join(own, placed, timeout_seconds=60)
         strategy = DDP() if world_size > 1 else Single(name="single")
         arguments |= trainer_arguments(strategy, placement=placed, rank=own)
-        precision = build_precision(word, device_type="cpu", enabled=word == "fp16")
+        precision = build_precision(word, device_type="cpu", enabled=word == "fp16", skips=skips)
         arguments["plugins"] = [*arguments["plugins"], precision, AtomicCheckpointIO()]
         self.trainer = Trainer(
             **arguments,
             callbacks=[
                 self.recording,
                 BeforeTheEnd(self.checkpointing),
+                *([UndoneForward()] if skips else []),
                 *(CALLBACKS[one]() if isinstance(one, str) else one for one in callbacks),
                 self.checkpointing,
                 self.stopping,
@@ -237,6 +242,7 @@ class Small:
 def main(settings: dict[str, Any]) -> None:
     """directory, and any of Small's settings, and
     kill: [hook, count] at which the process kills itself. slow_validation: seconds a batch.
+    spoilt_rank: the rank whose weights are not finite behind its third step. spoilt_gradient: whose third gradient.
     resume: whether to go on from last.ckpt, where there is one.
     """
     torch.set_num_threads(1)
@@ -255,8 +261,14 @@ def main(settings: dict[str, Any]) -> None:
             callback = Callback()
             setattr(callback, hook, lambda *_, seconds=seconds, **__: time.sleep(seconds))
             extra.append(callback)
+    spoils_gradient = settings.pop("spoilt_gradient", None) == settings.get("rank", 0)
+    if settings.pop("spoilt_rank", None) == settings.get("rank", 0):
+        extra.append(At("on_train_batch_end", 3, lambda: next(small.module.parameters()).data.fill_(float("nan"))))
     small = Small(callbacks=tuple(extra), **settings)
     rank = settings.get("rank", 0)
+    if spoils_gradient:
+        calls = itertools.count(1)
+        small.module.network.weight.register_hook(lambda grad: grad * float("nan") if next(calls) == 3 else grad)
     try:
         small.fit(resume=small.last if resume and small.last.is_file() else None)
         result = {"step": small.trainer.global_step, "epoch": small.trainer.current_epoch, "error": None}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.optim import LBFGS
 
 from exp.errors import Fault
 from exp.hooks.hook import Hook
@@ -35,7 +36,27 @@ def switch_faults(planned: Blueprint) -> Sequence[Fault]:
         faults += cuda_graph_faults(planned)
     if runtime["out_of_memory"] == "halve":
         faults += halving_faults(planned)
+    if runtime["non_finite"] == "skip":
+        faults += skip_faults(planned)
     return faults
+
+
+def skip_faults(planned: Blueprint) -> list[Fault]:
+    """What steps cannot be skipped in the place of the optimizer, or of the strategy that makes them."""
+    kinds = planned.optimizers if not planned.config["phases"] else ()  # those of phases get no closure to call
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS)]
+    reasons = [f"{kind.__name__}, which may make the gradients of a step itself" for kind in own]
+    if "owns_step" in planned.traits:
+        reasons.append(f"strategy={planned.config['strategy']['name']}, whose engine makes the steps")
+    return [
+        Fault(
+            key="runtime.non_finite",
+            got=f"skip with {reason}",
+            expected="an optimizer of torch.optim but LBFGS, and a strategy that leaves the step to it",
+            cure="Write runtime.non_finite=stop or rewind",
+        )
+        for reason in reasons
+    ]
 
 
 def compile_faults(network: nn.Module, *, backend: str, accelerator: str) -> Sequence[Fault]:

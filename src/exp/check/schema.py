@@ -99,6 +99,9 @@ SCHEMA: dict[str, Any] = {
         "matmul": Literal["highest", "high", "medium"] | None,
         "cudnn_benchmark": bool | None,
         "autoresume": bool,
+        "non_finite": Literal["stop", "skip", "rewind"],
+        "rewind_factor": Annotated[float, Interval(gt=0, le=1)],
+        "max_rewinds": Annotated[int, Ge(0)],
     },
     "security": {"allow": list[Text]},
     "launch": {

@@ -69,8 +69,7 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
 
 
 def stated_classes(parts: Mapping[Stage, object], declared: int | None) -> int | None:
-    """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold.
-    """
+    """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold."""
     stated: list[int | None] = [getattr(part, "num_classes", None) for part in parts.values()]
     if known := [classes for classes in stated if classes is not None]:
         return max(known)

@@ -136,9 +136,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
     own in a worker, and take a StopIteration for the end of the data.
     """
 
-    def __init__(
-        self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage
-    ) -> None:
+    def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage) -> None:
         self.dataset = dataset
         self.transforms = tuple(transforms)
         self.seed = seed

@@ -55,6 +55,11 @@ class StepBuffer:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def last(self) -> Recorded:
+        """The step that was added last."""
+        return self._steps[-1]
+
     def add(self, step: Recorded) -> None:
         self._steps.append(step)
 
@@ -164,6 +169,7 @@ class EpochValues(nn.Module):
     summed: an attribute, the terms of which the loss is the weighted sum, in the order in which `add` is given them; of
         phases a term is there as often as it is in one.
     source: an attribute, where the outputs are; None is here.
+    leaves_out_lost: an attribute, whether a mean that is not finite is left out.
     """
 
     def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], metrics: Mapping[str, Metric]) -> None:
@@ -176,6 +182,7 @@ class EpochValues(nn.Module):
         self.metrics = nn.ModuleList(metrics.values())
         self._each = tuple(metrics.values())
         self.source: Source | None = None
+        self.leaves_out_lost = False
         self.clear_losses()
 
     def clear_losses(self) -> None:
@@ -186,6 +193,8 @@ class EpochValues(nn.Module):
 
     def add(self, means: Sequence[Mean]) -> None:
         """Adds a batch: each term's mean, and what it divided by. Where nothing counts, nothing is added."""
+        if self.leaves_out_lost:
+            means = [(mean.where(mean.isfinite(), 0.0), divisor * mean.isfinite()) for mean, divisor in means]
         dtype = summing_dtype(means[0][0].device)
         totals = [mean.detach().to(dtype) * divisor for mean, divisor in means]
         for place, (_, divisor) in enumerate(means):

@@ -24,6 +24,8 @@ MANIFEST, FORMAT = "exp_manifest", 1
 SHOWN = 3
 CONTAINER = ("a mapping of ", "a list of ")
 NESTED = (Tensor, Mapping, list, tuple, Set)
+# Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
+CURRENT = "current_model_state"
 # What a checkpoint holds, by name: tensors and plain values, nested as they are.
 State = dict[str, Any]
 

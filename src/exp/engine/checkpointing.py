@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.checkpoint import State, copy_checkpoint
+from exp.engine.checkpoint import State, copy_checkpoint, read_checkpoint
+from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.engine.recording import EPOCH_LOSS
 from exp.errors import RunError
@@ -90,6 +91,7 @@ class Checkpointing(Callback):
                 f"gone. The run ends here; the state at step {position.step} is in {path}, from which its command "
                 f"goes on with resume={path}"
             )
+        _module_of(trainer).saved = f"checkpoints/{path.name} is of step {position.step}, and good"
 
     def _is_gone(self) -> bool:
         if self._home is None:
@@ -190,18 +192,24 @@ class Checkpointing(Callback):
             self._is_better = True
 
     def _bring_best(self, trainer: Trainer) -> None:
-        """Take along the best.ckpt that lay beside the checkpoint of a run that goes on in another directory."""
+        """Take along the best.ckpt that lay beside the checkpoint of a run that goes on in another directory.
+
+        One that was written behind that checkpoint, by steps that are done again or were given up, is not its best.
+        """
         if self.best is None or not self.is_saving_best:
             return
-        missing = False
-        if trainer.is_global_zero and not self.best_path.is_file():
+        is_found = True
+        if trainer.is_global_zero:
             beside = Path(str(trainer.ckpt_path)).parent / self.best_path.name
-            missing = not beside.is_file()
-            if not missing:
+            there = self.best_path if self.best_path.is_file() else beside
+            if _best_step(there) != self.best["step"] == trainer.global_step:
+                there = Path(str(trainer.ckpt_path))  # which a kill has kept from being copied
+            is_found = _best_step(there) == self.best["step"]
+            if is_found and there != self.best_path:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                copy_checkpoint(beside, self.best_path)
-        if trainer.strategy.broadcast(missing):
-            log.warning("best.ckpt is not beside %s: the best is sought anew from here", trainer.ckpt_path)
+                copy_checkpoint(there, self.best_path)
+        if not trainer.strategy.broadcast(is_found):
+            log.warning("the best.ckpt of step %d is not there: the best is sought anew from here", self.best["step"])
             self.best = None
 
     # --- what is in it ---
@@ -226,6 +234,7 @@ class Checkpointing(Callback):
         position = Position(**checkpoint[POSITION])
         checkpoint["loops"]["fit_loop"] = fit_loop_state(trainer, position)
         self._is_restored = True
+        _module_of(trainer).saved = f"{trainer.ckpt_path} is of step {position.step}, and good"
         found = checkpoint[BEST]
         if found is not None and found["metric"] == self.monitor:
             self.best = {**found, "checkpoint": str(self.best_path)}
@@ -265,3 +274,18 @@ def sweep_run(directory: Path) -> None:
 
 def _is_same(one: Path, other: Path) -> bool:
     return other.is_file() and one.samefile(other)
+
+
+def _best_step(path: Path) -> int | None:
+    """Return the step that a best.ckpt is of; None where there is none that can be read."""
+    try:
+        best = read_checkpoint(path)[BEST]
+    except (RunError, KeyError):
+        return None
+    return None if best is None else int(best["step"])
+
+
+def _module_of(trainer: Trainer) -> TrainingModule:
+    module = trainer.lightning_module
+    assert isinstance(module, TrainingModule)
+    return module

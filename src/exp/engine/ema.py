@@ -21,13 +21,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from exp.engine.checkpoint import State
+from exp.engine.checkpoint import CURRENT, State
 from exp.strategies.whole_state import WholeState, local
 
 log = logging.getLogger(__name__)
-
-# Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
-CURRENT = "current_model_state"
 
 
 class ExponentialMovingAverage(Callback):

@@ -348,8 +348,8 @@ class LeanStep:
             and not optimizer._optimizer_step_pre_hooks
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
-        # Under a loss scale the step is the scaler's.
-        self._step_unscaled = DirectStep(optimizer) if is_direct and not self._precision.is_scaled else None
+        # Where steps may be skipped they are the scaler's.
+        self._step_unscaled = DirectStep(optimizer) if is_direct and not self._precision.skips else None
         clipping = type(self.module).configure_gradient_clipping
         self._clips = bool(self.trainer.gradient_clip_val) or clipping is not TrainingModule.configure_gradient_clipping
 

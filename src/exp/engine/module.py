@@ -25,6 +25,7 @@ from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing, target_of
 from exp.engine.halving import Halving
+from exp.engine.non_finite import Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.hooks.step import Window
@@ -51,6 +52,7 @@ class TrainingModule(LightningModule):
     averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
     run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
     last: an attribute, what the training step that was last computed.
+    saved: an attribute, which checkpoint is good, in words.
     observer: an attribute, who looks on; Recording puts the hooks there.
     halving: an attribute, how micro-batches are computed in parts; None never does.
     turn: an attribute, which part of a micro-batch is computed, for its random numbers.
@@ -100,6 +102,8 @@ class TrainingModule(LightningModule):
             }
         )
         self._train_values = self.values_of("train")
+        self._by_design: Mapping[str, Kinds] = {}
+        self.saved = "no checkpoint was saved before it"
         # Not a submodule: what calls the network may hold it in another wrapping, and the state dict has it once.
         self.__dict__["run_network"] = network
         self._run = forward_by_name(network)
@@ -210,11 +214,24 @@ class TrainingModule(LightningModule):
         if not (counts_steps and isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)):
             scheduler.step()
 
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self._by_design = kinds_by_design(self)
+
     def on_save_checkpoint(self, checkpoint: State) -> None:
+        # Behind those of all callbacks, whoever saves.
+        self.require_finite(checkpoint)
         if self._train_values.names:
             checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
         if self._is_weighed:
             checkpoint[TRAIN_LOSSES] = self._train_values.totals(self.trainer.strategy)
+
+    def require_finite(self, state: State) -> None:
+        """Check what a checkpoint holds, or a state dict alone. Every rank must call it.
+
+        Raises: NonFiniteError.
+        """
+        require_finite(state, self._by_design, self._trainer, saved=self.saved)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
         lay_out_optimizer_states(checkpoint, self.network)

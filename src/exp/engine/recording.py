@@ -27,6 +27,7 @@ from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
 from exp.engine.first_steps import FirstSteps
 from exp.engine.module import TrainingModule
+from exp.engine.non_finite import refuse_lost
 from exp.engine.overhead import lighten
 from exp.engine.step_hooks import Found, StepHooks
 from exp.errors import RunError
@@ -48,6 +49,7 @@ class Recording(Callback):
     It must stand before callbacks that look at `trainer.callback_metrics`.
 
     hooks: by name. directory: of the run, where hooks write files.
+    skips: whether a loss that is not finite is left out, as its step is; else it ends the run.
     latest: an attribute, the last point of each tag. metrics: an attribute, what callbacks compare: values of epochs.
     """
 
@@ -55,7 +57,9 @@ class Recording(Callback):
     _first_steps: FirstSteps
     _trainer: RunTrainer
 
-    def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
+    def __init__(
+        self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None, skips: bool = False
+    ) -> None:
         super().__init__()
         self.hooks = dict(hooks or {})
         self.metrics: dict[str, float] = {}
@@ -64,7 +68,8 @@ class Recording(Callback):
         if not any(hook.overrides("passed") for hook in self.hooks.values()):
             vars(self)["on_after_backward"] = None  # engine/overhead.py: what does nothing is not called
         self._buffer = StepBuffer()
-        self._epoch_sum = self._epoch_size = 0.0
+        self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
+        self._skips = skips
         self._index = self._first = 0
         # The optimizer step at which each stage was written last.
         self._stages: dict[Stage, int] = {}
@@ -86,6 +91,7 @@ class Recording(Callback):
         assert isinstance(pl_module, TrainingModule)
         self._module, self._trainer = pl_module, cast(RunTrainer, trainer)
         lighten(self._trainer, pl_module)
+        pl_module.values_of("train").leaves_out_lost = self._skips
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
@@ -105,6 +111,8 @@ class Recording(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_steps.end()
         self.flush(trainer)
+        # Before an average takes the place of the weights, and whether or not they are saved.
+        self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -177,18 +185,11 @@ class Recording(Callback):
         if self._losses or self._later:
             self._losses, self._later = [], []
         if self._is_flush(index):
-            self._add_scale(trainer, values)
             self.flush(trainer)
 
     def _accumulated(self, losses: list[Tensor], size: int) -> list[Tensor]:
         weighted = [loss * size for loss in losses]
         return [a + b for a, b in zip(self._losses, weighted, strict=True)] if self._losses else weighted
-
-    def _add_scale(self, trainer: Trainer, values: Found) -> None:
-        precision = trainer.precision_plugin
-        if isinstance(precision, RunPrecision) and precision.is_scaled:
-            values["precision/loss_scale"] = precision.loss_scale
-            values["precision/skipped_steps"] = precision.skipped_steps
 
     # --- what leaves the device ---
 
@@ -201,25 +202,36 @@ class Recording(Callback):
     def flush(self, trainer: Trainer) -> None:
         """Write the steps that wait. Every rank must call it at the same step.
 
-        Raises: RunError at a loss that is not a number.
+        Raises: NonFiniteError at a loss that is not a number.
         """
         if not len(self._buffer):
             return
         self._step_hooks.before_write()
         terms = self._module.values_of("train").terms
-        precision = trainer.precision_plugin
-        scaled = isinstance(precision, RunPrecision) and precision.is_scaled
+        precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
+        if precision is not None and precision.skips:
+            # As they are behind the last step that waits, whatever the reason to write it.
+            last = self._buffer.last.values
+            last["precision/skipped_steps"] = precision.skipped_steps
+            if precision.is_scaled:
+                last["precision/loss_scale"] = precision.loss_scale
         for step, losses in self._buffer.take(trainer.strategy):
             loss = losses[0]
-            refuse_lost(loss, step.index, is_scaled=scaled)
-            self._epoch_sum += loss * step.size
-            self._epoch_size += step.size
+            if not self._skips:
+                refuse_lost(
+                    loss, step.index, is_scaled=precision is not None and precision.is_scaled, saved=self._module.saved
+                )
+            # The mean is over the steps that were taken; of none it is no number.
+            is_counted = not self._skips or math.isfinite(loss)
+            self._epoch_sum += loss * step.size if is_counted else 0.0
+            self._epoch_size += step.size if is_counted else 0
+            self._epoch_has_loss = True
             values = step.values
             values["loss/train"] = loss
             named = zip(terms if step.terms is None else step.terms, losses[1:], strict=False)
             values.update({f"loss/train/{term}": part for term, part in named})
             self._write(values, step.index, step.panels)
-            if isinstance(precision, RunPrecision) and scaled:
+            if precision is not None:
                 precision.written(values, step=step.index)
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
@@ -245,9 +257,9 @@ class Recording(Callback):
         metrics = {tag: value for tag, value in found.items() if not tag.startswith("loss/")}
         if weighed and "loss/train" in found:
             metrics[EPOCH_LOSS] = found["loss/train"]
-        elif self._epoch_size and not weighed:
-            metrics[EPOCH_LOSS] = self._epoch_sum / self._epoch_size
-        self._epoch_sum = self._epoch_size = 0.0
+        elif self._epoch_has_loss and not weighed:
+            metrics[EPOCH_LOSS] = self._epoch_sum / self._epoch_size if self._epoch_size else math.nan
+        self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
         self._write_stage("train", metrics)
         if EPOCH_LOSS in metrics:
             metrics = {**metrics, "loss/train": metrics[EPOCH_LOSS]}
@@ -310,23 +322,9 @@ class Recording(Callback):
             state = checkpoint[STATE]
             self.metrics.update(state["metrics"])
             self._epoch_sum, self._epoch_size = state["epoch_sum"], state["epoch_size"]
+            self._epoch_has_loss = bool(self._epoch_size)
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     """Make of values what Lightning's own callbacks compare; in the precision of a report."""
     return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}
-
-
-def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
-    """Refuse a loss that is not a number, or infinite where no loss scale will fall for it.
-
-    Raises: RunError.
-    """
-    if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
-        return
-    name = "not a number" if math.isnan(loss) else "infinite"
-    raise RunError(
-        f"the loss is {name} ({loss}) at step {index}; expected a finite number. The checkpoints are from before it. "
-        "Lower optimizer.lr or set trainer.gradient_clip_val; or add '+hooks=nan_guard', which stops before such a "
-        "step, names the layer and keeps the step"
-    )

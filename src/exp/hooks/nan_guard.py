@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from exp.errors import Fault, RunError
+from exp.errors import Fault, NonFiniteError, RunError
 from exp.hooks.findings import Finding, finding_of, message
 from exp.hooks.hook import Hook, Origin
 from exp.hooks.norms import norms
@@ -199,7 +199,7 @@ class NanGuard(Hook):
             problems=[*unwritten, *untraced],
         )
         found = [Finding.decoded(row) for row in step.gather(finding.encoded().to(step.device)).cpu()]
-        raise RunError(message(found))
+        raise NonFiniteError(message(found))
 
     def _write(self, step: Step, seen: _Seen, *, world_size: int) -> tuple[Path | None, list[str]]:
         """The file, and why there is none."""

@@ -23,7 +23,7 @@ from exp.errors import ConfigError
 from exp.nested import Nested
 from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors, convert_linear
 from exp.precision.keep import kept_layers, refuse_shared
-from exp.precision.scaler import CountingScaler, ScaleWatch, hold
+from exp.precision.scaler import CURE, UNSCALED_CURE, CountingScaler, FiniteSteps, ScaleWatch, hold
 from exp.precision.words import Word, read_word
 
 log = logging.getLogger(__name__)
@@ -48,9 +48,12 @@ class RunPrecision(Precision):
     keep: layers with a dtype of their own, as precision.keep has them. The names are those in the LightningModule's
         `network`, or in the module itself where it has none.
     matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
+    is_scaled, skips: attributes, whether the loss is scaled, and whether a step with gradients that are not finite is
+        skipped and counted.
     """
 
     is_scaled: bool = False
+    skips: bool = False
 
     def __init__(
         self, *, word: Word, device_type: str, keep: Mapping[str, str] | None = None, matmul: str | None = None
@@ -205,6 +208,8 @@ class RunPrecision(Precision):
 class ScaledPrecision(RunPrecision):
     """float16 by autocast with a loss scale, as PyTorch's AMP notes write it by hand, on CUDA and on CPU.
 
+    With FiniteSteps for a scaler, another word without a scale, whose steps are skipped alike.
+
     Forward and loss run under autocast, backward does not. After backward the gradients are unscaled once, whatever
     the optimizer (Lightning leaves a fused one's scaled and refuses to clip them), so that on_before_optimizer_step
     and clipping see true gradients; then comes the step, skipped where a gradient is not finite, and the scale's
@@ -222,8 +227,9 @@ class ScaledPrecision(RunPrecision):
     ) -> None:
         super().__init__(word=word, device_type=device_type, keep=keep, matmul=matmul)
         self.scaler = scaler
-        self.is_scaled = scaler.is_enabled()
-        self._watch = ScaleWatch()
+        self.skips = scaler.is_enabled()
+        self.is_scaled = self.skips and scaler.scales
+        self._watch = ScaleWatch(CURE if self.is_scaled else UNSCALED_CURE)
 
     @property
     def loss_scale(self) -> Tensor | float:
@@ -255,9 +261,9 @@ class ScaledPrecision(RunPrecision):
         self.scaler.agree_over(group)
 
     def written(self, values: Mapping[str, float], *, step: int) -> None:
-        if "precision/loss_scale" in values:
-            scale, skipped = values["precision/loss_scale"], values["precision/skipped_steps"]
-            self._watch.see(step=step, loss_scale=scale, skipped_steps=skipped)
+        if "precision/skipped_steps" in values:
+            scale = values["precision/loss_scale"] if self.is_scaled else 1.0
+            self._watch.see(step=step, loss_scale=scale, skipped_steps=values["precision/skipped_steps"])
 
     def pre_backward(  # type: ignore[override]  # Lightning's own Precision narrows Fabric's alike
         self, tensor: Tensor, module: LightningModule
@@ -296,6 +302,7 @@ def build_precision(
     keep: Mapping[str, str] | None = None,
     matmul: str | None = None,
     enabled: bool | None = None,
+    skips: bool = False,
     **scale: float,
 ) -> RunPrecision:
     """The plugin for a word of `precision.word`.
@@ -304,15 +311,20 @@ def build_precision(
     keep: pattern of module names or name of a type to fp32 or fp64, as precision.keep.
     matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
     enabled: whether there is a loss scale, which only fp16 has; None: as the word says.
+    skips: whether steps are skipped without a loss scale, too, as runtime.non_finite=skip.
     scale: init_scale, growth_factor, backoff_factor and growth_interval of torch.amp.GradScaler, as precision.scaler.
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
     meaning = read_word(word)
-    if meaning.needs_scaler:
-        scaler = CountingScaler(device=device_type, enabled=enabled is not False, **scale)
-        return ScaledPrecision(word=meaning, device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
     if enabled:
         meaning.refuse_scaler()
+    scaler: CountingScaler | None = None
+    if meaning.needs_scaler and not (skips and enabled is False):
+        scaler = CountingScaler(device=device_type, enabled=enabled is not False, **scale)
+    elif skips:
+        scaler = FiniteSteps(device=device_type)
+    if scaler is not None:
+        return ScaledPrecision(word=meaning, device_type=device_type, scaler=scaler, keep=keep, matmul=matmul)
     return RunPrecision(word=meaning, device_type=device_type, keep=keep, matmul=matmul)
 
 

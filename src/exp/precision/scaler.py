@@ -1,9 +1,9 @@
 """Optimizer steps that the device skips, under a loss scale or while a flag is set, without a look from the host.
 
-Private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`, `_scale` and `_device` of
-torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused, whose step reads the attributes
-`grad_scale` and `found_inf` (GradScaler sets both from what it found, and takes them off again) and changes neither
-parameters nor state where `found_inf`, 0-d in float32, is not 0.
+Private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`, `_unscale_grads_`, `_scale` and
+`_device` of torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused, whose step reads
+the attributes `grad_scale` and `found_inf` (GradScaler sets both from what it found, and takes them off again) and
+changes neither parameters nor state where `found_inf`, 0-d in float32, is not 0.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ CURE = (
     "a gradient is infinite or not a number whatever the scale. Look with precision.report=true for the layer and keep "
     "it in fp32 (precision.keep), or train in bf16"
 )
+UNSCALED_CURE = (
+    "a gradient is infinite or not a number. Look for the layer with '+hooks=nan_guard', or lower optimizer.lr"
+)
 
 
 class CountingScaler(torch.amp.GradScaler):
@@ -33,7 +36,11 @@ class CountingScaler(torch.amp.GradScaler):
     The counts stay on the scaler's device: reading one waits for the device, keeping them does not. `step` unscales
     where nobody did, fused optimizers included. An optimizer without a gradient, or on a rank of a pipeline without a
     parameter, passes through, and still agrees with the others.
+
+    scales: whether the loss is multiplied.
     """
+
+    scales = True
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -125,13 +132,48 @@ class CountingScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = dict(state_dict)
         self._skipped = state.pop("skipped_steps")
-        super().load_state_dict(state)
+        if state:  # of a run that had a scale
+            super().load_state_dict(state)
+
+
+class FiniteSteps(CountingScaler):
+    """A scaler whose scale is always 1: it skips and counts steps whose gradients are not finite, and no more."""
+
+    scales = False
+
+    def __init__(self, *, device: str) -> None:
+        super().__init__(device=device, init_scale=1.0)
+
+    def scale(self, outputs: Any) -> Any:
+        if self._scale is None:
+            super().scale(outputs.detach())
+        return outputs
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # Gradients of float16 parameters, too: there is nothing to divide them by.
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if self._unscaled:
+            super().update(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_steps": int(self.skipped_steps)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({"skipped_steps": state_dict["skipped_steps"]})
 
 
 class ScaleWatch:
-    """Looks at scale and skipped steps whenever they are written, and warns once."""
+    """Looks at scale and skipped steps whenever they are written, and warns once.
 
-    def __init__(self) -> None:
+    cure: what is said where the skips do not end.
+    """
+
+    def __init__(self, cure: str) -> None:
+        self._cure = cure
         self._seen: tuple[int, float] | None = None
         self._row = 0
         self._skips = 0.0
@@ -148,12 +190,12 @@ class ScaleWatch:
             return
         if loss_scale < 1.0:
             self._has_warned = True
-            log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, CURE)
+            log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, self._cure)
         elif self._row >= SKIPS_IN_A_ROW:
             self._has_warned = True
             log.warning(
                 "step %d: in the last %d steps optimizers skipped %d updates, the loss scale is %g: %s",
-                step, self._row, self._skips, loss_scale, CURE,
+                step, self._row, self._skips, loss_scale, self._cure,
             )  # fmt: skip
 
 

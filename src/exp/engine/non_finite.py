@@ -1,0 +1,203 @@
+"""Keep numbers that are not finite out of checkpoints, and out of runs that end well.
+
+runtime.non_finite     where a loss, a gradient or a weight is not finite
+stop                   the run ends by a NonFiniteError; what was saved before it stands
+skip                   a step with such a gradient changes nothing (precision/scaler.py, and `UndoneForward` here)
+rewind                 run.py goes on from the last checkpoint with lower rates (`LowerRates`), a few times
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from exp.engine.checkpoint import CURRENT, State
+from exp.errors import NonFiniteError
+from exp.nested import tensors_in
+from exp.optim.phase import each_optimizer
+from exp.precision.plugin import RunPrecision
+from exp.strategies.whole_state import local
+from exp.types import Batch
+
+# The kinds of numbers that are not finite, which a buffer holds by design or not at all.
+Kinds = frozenset[str]
+INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
+SHOWN = 3
+REWINDS = "exp_rewinds"
+# Where torch's optimizers and schedules hold rates, and the schedules that another one runs.
+RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
+RATES_OF_SCHEDULES = ("base_lrs", "max_lrs", "_last_lr")
+NESTED = "_schedulers"
+CURES = (
+    "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
+    "names the layer and keeps the step; or write runtime.non_finite=skip or rewind"
+)
+
+
+def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
+    """Return what each entry of a state dict may hold that is not finite: what it holds now, such as a mask's -inf.
+
+    Parameters that learn may hold nothing of the kind.
+    """
+    learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    suspects = {name for name, _ in _suspects(list(held.items()))}
+    return {name: _kinds(held[name]) if name in suspects - learning else frozenset() for name in held}
+
+
+def require_finite(state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str) -> None:
+    """Check weights, their averages and the optimizers' states, as a checkpoint has them. Every rank must call it.
+
+    by_design: of `kinds_by_design`. An entry that was not there then may hold infinities.
+    saved: which checkpoint is good, in words.
+    Raises: NonFiniteError, on every rank where one has found something.
+    """
+    found = broken_entries(state, by_design)
+    is_broken = bool(found)
+    if trainer.world_size > 1:
+        flag = torch.tensor(float(is_broken), device=trainer.strategy.root_device)
+        is_broken = bool(trainer.strategy.reduce(flag, reduce_op="max") > 0)
+    if is_broken:
+        raise NonFiniteError(
+            f"not finite after step {trainer.global_step}: {shown(found) or 'what other ranks hold'}. Nothing of it is "
+            f"saved; {saved}. {CURES}"
+        )
+
+
+def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
+    """Return the names of what is not finite and was not so by design."""
+    named = [(name, value) for name, value in state["state_dict"].items() if isinstance(value, Tensor)]
+    average = state[CURRENT].items() if CURRENT in state else ()
+    named += [(name, value) for name, value in average if isinstance(value, Tensor)]
+    found = [name for name, value in _suspects(named) if _kinds(value) - by_design.get(name, INFINITIES)]
+    states = [("the optimizer's state", value) for value in tensors_in(state.get("optimizer_states"))]
+    found += [name for name, value in _suspects(states) if _kinds(value)]
+    return list(dict.fromkeys(name.removeprefix("network.") for name in found))
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str) -> None:
+    """Refuse a loss that is not a number, or infinite where no loss scale will fall for it.
+
+    Raises: NonFiniteError.
+    """
+    if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
+        return
+    name = "not a number" if math.isnan(loss) else "infinite"
+    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {saved}. {CURES}")
+
+
+class UndoneForward(Callback):
+    """A callback that puts back what the forward of a skipped step did to buffers, such as those of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._step, self._skipped = 0, torch.zeros(())
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._buffers = list(pl_module.buffers())
+        self._step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._before = [buffer.clone() for buffer in self._buffers]
+            self._skipped = _skipped_steps(trainer)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        # On the device: to look at it would wait.
+        is_skipped = _skipped_steps(trainer) > self._skipped
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(torch.where(is_skipped.to(buffer.device), before, buffer))
+
+
+class LowerRates(Callback):
+    """A callback that multiplies every learning rate of a run by a factor, once for each time that it went back.
+
+    A checkpoint holds the rates as they are, and how often the run had gone back by then.
+
+    factor: of one time. rewinds: how often; never less than the checkpoint has that the run goes on from.
+    """
+
+    def __init__(self, *, factor: float, rewinds: int) -> None:
+        super().__init__()
+        self.factor, self.rewinds = factor, rewinds
+        self._done = 0
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        self._done = checkpoint.get(REWINDS, 0)
+        self.rewinds = max(self.rewinds, self._done)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        checkpoint[REWINDS] = self.rewinds
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        factor, self._done = self.factor ** (self.rewinds - self._done), self.rewinds
+        if factor == 1.0:
+            return
+        for optimizer in each_optimizer(trainer.optimizers):
+            for group in optimizer.param_groups:
+                group.update({key: group[key] * factor for key in RATES_OF_GROUPS if key in group})
+        for config in trainer.lr_scheduler_configs:
+            config.scheduler.load_state_dict(_lowered(config.scheduler.state_dict(), factor))
+
+
+def _lowered(state: State, factor: float) -> State:
+    """Return a schedule's state with lower rates, those of schedules in it included."""
+    changed: State = {key: [rate * factor for rate in state[key]] for key in RATES_OF_SCHEDULES if key in state}
+    if NESTED in state:
+        changed[NESTED] = [_lowered(one, factor) for one in state[NESTED]]
+    return {**state, **changed}
+
+
+def _skipped_steps(trainer: Trainer) -> Tensor:
+    precision = trainer.precision_plugin
+    assert isinstance(precision, RunPrecision)
+    return torch.as_tensor(precision.skipped_steps)
+
+
+def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what may hold a number that is not finite: a sum is finite only where all its terms are.
+
+    One read of each tensor, and one wait for each device.
+    """
+    held: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        values = _values(tensor)
+        if values.numel() and not values.is_meta:
+            held.setdefault(values.device, []).append((name, values))
+    for entries in held.values():
+        sums = torch.stack([values.sum().to(torch.float32) for _, values in entries]).tolist()
+        yield from (entry for entry, total in zip(entries, sums, strict=True) if not math.isfinite(total))
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor that lie in this rank, as real ones; none of a tensor of whole numbers."""
+    values = local(tensor.detach())
+    if values.is_sparse:
+        values = values.coalesce().values()
+    if values.is_complex():
+        return torch.view_as_real(values)
+    if not values.is_floating_point():
+        return values.new_empty(0)
+    return values if values.dtype.itemsize > 1 else values.float()
+
+
+def _kinds(tensor: Tensor) -> Kinds:
+    values = _values(tensor)
+    found = {"nan": values.isnan(), "infinity": values == math.inf, "-infinity": values == -math.inf}
+    return frozenset(kind for kind, places in found.items() if places.any())

@@ -1,0 +1,239 @@
+"""No number that is not finite comes into a checkpoint, and no run that has one ends well."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from exp.data.data import Data
+from exp.data.in_memory import Tensors
+from exp.engine.checkpoint import read_checkpoint
+from exp.engine.checkpointing import POSITION
+from exp.errors import NonFiniteError
+from exp.nested import tensors_in
+from exp.precision.plugin import build_precision
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")
+
+
+class Spoils(nn.Module):
+    """Gives its input back, with a gradient that is nan at the chosen training call; the loss stays finite."""
+
+    def __init__(self, *calls: int) -> None:
+        super().__init__()
+        self.calls, self.count = set(calls), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.count += 1
+            if self.count in self.calls:
+                x = x + torch.sqrt((x - x.detach()).abs())
+        return x
+
+
+class Masked(nn.Module):
+    """Has a mask with -inf in it by design, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("highest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def network(*calls: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), Spoils(*calls), nn.Linear(8, 2), Masked())
+
+
+def saved(directory: Path) -> dict[str, int]:
+    """The step of each checkpoint; all of their numbers are finite but those of the mask."""
+    found = {}
+    for path in (directory / "checkpoints").glob("*.ckpt"):
+        state = read_checkpoint(path)
+        for part in ("state_dict", "current_model_state"):
+            for name, value in state.get(part, {}).items():
+                assert name.endswith(".mask") or value.isfinite().all(), (path, name)
+        assert all(value.isfinite().all() for value in tensors_in(state["optimizer_states"]))
+        found[path.name] = state[POSITION]["step"]
+    return found
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "every step": {"every_n_steps": 1},
+    "each epoch": {"every_n_steps": None},
+    "average": {"every_n_steps": 2, "callbacks": ("ema",)},
+    "accumulation": {"every_n_steps": 1, "accumulate_grad_batches": 2},
+    "its own loop": {"every_n_steps": 1, "steps_per_execution": 1},
+    "bf16": {"every_n_steps": 1, "word": "bf16"},
+    "by the training's loss": {"every_n_steps": None, "limit_val_batches": 0, "monitor": "loss/train"},
+    "nothing is saved": {"every_n_steps": None, "saves": False},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("call", [1, 5, 7, 14])
+def test_a_run_with_a_gradient_that_is_nan_fails_and_its_checkpoints_are_good(
+    tmp_path: Path, small_run: ModuleType, setting: str, call: int
+) -> None:
+    """14 is the last batch of the run, 7 that of an epoch."""
+    settings = dict(SETTINGS[setting])
+    monitor, saves = settings.pop("monitor", "loss/val"), settings.pop("saves", True)
+    small = small_run.Small(tmp_path, model=network(call), max_epochs=2, log_every_n_steps=100, **settings)
+    small.checkpointing.monitor = monitor
+    small.checkpointing.is_saving_last = small.checkpointing.is_saving_best = saves
+    with pytest.raises(NonFiniteError) as caught:
+        small.fit()
+    message, window = str(caught.value), settings.get("accumulate_grad_batches", 1)
+    spoilt = -(-((call - 1) % 7 + 1) // window) + (call > 7) * -(-7 // window)
+    steps = saved(tmp_path)
+    assert all(step < spoilt for step in steps.values())
+    if "last.ckpt" in steps:
+        assert f"checkpoints/last.ckpt is of step {steps['last.ckpt']}, and good" in message
+    elif not steps:
+        assert "no checkpoint was saved before it" in message
+    if setting == "every step":
+        assert f"not finite after step {spoilt}: 0.weight, 0.bias" in message
+        assert steps.get("last.ckpt", 0) == spoilt - 1
+
+
+def test_what_a_buffer_holds_by_design_is_no_fault_and_anything_else_is(tmp_path: Path, small_run: ModuleType) -> None:
+    small = small_run.Small(tmp_path / "well", model=network(), max_epochs=1, every_n_steps=1)
+    small.fit()
+    assert saved(tmp_path / "well")["last.ckpt"] == 7
+    assert read_checkpoint(small.last)["state_dict"]["network.5.mask"][1] == -math.inf
+
+    class Breaks(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask[0] = math.inf
+            return x
+
+    broken = nn.Sequential(nn.Linear(6, 2), Breaks())
+    with pytest.raises(NonFiniteError, match=r"after step 2: 1\.mask\. Nothing of it is saved"):
+        small_run.Small(tmp_path / "ill", model=broken, max_epochs=1, every_n_steps=2).fit()
+    assert saved(tmp_path / "ill") == {}
+
+
+def test_an_optimizers_state_is_looked_at_too(tmp_path: Path, small_run: ModuleType) -> None:
+    def spoil() -> None:
+        next(iter(small.trainer.optimizers[0].state.values()))["exp_avg_sq"].fill_(math.inf)
+
+    small = small_run.Small(
+        tmp_path, model=network(), max_epochs=1, callbacks=(small_run.At("on_train_epoch_end", 1, spoil),)
+    )
+    with pytest.raises(NonFiniteError, match="after step 7: the optimizer's state"):
+        small.fit()
+    assert saved(tmp_path) == {"last.ckpt": 4}
+
+
+def test_ranks_fail_together(tmp_path: Path, elsewhere: Any) -> None:
+    ranks = elsewhere.ranks(tmp_path, 2, plain_network=True, every_n_steps=1, spoilt_rank=1, max_epochs=1)
+    assert [elsewhere.end(rank) for rank in ranks] == [1, 1]
+    for rank in range(2):
+        assert "not finite after step 3" in (tmp_path / f"result.{rank}.json").read_text()
+    assert saved(tmp_path) == {"last.ckpt": 2}
+
+
+# --- skip ---
+
+
+def kill() -> None:
+    raise KeyError
+
+
+def by_hand(steps: int, skipped: int) -> list[Tensor]:
+    """The weights behind so many steps of AdamW on a line, one of them left out."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    for step in range(1, steps + 1):
+        if step == skipped:
+            continue
+        optimizer.zero_grad()
+        (weight * weight).sum().backward()
+        optimizer.step()
+    return [weight.detach()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skipped", [1, 3])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(fused: bool, skipped: int) -> None:
+    precision = build_precision("fp32", device_type="cpu", skips=True)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        loss = (weight * weight).sum()
+        precision.scale(loss * math.nan if step == skipped else loss).backward()
+        precision.unscale(optimizer)
+        precision.step(optimizer)
+        precision.update()
+        assert precision.skipped(optimizer) == (step == skipped)
+    torch.testing.assert_close([weight.detach()], by_hand(5, skipped), rtol=1e-6, atol=0)
+    assert float(precision.skipped_steps) == 1.0
+    assert not precision.is_scaled
+
+
+@pytest.mark.parametrize("word", ["fp32", "bf16", "bf16_true", "fp16_true", "fp64", "fp16"])
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}, {"steps_per_execution": 1}, {"phases": True}])
+def test_a_run_skips_such_steps_and_shows_how_many(
+    tmp_path: Path, small_run: ModuleType, word: str, more: dict[str, Any]
+) -> None:
+    """The data is spoilt, too: neither the loss of that step nor a batch norm's statistics are kept."""
+    if "phases" in more and word != "fp32":
+        pytest.skip("phases step by the same plug-in")
+    inputs, targets = small_run.samples()
+    inputs[0] = math.nan
+    data = Data(
+        dataset=Tensors(entries=(inputs, targets), num_classes=2),
+        batch_size=16,
+        parts={"train": 1.0, "val": 0, "test": 0},
+    )
+    small = small_run.Small(tmp_path, word=word, non_finite="skip", data=data, max_epochs=2, **more)
+    small.fit()
+    skipped = small.recording.latest["precision/skipped_steps"]
+    # One step of each epoch; of phases each optimizer of it, and of fp16 those that look for a scale.
+    assert skipped == 2 or (2 <= skipped <= 6 and (word == "fp16" or "phases" in more))
+    assert saved(tmp_path)["last.ckpt"] == small.trainer.global_step
+    assert math.isfinite(small.recording.metrics["loss/train"])
+    assert (
+        small.recording.latest["precision/skipped_steps"]
+        == small.values.seen["precision/skipped_steps", small.trainer.global_step]
+    )
+
+
+def test_a_skipped_run_goes_on_exactly(tmp_path: Path, small_run: ModuleType) -> None:
+    def run(name: str, *calls: int, **settings: Any) -> Any:
+        model = network(*calls)
+        return small_run.Small(
+            tmp_path / name, model=model, non_finite="skip", every_n_steps=1, max_epochs=2, **settings
+        )
+
+    whole = run("whole", 3, 11)
+    whole.fit()
+    first = run("first", 3, 11, callbacks=(small_run.At("on_train_batch_end", 6, kill),))
+    with pytest.raises(KeyError):
+        first.fit()
+    second = run("second", 11 - 5)
+    second.fit(resume=first.last)
+    torch.testing.assert_close(second.weights(), whole.weights(), rtol=0, atol=0)
+    assert second.recording.latest["precision/skipped_steps"] == 2.0
+
+
+def test_ranks_skip_together(tmp_path: Path, elsewhere: Any) -> None:
+    settings = {"plain_network": True, "every_n_steps": 1, "max_epochs": 1, "non_finite": "skip", "spoilt_gradient": 1}
+    ranks = elsewhere.ranks(tmp_path, 2, **settings)
+    assert [elsewhere.end(rank) for rank in ranks] == [0, 0]
+    weights = [torch.load(tmp_path / f"weights.{rank}.pt") for rank in range(2)]
+    assert all(tensor.isfinite().all() for tensor in weights[0].values())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    values = [json.loads(line) for line in (tmp_path / "values.0.jsonl").read_text().splitlines()]
+    assert [value for tag, _, value in values if tag == "precision/skipped_steps"][-1] == 1.0

@@ -32,6 +32,7 @@ from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
+from exp.loggers.run_logger import outlive
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
@@ -137,7 +138,7 @@ def _trainer(
         **{**arguments, "enable_progress_bar": False},
         **{**placed, "plugins": [*placed["plugins"], precision, AtomicCheckpointIO()]},
         callbacks=[*callbacks, *shown],
-        logger=list(loggers.values()),
+        logger=[outlive(logger, name=f"logger.{name}") for name, logger in loggers.items()],
         # Lightning's own checkpoints only where the user's callbacks ask for them.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),

@@ -42,6 +42,7 @@ class Report:
     tags: the config's, by which runs are found again.
     parent: of a run of exp.fork {run, step, checkpoint, changed}, as in provenance.json; else None.
     error: None, or {type, message}.
+    not_written: {what, error} of what the run went on without: the screen, the log, a logger, a picture.
     """
 
     status: Status
@@ -62,6 +63,7 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     parent: Mapping[str, Any] | None = None
     error: Mapping[str, str] | None = None
+    not_written: Sequence[Mapping[str, str]] = ()
 
     @property
     def monitored(self) -> float:
@@ -83,6 +85,8 @@ class Ongoing:
         self._started = time.monotonic()
         _forget_peak_memory()
         self.directory = directory
+        # The run's log fills it.
+        self.not_written: list[dict[str, str]] = []
         self._overrides = list(overrides)
         self._facts = {
             "directory": str(directory),
@@ -116,6 +120,7 @@ class Ongoing:
             status=status,
             wall_seconds=time.monotonic() - self._started,
             error=told,
+            not_written=self.not_written,
             **self._facts,
             **({} if parts is None else _progress(parts)),
         )
@@ -205,9 +210,12 @@ def write_end(report: Report, loggers: Sequence[Logger]) -> None:
     from exp.loggers.run_logger import RunLogger
 
     write_report(report)
+    told = len(report.not_written)
     for logger in loggers:
         if isinstance(logger, RunLogger):
             logger.end(report.status)
+    if len(report.not_written) > told:
+        write_report(report)
 
 
 def write_bad_end(
@@ -271,6 +279,8 @@ def as_markdown(report: Report) -> str:
     lines = [f"# {report.status}: {Path(report.directory).name}", "", *(f"- {name}: {value}" for name, value in facts)]
     if report.error:
         lines += ["", f"**{report.error['type']}**", "", "```", report.error["message"], "```"]
+    if report.not_written:
+        lines += ["", "Not written:", "", *(f"- {entry['what']}: {entry['error']}" for entry in report.not_written)]
     if report.metrics:
         lines += ["", "| metric | last value |", "|---|---|"]
         lines += [f"| {tag} | {value:.6g} |" for tag, value in sorted(report.metrics.items())]

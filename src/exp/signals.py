@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,18 +56,6 @@ def heeding(
                 signal.signal(signum, held)
 
 
-def leave_closed_terminal() -> None:
-    """Let what is still printed fall away where the terminal is gone: a write to it fails, and would end the run."""
-    for descriptor in (1, 2):
-        try:
-            termios.tcgetattr(descriptor)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
-
-
 class SignalFlag:
     """Handlers that remember the first signal, and let the second one end the process.
 
@@ -99,7 +85,6 @@ class SignalFlag:
                 signal.signal(signum, handler)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
-        leave_closed_terminal()
         if self.received is None:
             self.received = signum
             for other in self._before:
@@ -127,7 +112,6 @@ def interrupting() -> Iterator[None]:
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        leave_closed_terminal()
         raise Interrupted(signum=signum, checkpoint=None)
 
     # A rank has handlers of its own.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, exit_status
+from exp.output import outliving_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -37,7 +38,9 @@ def _command(argv: Sequence[str]) -> int:
         answer_question(arguments)
         return 0
     _refuse_ranks()
-    return _sweep(arguments) if arguments.multirun else _run(arguments)
+    # What a run says is no reason to end it, whoever has stopped reading.
+    with outliving_output():
+        return _sweep(arguments) if arguments.multirun else _run(arguments)
 
 
 def _refuse_ranks() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import sys
 import time
@@ -15,8 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import Recording
+from exp.errors import Interrupted
+from exp.output import NotWritten, lost_streams, outliving_output, tell_not_written, words_of
 from exp.secrets import redacted
-from exp.signals import leave_closed_terminal
 from exp.strategies.rank import Rank
 
 # Lightning's loggers print to the screen by themselves.
@@ -24,32 +24,42 @@ CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
 
 
 @contextmanager
-def run_log(directory: Path | str, *, rank: Rank) -> Iterator[Path]:
+def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, str]] | None = None) -> Iterator[Path]:
     """Send what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
 
     On the screen stay warnings and errors of exp's own, of rank 0. Everything is put back at the end.
+
+    not_written: takes {what, error} of what the run goes on without: the screen, the log, a logger, a picture.
     """
+    entries = [] if not_written is None else not_written
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
-    file = _LogFile(path, encoding="utf-8", delay=True)
+    file = _LogFile(path, entries)
     file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     screen = _ScreenHandler(logging.WARNING if rank.is_first else logging.CRITICAL)
+    collector = NotWritten(entries)
     root, own = logging.getLogger(), logging.getLogger("exp")
     chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
     level = own.level
     try:
         root.addHandler(file)
         own.addHandler(screen)
+        own.addHandler(collector)
         own.setLevel(logging.INFO)
         for logger, _, _ in chatty:
             logger.handlers, logger.propagate = [], True
         logging.captureWarnings(True)
-        yield path
+        with outliving_output():
+            for stream in lost_streams():
+                assert stream.lost is not None
+                tell_not_written(stream.name, stream.lost)
+            yield path
     finally:
         logging.captureWarnings(False)
         for logger, handlers, propagate in chatty:
             logger.handlers, logger.propagate = handlers, propagate
         own.setLevel(level)
         own.removeHandler(screen)
+        own.removeHandler(collector)
         root.removeHandler(file)
         file.close()
 
@@ -62,13 +72,20 @@ class _Formatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log that ends, with one line on the screen, where the disk is full: a run does not fail for its log."""
+    """A log that ends, with one line on the screen, where it cannot be written: a run does not fail for its log."""
 
-    _has_ended = False
+    def __init__(self, path: Path, not_written: list[dict[str, str]]) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+        self._not_written = not_written
+        self._has_ended = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._has_ended:
+        if self._has_ended:
+            return
+        try:
             super().emit(record)
+        except OSError as error:  # of the file's first line, with which it is opened
+            self._end(error)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -86,6 +103,7 @@ class _LogFile(logging.FileHandler):
     def _end(self, error: OSError) -> None:
         if not self._has_ended:
             self._has_ended = True
+            self._not_written.append({"what": Path(self.baseFilename).name, "error": words_of(error)})
             print(f"{self.baseFilename} ends here: {error.strerror or error}", file=sys.stderr)
 
 
@@ -306,10 +324,8 @@ class Progress(Callback):
             return
         try:
             getattr(self.display, action)(*view)
-        except OSError as error:
-            # A terminal that was closed: writes to it fail until the signal comes that ends the run, or for good.
-            if error.errno != errno.EIO:
-                raise
+        except Interrupted:
+            raise  # a signal came while it was drawn
+        except Exception as error:
             self.display = None
-            leave_closed_terminal()
-            log.info("the terminal is gone: the rest of the run is shown here alone")
+            tell_not_written("the progress display", error)

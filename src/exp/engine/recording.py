@@ -30,11 +30,12 @@ from exp.engine.module import TrainingModule
 from exp.engine.non_finite import refuse_lost
 from exp.engine.overhead import lighten
 from exp.engine.step_hooks import Found, StepHooks
-from exp.errors import RunError
+from exp.errors import Interrupted, RunError
 from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import each_optimizer, rate_names
+from exp.output import tell_not_written
 from exp.precision.plugin import RunPrecision
 from exp.types import Batch, Stage
 
@@ -73,6 +74,7 @@ class Recording(Callback):
         self._index = self._first = 0
         # The optimizer step at which each stage was written last.
         self._stages: dict[Stage, int] = {}
+        self._undrawn: set[str] = set()
         self._start_window()
 
     def _start_window(self) -> None:
@@ -238,11 +240,26 @@ class Recording(Callback):
         """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
-            shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
+            shown = self._drawn(panels) if panels else {}
             for logger in self._trainer.loggers:
                 logger.log_metrics(values, index)
                 if shown and isinstance(logger, RunLogger):
                     logger.log_panels(shown, index)
+
+    def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
+        """Draw panels; one that cannot be drawn is told once, and is no reason to end the run."""
+        shown = {}
+        for tag, panel in panels.items():
+            if tag in self._undrawn:
+                continue
+            try:
+                shown[tag] = panel.drawn()
+            except Interrupted:
+                raise  # a signal came while it was drawn
+            except Exception as error:
+                self._undrawn.add(tag)
+                tell_not_written(f"the picture {tag}", error)
+        return shown
 
     # --- epochs ---
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 from exp.errors import Interrupted
 from exp.launch.failure import UNWRITABLE, Failure, failure_of, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
+from exp.output import outliving_output
 from exp.signals import SUPERVISED, heed
 from exp.strategies.process_group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
@@ -34,18 +35,19 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
     DTensor).
     """
     status = 1
-    try:
-        if PARENT in os.environ:
-            end_with_parent(int(os.environ[PARENT]))
-        status = _status_of(body)
-        if status == 0:
-            # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
-            atexit._run_exitfuncs()
-    finally:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    with outliving_output():
+        try:
+            if PARENT in os.environ:
+                end_with_parent(int(os.environ[PARENT]))
+            status = _status_of(body)
+            if status == 0:
+                # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
+                atexit._run_exitfuncs()
+        finally:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
 
 def _status_of(body: Callable[[Rank], None]) -> int:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from exp.launch.failure import Failure, Kind, death, first_cause, read_failure
 from exp.launch.spawn import RankProcess
-from exp.signals import heeding, leave_closed_terminal
+from exp.signals import heeding
 
 POLL_SECONDS = 0.05
 # Neighbours of a failed rank get so long to say what they saw, and so long after SIGTERM to leave.
@@ -29,7 +29,6 @@ def collected_signals() -> Iterator[list[int]]:
     received: list[int] = []
 
     def collect(signum: int, frame: FrameType | None) -> None:
-        leave_closed_terminal()
         received.append(signum)
 
     with heeding(collect):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -15,10 +16,11 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from exp.config.freeze import read_overrides
-from exp.errors import RunError
+from exp.errors import Interrupted, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
 from exp.models.forward_trace import ForwardTrace
+from exp.output import tell_not_written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,42 @@ class RunLogger(Logger):
     @abstractmethod
     def end(self, status: str) -> None:
         """The run is over: completed, failed or interrupted."""
+
+
+# What the engine and Lightning ask of a logger.
+ASKED = ("describe", "log_metrics", "log_panels", "log_hyperparams", "purge", "save", "finalize", "end")
+
+
+def outlive(logger: Logger, *, name: str) -> Logger:
+    """Let a run go on where this logger fails: that is told once, and nothing is asked of it any more.
+
+    A store that does not answer would cost minutes at every write, and a full disk stays full.
+
+    name: as in the config, `logger.tensorboard`.
+    """
+    has_failed = False
+
+    def outlived(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal has_failed
+            if has_failed:
+                return None
+            try:
+                return method(*arguments, **named)
+            except Interrupted:
+                raise  # a signal came while it wrote
+            except Exception as error:
+                has_failed = True
+                tell_not_written(name, error)
+                return None
+
+        return call
+
+    for method in ASKED:
+        if hasattr(logger, method):
+            setattr(logger, method, outlived(getattr(logger, method)))
+    return logger
 
 
 class Notes:

@@ -1,0 +1,138 @@
+"""What a run says and draws is no reason to end it: where that cannot be written, it goes on, and tells so once."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+log = logging.getLogger(__name__)
+
+# The attribute of a record of the log that says what could not be written.
+NOT_WRITTEN = "not_written"
+
+
+def tell_not_written(what: str, error: BaseException) -> None:
+    """Say in the log that something of a run cannot be written from now on; `NotWritten` keeps it for the report."""
+    entry = {"what": what, "error": words_of(error)}
+    # A traceback is for train.log, where the error is not the system's.
+    traceback = None if isinstance(error, OSError) else error
+    log.warning(
+        "%s: %s. The run goes on without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
+    )
+
+
+def words_of(error: BaseException) -> str:
+    """Return what an error says in one line: the system's own words, and the path where it has one."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    said = str(error).strip().splitlines()
+    return said[0] if said else type(error).__name__
+
+
+class NotWritten(logging.Handler):
+    """Collects what `tell_not_written` says, for the report.
+
+    entries: {what, error} of each.
+    """
+
+    def __init__(self, entries: list[dict[str, str]]) -> None:
+        super().__init__()
+        self.entries = entries
+
+    def emit(self, record: logging.LogRecord) -> None:
+        entry = vars(record).get(NOT_WRITTEN)
+        if entry is not None:
+            self.entries.append(entry)
+
+
+class Outlived:
+    """A text stream whose writes do not fail: behind the first that would, nothing is written any more.
+
+    A reader that has left (`| head -1`), a full disk, a terminal that was closed, a stream that was closed before
+    the process began.
+
+    name: for people. lost: why it is written to no longer; None while it is.
+    """
+
+    def __init__(self, stream: TextIO, name: str, *, lost: OSError | None = None) -> None:
+        self._stream, self.name, self.lost = stream, name, lost
+
+    def write(self, text: str) -> int:
+        if self.lost is None:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding
+                return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            except OSError as error:
+                self._lose(error)
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        if self.lost is None:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        self.lost = error
+        # What waits in the stream, what C prints, and what Python flushes at its end fall away.
+        with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self._stream.fileno())
+            finally:
+                os.close(nowhere)
+        tell_not_written(self.name, error)
+
+
+@contextmanager
+def outliving_output() -> Iterator[None]:
+    """Let standard output and error be outlived by what runs within; within another such context it does nothing."""
+    before = sys.stdout, sys.stderr
+    _occupy_descriptors()
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        sys.stdout = _outlived(sys.stdout, "standard output", nowhere)
+        sys.stderr = _outlived(sys.stderr, "standard error", nowhere)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def lost_streams() -> list[Outlived]:
+    """Return those of standard output and error that are written to no longer."""
+    streams = (cast(object, stream) for stream in (sys.stdout, sys.stderr))
+    return [stream for stream in streams if isinstance(stream, Outlived) and stream.lost is not None]
+
+
+def _outlived(stream: TextIO | None, name: str, nowhere: TextIO) -> TextIO:
+    if isinstance(stream, Outlived):
+        return cast(TextIO, stream)
+    if stream is not None:
+        return cast(TextIO, Outlived(stream, name))
+    # Closed by whoever started this process (`>&-`).
+    closed = OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return cast(TextIO, Outlived(nowhere, name, lost=closed))
+
+
+def _occupy_descriptors() -> None:
+    """Open what was closed of 0, 1 and 2: else the next file has that number, and what others print is in it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free

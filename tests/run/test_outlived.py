@@ -1,0 +1,198 @@
+"""A run goes on without what it says and draws, and tells once of each place that could not be written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers.logger import Logger
+
+import exp
+from exp.engine.console import Lines
+from exp.hooks.panels import Histogram
+from exp.loggers.metrics_csv import CsvLogger
+from exp.output import Outlived, lost_streams, outliving_output
+from exp.report import as_markdown, read_report
+from exp.tensorboard.event_file import EventFile
+
+SMALL = ("debug=one_batch", "test=false")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def once(word: int = errno.ENOSPC) -> Any:
+    """A function that fails as a full disk would."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(word, os.strerror(word))
+
+    return fail
+
+
+# --- standard output ---
+
+
+def test_a_stream_that_cannot_be_written_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        stream = Outlived(full, "standard output")
+        print("a", file=stream, flush=True)
+        assert stream.lost is not None
+        assert stream.lost.errno == errno.ENOSPC
+        print("b", file=stream, flush=True)
+        os.write(full.fileno(), b"what C prints falls away, too")
+    assert caplog.messages == ["standard output: No space left on device. The run goes on without it"]
+
+
+def test_a_letter_that_a_stream_has_not_is_written_otherwise() -> None:
+    raw = io.BytesIO()
+    stream = Outlived(io.TextIOWrapper(raw, encoding="ascii"), "standard output")
+    print("précis", file=stream, flush=True)
+    assert raw.getvalue() == b"pr\\xe9cis\n"
+
+
+def test_streams_that_are_closed_are_as_those_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with outliving_output():
+        print("nobody reads this", flush=True)
+        assert [stream.name for stream in lost_streams()] == ["standard output"]
+    assert sys.stdout is None
+
+
+REDIRECTIONS = {"pipe": "| head -1 > first", "full": "> /dev/full", "closed": ">&-", "both": "> /dev/full 2>&1"}
+
+
+def test_a_run_outlives_its_reader(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m exp.train trainer.max_epochs=2 name={{}} trainer.limit_train_batches=3"
+    started = {
+        name: subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", f"{command.format(name)} {redirection}"], stderr=subprocess.PIPE, text=True
+        )
+        for name, redirection in REDIRECTIONS.items()
+    }
+    for name, process in started.items():
+        said = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        (directory,) = tmp_path.glob(f"outputs/{name}/*/*")
+        report = read_report(directory)
+        assert report.status == "completed"
+        assert (directory / "checkpoints" / "last.ckpt").is_file()
+        log = (directory / "train.log").read_text()
+        expected = {
+            "full": "No space left on device",
+            "both": "No space left on device",
+            "closed": "Bad file descriptor",
+        }
+        if name in expected:
+            assert {"what": "standard output", "error": expected[name]} in report.not_written
+            assert log.count("standard output: ") == 1
+
+
+# --- loggers, pictures, lines ---
+
+
+class Unreachable(Logger):
+    """A store whose network is gone."""
+
+    name, version, calls = "store", "", 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        Unreachable.calls += 1
+        raise ConnectionError(errno.ENETUNREACH, "Network is unreachable")
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def in_a_run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[exp.Report, str]:
+    report = exp.fit(exp.compose([*SMALL, *overrides]))
+    assert report.status == "completed"
+    directory = Path(report.directory)
+    assert json.loads((directory / "report.json").read_text())["not_written"] == list(report.not_written)
+    return report, (directory / "train.log").read_text()
+
+
+@pytest.mark.parametrize("word", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT])
+def test_an_event_file_that_cannot_be_written_is_told_once(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    monkeypatch.setattr(EventFile, "_append", once(word))
+    report, log = in_a_run(monkeypatch, "trainer.log_every_n_steps=1")
+    (entry,) = report.not_written
+    assert entry["what"] == "logger.tensorboard"
+    assert os.strerror(word) in entry["error"]
+    assert log.count("The run goes on without it") == 1
+    assert f"- logger.tensorboard: {entry['error']}" in as_markdown(report)
+    assert report.metrics["loss/train"] > 0
+
+
+def test_a_table_and_a_store_fail_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CsvLogger, "_append", once())
+    monkeypatch.setitem(sys.modules, "unreachable", sys.modules[__name__])
+    monkeypatch.setattr(Unreachable, "__module__", "unreachable")
+    Unreachable.calls = 0
+    report, log = in_a_run(
+        monkeypatch, "+logger=csv", "+logger.store={_target_: unreachable.Unreachable}", "security.allow=[unreachable]"
+    )
+    told = {entry["what"]: entry["error"] for entry in report.not_written}
+    assert told.keys() == {"logger.csv", "logger.store"}
+    assert "No space left on device" in told["logger.csv"]
+    assert told["logger.store"] == "Network is unreachable"
+    assert Unreachable.calls == 1
+    assert log.count("The run goes on without it") == 2
+    assert list(Path(report.directory).glob("tensorboard/events*"))
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_once_for_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(self: Histogram) -> Histogram:
+        raise ValueError("no font")
+
+    monkeypatch.setattr(Histogram, "drawn", drawn)
+    report, log = in_a_run(
+        monkeypatch, "hooks.gradients.histogram_every_n_steps=1", "trainer.max_epochs=2", "trainer.log_every_n_steps=1"
+    )
+    told = [entry["what"] for entry in report.not_written]
+    assert told
+    assert len(told) == len(set(told))
+    assert all(what.startswith("the picture gradients/") for what in told)
+    assert "ValueError: no font" in log  # where it came from is in the log
+
+
+def test_lines_and_the_log_are_no_reason_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lines, "milestone", once(errno.EIO))
+    report, _ = in_a_run(monkeypatch)
+    assert list(report.not_written) == [{"what": "the progress display", "error": "Input/output error"}]
+
+
+# --- what a run does end for ---
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from exp.engine import checkpoint
+
+    own, calls = checkpoint.torch.save, []
+
+    def save(state: Any, file: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        own(state, file)
+
+    monkeypatch.setattr(checkpoint.torch, "save", save)
+    with pytest.raises(exp.RunError) as caught:
+        exp.fit(exp.compose(["trainer.max_epochs=2", "trainer.limit_train_batches=4", "checkpoint.every_n_steps=1"]))
+    message = str(caught.value)
+    assert "checkpoints/last.ckpt: Disk quota exceeded" in message
+    (directory,) = Path.cwd().glob("outputs/train/*/*")
+    state = checkpoint.read_checkpoint(directory / "checkpoints" / "last.ckpt")
+    assert state["global_step"] == 1
+    assert read_report(directory).status == "failed"
+    assert not list((directory / "checkpoints").glob(".*"))

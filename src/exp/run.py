@@ -102,8 +102,8 @@ def run(
     if resume is None and is_again:
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
-    told = run_log(directory, rank=rank, not_written=ongoing.not_written)
-    with told, _alive(directory, rank), interrupting():
+    logged = run_log(directory, rank=rank, not_written=ongoing.not_written)
+    with logged, _alive(directory, rank), interrupting():
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)

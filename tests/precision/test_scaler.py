@@ -325,7 +325,8 @@ def test_only_a_schedule_of_steps_asks_whether_a_step_was_skipped(
         "trainer.max_steps=-1", "trainer.limit_train_batches=1",
     )  # fmt: skip
     built.trainer.fit(built.module, datamodule=built.data)
-    assert questions == [False] * asked
+    # And once what looks on at the first steps.
+    assert questions == [False] * (asked + 1)
     rates = [group["lr"] for group in built.trainer.optimizers[0].param_groups]
     assert built.trainer.global_step == 3
     assert built.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3, rates

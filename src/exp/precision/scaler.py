@@ -172,7 +172,7 @@ class ScaleWatch:
     cure: what is said where the skips do not end.
     """
 
-    def __init__(self, cure: str) -> None:
+    def __init__(self, cure: str = CURE) -> None:
         self._cure = cure
         self._seen: tuple[int, float] | None = None
         self._row = 0

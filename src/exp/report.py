@@ -194,7 +194,7 @@ def read_report(directory: Path | str) -> Report:
     plain = json.loads(path.read_text(encoding="utf-8"))
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
     plain["tags"] = tuple(plain["tags"])
-    plain["not_written"] = tuple(plain["not_written"])
+    plain["not_written"] = tuple(plain.get("not_written", ()))  # which an older one has not
     return Report(**plain)
 
 

@@ -14,7 +14,6 @@ from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import NonFiniteError
-from exp.launch.launcher import launch
 from exp.report import read_report
 from exp.strategies.rank import ALONE
 
@@ -116,10 +115,8 @@ def test_it_ends_where_lower_rates_do_not_help(tmp_path: Path) -> None:
 
 
 def test_ranks_go_back_together(tmp_path: Path) -> None:
-    decided = plan(resolve(exp.compose([*SHORT, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"])))
-    directory = freeze(decided.resolved.config)
-    launch(directory, placement=decided.placement)
-    report = read_report(directory)
+    report = exp.fit(exp.compose([*SHORT, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]))
+    directory = tmp_path / "one"
     assert report.status == "completed"
     assert report.world_size == 2
     assert "with its learning rates times 0.5" in log_of(directory)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import exp
+from exp.check.shapes import double_backward_faults, examine_shapes
 from exp.errors import ConfigError
+from exp.models.forward_trace import ForwardTrace
+from exp.objectives.objective import Objective
+from exp.objectives.penalties import R1
+from exp.objectives.terms import CrossEntropy
+from exp.types import DataSpec
 
 
 @pytest.mark.parametrize(
@@ -41,3 +51,64 @@ def test_a_term_that_cannot_have_what_it_needs(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         exp.validate(exp.compose(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["objective.cross_entropy.loss={_target_: torch.nn.TripletMarginLoss}"],
+            r"objective\.cross_entropy\.loss: TripletMarginLoss, which takes \(anchor, positive, negative\); expected "
+            r"a loss that is called with \(output, target\)\. Let a term of your own",
+        ),
+        (
+            ["data=diabetes", "objective=[]", "+objective={own: {_target_: torch.nn.GaussianNLLLoss}}"],
+            r"objective\.own: GaussianNLLLoss, which takes \(input, target, var\)",
+        ),
+        (
+            ["+objective.more={_target_: torch.nn.CTCLoss}"],
+            r"objective\.more: CTCLoss, which takes \(log_probs, targets",
+        ),
+    ],
+)
+def test_a_loss_that_is_called_with_something_else(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        exp.validate(exp.compose(words))
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Once.apply(x)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_backward_that_cannot_be_differentiated_again(place: int) -> None:
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(64, 16), nn.Linear(16, 10)]
+    layers.insert(place, Squared())
+    spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
+
+    def trace(objective: Objective) -> ForwardTrace:
+        found = examine_shapes(
+            network_factory=lambda: nn.Sequential(*layers).to("meta"), spec=spec, objective=objective
+        )
+        return found.traces[None]
+
+    plain, penalised = Objective({"ce": CrossEntropy()}), Objective({"ce": CrossEntropy(), "r1": R1()})
+    assert list(double_backward_faults(trace(plain), plain)) == []
+    (fault,) = double_backward_faults(trace(penalised), penalised)
+    assert fault.key == f"model.{place}"
+    assert fault.got == "Squared, whose backward is marked once_differentiable, under objective.r1"
+    layers[place] = nn.ReLU()
+    assert list(double_backward_faults(trace(penalised), penalised)) == []

@@ -364,7 +364,7 @@ class _Draft:
         self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module
     ) -> None:
         from exp.check.runtime_switches import switch_faults
-        from exp.check.shapes import term_faults
+        from exp.check.shapes import double_backward_faults, objectives_by_forward, term_faults
         from exp.precision.keep import keep_faults
         from exp.precision.words import WORDS
 
@@ -375,6 +375,9 @@ class _Draft:
             self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
             self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
             self.faults += term_faults(objective, network, DataSpec.of(self.plain["data"]), word=precision["word"])
+        for forward, part in objectives_by_forward(self.phases, objective).items():
+            if forward in seen.traces:
+                self.faults += double_backward_faults(seen.traces[forward], part)
         planned = self._planned(objective, seen, network)
         if planned is not None and not _touched(known, ("runtime", "trainer")):
             self.faults += switch_faults(planned)

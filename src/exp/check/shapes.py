@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,11 @@ from exp.models.forward_trace import Call, ForwardTrace, Recorder
 from exp.models.inference import LAZY_CLASSES, example_inputs, materialise
 from exp.models.matching import FEATURE_NORMS
 from exp.models.syntax import ProgramError
+from exp.nested import tensors_in
 from exp.objectives.loss_inputs import ELEMENTWISE
 from exp.objectives.objective import Objective, Term
 from exp.objectives.penalties import R1, JacobianNorm
+from exp.objectives.term import AbstractTerm
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.optim.phase import Phase
 from exp.precision.words import WORDS
@@ -86,6 +89,8 @@ def examine_shapes(
             terms = objectives_by_forward(phases, objective)
         named = [name for name in terms if name is not None and name in forward_names(network)]
         inputs = example_inputs(spec, device="meta")
+        if objective is not None and objective.differentiated_twice:
+            inputs = tuple(one.requires_grad_(one.is_floating_point()) for one in inputs)
         handles = [
             module.register_forward_pre_hook(_refuse_integers)
             for module in network.modules()
@@ -336,6 +341,8 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
     """
     known = [name for name, _ in network.named_modules() if name]
     for name, term in objective.terms.items():
+        if (fault := _call_fault(name, term, objective)) is not None:
+            yield fault
         for part in term.parts:
             if part and part not in known:
                 yield Fault(
@@ -358,3 +365,61 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
                 expected="step, or a precision with float32 parameters",
                 cure=f"Write precision={WORDS[word].mixed_word.name}",
             )
+
+
+def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | None:
+    """The fault of a loss, or of a term of one's own, that cannot be called as the step calls it."""
+    called: nn.Module = term
+    given, key = ["values", "batch"], f"objective.{name}"
+    if isinstance(term, Term):
+        called, given, key = term.loss, ["output", "target"], objective.loss_keys[name]
+    if objective.needs_of(name):
+        given.append("passes")
+    signature = inspect.signature(called.forward)
+    try:
+        signature.bind(*given)
+    except TypeError:
+        return Fault(
+            key=key,
+            got=f"{type(called).__name__}, which takes ({', '.join(signature.parameters)})",
+            expected=f"a loss that is called with ({', '.join(given)})",
+            cure="Let a term of your own find other values by name (AbstractTerm, docs/objectives.md)",
+        )
+    return None
+
+
+def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterator[Fault]:
+    """The fault of a layer whose backward cannot be differentiated, where a term differentiates it."""
+    terms = objective.differentiated_twice
+    if not terms or not _is_once_differentiable(trace, trace.output):
+        return
+    # A layer returns before what holds it.
+    call = next(call for call in trace.calls if _is_once_differentiable(trace, call.output))
+    path = Recorder().path_of(trace.network, call.module)
+    yield Fault(
+        key=config_key(trace.network, path),
+        got=f"{type(call.module).__name__}, whose backward is marked once_differentiable, under objective.{terms[0]}",
+        expected="a backward that can be differentiated: this term's value is a gradient",
+        cure=f"Write the backward in torch's functions without the mark, or leave objective.{terms[0]} out",
+    )
+
+
+def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
+    """Whether a gradient of the output, with respect to inputs and parameters, refuses to be differentiated."""
+    sources = [one for one in (*trace.inputs, *trace.network.parameters()) if one.requires_grad]
+    ends = [one for one in tensors_in(output) if one.requires_grad and one.is_floating_point()]
+    if not ends or not sources:
+        return False
+    # torch refuses where the gradient that comes in has one itself; behind a plain sum it is wrong in silence (2.13).
+    given = [torch.ones_like(one, requires_grad=True) for one in ends]
+    try:
+        found = torch.autograd.grad(ends, sources, given, create_graph=True, allow_unused=True)
+        slopes = [one.sum() for one in found if one is not None and one.requires_grad]
+        if slopes:
+            torch.autograd.backward(slopes, retain_graph=True)
+    except (RuntimeError, NotImplementedError) as error:  # of others, which no numbers may cause, the run knows more
+        return "once_differentiable" in str(error)
+    finally:
+        for one in sources:
+            one.grad = None
+    return False

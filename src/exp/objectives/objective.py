@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from exp.errors import RunError
 from exp.functions.at_least_float32 import summing_dtype
 from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
-from exp.objectives.term import AbstractTerm, needs_of
+from exp.objectives.term import TWICE, AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.spelling import nearest
 from exp.types import Batch
@@ -103,20 +103,33 @@ class Objective(nn.Module):
             raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
         # A plain mapping, for an nn.ModuleDict refuses names such as `update` and is slow to read; the list registers.
         self.terms = {name: term if isinstance(term, AbstractTerm) else Term(loss=term) for name, term in terms.items()}
+        # Where the losses stand in the config: a bare one is the term's whole node.
+        self.loss_keys = {
+            name: f"objective.{name}.loss" if terms[name] is term else f"objective.{name}"
+            for name, term in self.terms.items()
+        }
         self._needs = {name: _needs(term, key=f"objective.{name}") for name, term in self.terms.items()}
         self.needs = frozenset().union(*self._needs.values())
         for name, term in self.terms.items():
             if isinstance(term, Term) and (fault := reduction_fault(term.loss)):
-                key = f"objective.{name}.loss.reduction" if terms[name] is term else f"objective.{name}.reduction"
                 raise RunError(
-                    f"{key}: {fault}; it must be 'mean', for each sample counts once. Take the line out, or scale the "
-                    f"term with objective.{name}.weight"
+                    f"{self.loss_keys[name]}.reduction: {fault}; it must be 'mean', for each sample counts once. Take "
+                    f"the line out, or scale the term with objective.{name}.weight"
                 )
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
         # By what the weighed terms of the last call divided, over all ranks.
         self._divisors: dict[str, Tensor] = {}
         self._output = next((term.output for term in self.terms.values() if isinstance(term, Term)), None)
+
+    def needs_of(self, name: str) -> frozenset[str]:
+        """What a term needs, and its loss."""
+        return self._needs[name]
+
+    @property
+    def differentiated_twice(self) -> list[str]:
+        """Names of the terms whose value is a gradient, which is differentiated again."""
+        return [name for name, needs in self._needs.items() if needs & TWICE]
 
     @property
     def weighed(self) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def test_a_line_with_its_cure(notes: Any, settings: dict[str, Any], message: str
         {"schedule": functools.partial(LambdaLR, lr_lambda=lambda done: min(1.0, done * 1e-9 if done < 3 else 1.0))},
         {"schedule": functools.partial(StepLR, step_size=1), "interval": "epoch"},
     ],
-    ids=str,
+    ids=["plain", "bf16", "fp16", "phases", "accumulated", "ignored", "warmup", "cosine", "from_zero", "by_epoch"],
 )
 def test_a_healthy_run_says_nothing(notes: Any, settings: dict[str, Any]) -> None:
     assert notes(**settings) == []

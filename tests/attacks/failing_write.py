@@ -1,0 +1,108 @@
+"""`python -m exp.train` in which one write fails: the one that FAIL_AT counts, with the errno FAIL_WITH.
+
+Every write is one of: opening a file for writing, writing to it, making it last, renaming it into its place, making a
+directory. Where FAIL_AT is 0 none fails. WRITES names a file that gets a line for each, the failing one marked.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+real_open, real_write = open, os.write
+
+
+class Counter:
+    """Which write this is, over all kinds; fails one of them."""
+
+    def __init__(self, *, at: int, error: int, record: int, below: str) -> None:
+        self.at, self.error, self.record, self.below, self.count = at, error, record, below, 0
+
+    def __call__(self, kind: str, path: Any) -> None:
+        name = os.path.abspath(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+        if isinstance(path, int):
+            name = os.readlink(f"/proc/self/fd/{path}")
+        if not name.startswith(self.below + os.sep) or os.path.basename(name).startswith(".std"):
+            return
+        self.count += 1
+        fails = self.count == self.at
+        real_write(self.record, f"{kind}\t{name}\t{'fails' if fails else ''}\n".encode())
+        if fails:
+            # As the system says it: a write knows no path.
+            raise OSError(self.error, os.strerror(self.error), *([] if isinstance(path, int) else [os.fsdecode(path)]))
+
+
+class File:
+    """A file whose first writes are counted, and a few of the many more that a checkpoint has."""
+
+    def __init__(self, file: Any, counter: Counter) -> None:
+        self._file, self._counter, self._writes = file, counter, 0
+
+    def write(self, content: Any) -> Any:
+        self._writes += 1
+        if self._writes <= 2 or self._writes % 40 == 0:
+            self._counter("write", self._file.fileno())
+        return self._file.write(content)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> File:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def __iter__(self) -> Any:
+        return iter(self._file)
+
+
+def install(counter: Counter) -> None:
+    def opened(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if not set(mode) & set("wax+") or isinstance(file, int):
+            return real_open(file, mode, *rest, **named)
+        counter("open", file)
+        return File(real_open(file, mode, *rest, **named), counter)
+
+    def counted(kind: str, function: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            counter(kind, arguments[place])
+            return function(*arguments, **named)
+
+        return call
+
+    def descriptor(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            counter("open", path)
+        return real_descriptor(path, flags, *rest, **named)
+
+    real_descriptor = os.open
+    builtins.open = io.open = opened
+    os.open = descriptor
+    os.write = counted("write", os.write)
+    os.fsync = counted("sync", os.fsync)
+    os.replace = counted("rename", os.replace, 1)
+    os.rename = counted("rename", os.rename, 1)
+    os.mkdir = counted("mkdir", os.mkdir)
+
+
+def main(arguments: list[str]) -> int:
+    from exp import train
+
+    record = os.open(os.environ["WRITES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    error = getattr(errno, os.environ["FAIL_WITH"])
+    install(Counter(at=int(os.environ["FAIL_AT"]), error=error, record=record, below=str(Path.cwd())))
+    return train.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -59,18 +59,30 @@ def load_env_file(configs: Iterable[Path], *, overrides: Sequence[str] = ()) -> 
 @functools.cache
 def _load(path: Path, _changed: int, configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     try:
-        from dotenv import dotenv_values
-        from dotenv.parser import parse_stream
+        values, faults = read_env_file(path, configs=configs, overrides=overrides)
     except ImportError:
         print("exp: .env is not read, python-dotenv is missing: pip install 'exp-framework[env]'", file=sys.stderr)
         return
-    text = _text(path)
-    faults = list(_faults(parse_stream(io.StringIO(text)), configs, overrides))
     if faults:
         raise ConfigError(faults)
-    for name, value in dotenv_values(stream=io.StringIO(text)).items():
+    for name, value in values.items():
         if name not in os.environ and value is not None:
             os.environ[name] = value
+
+
+def read_env_file(
+    path: Path, *, configs: Sequence[Path], overrides: Sequence[str] = ()
+) -> tuple[dict[str, str | None], list[Fault]]:
+    """The variables of a .env, of which none is set, and its faults; see load_env_file.
+
+    Raises: ImportError without python-dotenv; ConfigError where the file is no text.
+    """
+    from dotenv import dotenv_values
+    from dotenv.parser import parse_stream
+
+    text = _text(path)
+    faults = list(_faults(parse_stream(io.StringIO(text)), configs, overrides))
+    return dotenv_values(stream=io.StringIO(text)), faults
 
 
 def _text(path: Path) -> str:

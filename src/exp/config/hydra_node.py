@@ -72,41 +72,48 @@ def _file_faults(layer: Layer, config: DictConfig) -> Iterator[Fault]:
     """Settings of Hydra's in a file that would do nothing, or run code before the check; exp's own files have some."""
     if layer.file is None or layer.file.is_relative_to(OWN_CONF):
         return
-    content, own = read_yaml(layer.file), read_yaml(OWN_CONF / "train.yaml")
-    source = shown(layer.file)
-    package = split("" if layer.package == "_global_" else layer.package)
-    # A user's own primary config begins as a copy of exp's.
-    known = dict(_settings(own, ()))
-    told = set()
-    for key, value in _settings(content, package):
-        fault = None if key in known and known[key] == value else hydra_key_fault(key, lambda _: [], sweep=False)
-        key = ".".join(key.split(".")[:3])
-        if fault is not None and key not in told:
-            told.add(key)
-            yield replace(fault, key=key, source=source)
-    for group, choice in _chosen_groups(content):
-        if (group, choice) in _chosen_groups(own):
-            continue
-        if group not in USED_GROUPS:
-            yield replace(_fault(group, "a group that exp does not use", among(USED_GROUPS)), source=source)
-        elif config.hydra.runtime.choices[group] != choice:
+    content, source = read_yaml(layer.file), shown(layer.file)
+    faults = unused_settings(content, split("" if layer.package == "_global_" else layer.package))
+    for group, choice in chosen_groups(content):
+        if group in USED_GROUPS and config.hydra.runtime.choices[group] != choice:
             got = f"{choice}, which the choice of the primary config or of the command line overrules"
             cure = f"Write {group}={choice} on the command line"
-            yield replace(_fault(group, got, "a choice that takes effect", cure), source=source)
+            faults.append(_fault(group, got, "a choice that takes effect", cure))
+    yield from (replace(fault, source=source) for fault in faults)
 
 
-def _settings(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
+    """What a file sets of Hydra's own, and chooses of its groups, beyond what exp reads, and what exp's own files say.
+
+    package: where the file is merged.
+    """
+    own = read_yaml(OWN_CONF / "train.yaml")
+    # A user's own primary config begins as a copy of exp's.
+    known = dict(settings_of(own, ()))
+    faults: dict[str, Fault] = {}
+    for key, value in settings_of(content, package):
+        fault = None if key in known and known[key] == value else hydra_key_fault(key, lambda _: [], sweep=False)
+        if fault is not None:
+            short = ".".join(key.split(".")[:3])
+            faults.setdefault(short, replace(fault, key=short))
+    for group, choice in chosen_groups(content):
+        if group not in USED_GROUPS and (group, choice) not in chosen_groups(own):
+            faults[group] = _fault(group, f"{choice}: a group that exp does not use", among(USED_GROUPS))
+    return list(faults.values())
+
+
+def settings_of(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Every dotted key below hydra that a file sets, with its value; lists are values."""
     key = ".".join(package)
     if isinstance(content, dict) and content:
         for name, value in content.items():
             if package or name == "hydra":
-                yield from _settings(value, (*package, str(name)))
+                yield from settings_of(value, (*package, str(name)))
     elif package and package[0] == "hydra" and len(package) > 1:
         yield key, content
 
 
-def _chosen_groups(content: Any) -> list[tuple[str, Any]]:
+def chosen_groups(content: Any) -> list[tuple[str, Any]]:
     """Hydra's own groups that a defaults list chooses from, and the choices."""
     defaults = content.get("defaults") if isinstance(content, dict) else None
     entries = [entry for entry in defaults if isinstance(entry, dict)] if isinstance(defaults, list) else []

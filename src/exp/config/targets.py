@@ -126,6 +126,21 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
         raise TargetError(
             target=str(dotted), got=repr(dotted), expected="the dotted name of a class, such as torch.nn.Linear"
         )
+    top = dotted.partition(".")[0]
+    home = _listed_home(dotted, allow=allow)
+    if home is None and top not in closed_packages() and stands_beside_conf(top):
+        home = top
+    if home is None:
+        raise _outside(dotted)
+    return home
+
+
+def is_listed(dotted: Any, *, allow: Sequence[str]) -> bool:
+    """Whether a name lies in the allowed packages, wherever this process stands. Nothing is imported."""
+    return isinstance(dotted, str) and NAME.fullmatch(dotted) is not None and bool(_listed_home(dotted, allow=allow))
+
+
+def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
     if dotted in LISTED_CLASSES:
         return LISTED_CLASSES[dotted]
     # From the right, so that the narrowest listed package that holds the name decides.
@@ -136,9 +151,7 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
             return LISTED[package]
         if package in allow:
             return package
-    if parts[0] in plugin_packages() or (parts[0] not in closed_packages() and stands_beside_conf(parts[0])):
-        return parts[0]
-    raise _outside(dotted)
+    return parts[0] if parts[0] in plugin_packages() else None
 
 
 def _import(module_name: str, dotted: str) -> Any:

@@ -1,0 +1,315 @@
+"""python -m exp.audit FILE_OR_DIR: what a config, a checkpoint or a folder from elsewhere would do.
+
+Says what it would import and call, read from the environment, and where it would write, and does none of it: YAML is
+read as text, a checkpoint by the operations of its pickle, git's settings as lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pickletools
+import re
+import stat
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from exp.errors import ConfigError, exit_status
+
+CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
+MAX_FILES = 20_000
+MAX_PICKLE_BYTES = 200_000_000
+SKIPPED = (".git", "__pycache__", ".venv", "node_modules")
+UNKNOWN_NAME = "a name that cannot be told"
+CONFIGS = (".yaml", ".yml")
+PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
+# What torch.load(weights_only=True), by which exp reads, builds tensors and plain values from.
+TENSORS = re.compile(
+    r"torch\.(\w+Storage|Size|device|Tensor|u?int\d+|float\w*|bfloat16|double|half|bool|complex\d+|q\w+|long|short)"
+    r"|torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state|sparse_tensor|qtensor"
+    r"|meta_tensor_no_storage|wrapper_subclass|nested_tensor|device_tensor_from_numpy)"
+    r"|torch\._tensor\._rebuild_from_type_v2|torch\.nn\.parameter\.(Parameter|Buffer)|torch\.serialization\._get_layout"
+    r"|torch\.storage\.(Untyped|Typed)Storage|collections\.(OrderedDict|Counter|defaultdict)|_codecs\.encode"
+    r"|(builtins|__builtin__)\.(set|frozenset|bytearray|int|float|complex|str|bytes|list|dict|tuple|bool|slice|range)"
+)
+# Of git's settings, the last words of those that name a program, or a file with more of them.
+GIT_PROGRAMS = re.compile(
+    r"fsmonitor|pager|editor|sshcommand|gitproxy|askpass|hookspath|alternaterefscommand|external|textconv|command|clean"
+    r"|smudge|process|helper|program|uploadpack|receivepack|packobjectshook|vcs|path|cmd|worktree"
+    r"|driver|proxy|attributesfile"
+)
+# What Python imports of the folder where `python -m exp.train` starts, before exp can leave it out.
+BEFORE_EXP = ("exp", "importlib", "runpy", "pkgutil", "__future__", "types", "warnings", "contextlib", "collections")
+
+Kind = Literal["calls", "allows", "reads", "path", "hydra", "env", "git", "imports", "unreadable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that would be done. where: the file, and the key or line in it; is_outside: more than exp allows."""
+
+    kind: Kind
+    what: str
+    where: str
+    is_outside: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what was found, what is outside the allow list first.
+
+    Returns: 0 where nothing is outside, 1 where something is, 2 where something cannot be read.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv), fault=UNREADABLE)
+
+
+def _command(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m exp.audit", description=__doc__)
+    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a YAML file, a checkpoint, a folder of them")
+    parser.add_argument("--json", action="store_true", help="a list of {kind, what, where, is_outside}")
+    parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow would")
+    arguments = parser.parse_args(argv)
+    found = audit(arguments.path, allow=arguments.allow)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        print(_text(found, arguments.path))
+    if any(finding.kind == "unreadable" for finding in found):
+        return UNREADABLE
+    return OUTSIDE if any(finding.is_outside for finding in found) else CLEAN
+
+
+def audit(path: Path, *, allow: Sequence[str] = ()) -> list[Finding]:
+    """Everything that is found in a file, or in a folder at any depth; links are not followed."""
+    if not path.exists():
+        return [Finding(kind="unreadable", what="there is no such file or folder", where=str(path), is_outside=True)]
+    root = path if path.is_dir() else path.parent
+    files = _files(path) if path.is_dir() else [path]
+    found = [finding for file in files for finding in _of_file(file, root=root, allow=allow)]
+    if path.is_dir():
+        found += _of_folder(path)
+    if len(files) >= MAX_FILES:
+        found.append(Finding(kind="unreadable", what=f"more than {MAX_FILES} files", where=str(path), is_outside=True))
+    return sorted(dict.fromkeys(found), key=lambda finding: not finding.is_outside)
+
+
+def _files(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED)
+        found += [Path(place, name) for name in sorted(names)]
+        if len(found) >= MAX_FILES:
+            return found[:MAX_FILES]
+    return found
+
+
+def _of_file(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Finding]:
+    where = str(path)
+    if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+        yield Finding(kind="path", what=f"a link to {os.readlink(path)}", where=where, is_outside=True)
+        return
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            yield Finding(kind="path", what="a pipe, a socket or a device", where=where, is_outside=True)
+        elif path.suffix in CONFIGS:
+            yield from _of_yaml(path, root=root, allow=allow)
+        elif path.name == ".env":
+            yield from _of_env(path, root=root)
+        elif path.suffix in PICKLES or path.name == ".metadata":
+            yield from _of_pickle(path)
+    except (OSError, ValueError, zipfile.BadZipFile, IndexError) as error:
+        yield Finding(kind="unreadable", what=str(error) or type(error).__name__, where=where, is_outside=True)
+    except ConfigError as error:
+        for fault in error.faults:
+            what = f"{fault.got}; expected {fault.expected}"
+            yield Finding(kind="unreadable", what=what, where=where, is_outside=True)
+
+
+def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Finding]:
+    from exp.config.env_file import READ
+    from exp.config.hydra_node import settings_of, unused_settings
+    from exp.config.reading import leaves
+    from exp.config.yaml_files import read_yaml, split
+    from exp.secrets import is_secret
+
+    content = read_yaml(path)
+    for key, value in leaves(content):
+        where, name = f"{path}, {key}", key.rpartition(".")[2]
+        if name == "_target_":
+            yield _target(value, where=where, root=root, allow=allow)
+        elif isinstance(value, str):
+            for variable in READ.findall(value):
+                yield Finding(kind="reads", what=variable, where=where, is_outside=is_secret(variable))
+            if "oc.env:${" in value.replace(" ", ""):
+                yield Finding(kind="reads", what=f"a variable by {value}", where=where, is_outside=True)
+            # A defaults list names groups, and those from the root with a slash.
+            if _leads_away(value) and not key.startswith("defaults."):
+                yield Finding(kind="path", what=value, where=where, is_outside=True)
+            for typed in re.findall(r"_target_\s*[=:]\s*['\"]?([\w.]+)", value):
+                yield _target(typed, where=where, root=root, allow=allow)
+        if key.endswith("security.allow") and isinstance(value, list) and set(map(str, value)) - set(allow):
+            yield Finding(kind="allows", what=", ".join(map(str, value)), where=where, is_outside=True)
+    header = re.match(r"\s*#\s*@package\s+(\S+)", path.read_text(encoding="utf-8")[:512])
+    package = split(header[1]) if header and header[1] != "_global_" else ()
+    for key, value in settings_of(content, package):
+        if key.startswith(("hydra.run.", "hydra.sweep.")):
+            yield Finding(kind="path", what=str(value), where=f"{path}, {key}", is_outside=_leads_away(str(value)))
+    for fault in unused_settings(content, package):
+        yield Finding(kind="hydra", what=f"{fault.key}: {fault.got}", where=str(path), is_outside=True)
+
+
+def _leads_away(text: str) -> bool:
+    """Whether a text is a path out of the working directory, or an address."""
+    parts = re.split(r"[/\\]", text)
+    is_address = re.match(r"[a-z][a-z0-9+.-]*:(//|:)", text, re.IGNORECASE) is not None
+    return is_address or ("\n" not in text and (text.startswith(("/", "~")) or ".." in parts))
+
+
+def _target(dotted: Any, *, where: str, root: Path, allow: Sequence[str]) -> Finding:
+    from exp.config.targets import is_listed
+
+    is_outside = not is_listed(dotted, allow=allow)
+    top = str(dotted).partition(".")[0]
+    own = next((path for path in (root / f"{top}.py", root / top, root.parent / f"{top}.py") if path.exists()), None)
+    what = str(dotted) if own is None or not is_outside else f"{dotted}, code of {own}"
+    return Finding(kind="calls", what=what, where=where, is_outside=is_outside)
+
+
+def _of_env(path: Path, *, root: Path) -> Iterator[Finding]:
+    from exp.config.env_file import read_env_file
+
+    values, faults = read_env_file(path, configs=[root])
+    for name in values:
+        yield Finding(kind="env", what=f"sets {name}", where=str(path), is_outside=False)
+    for fault in faults:
+        yield Finding(kind="env", what=f"{fault.key}: {fault.got}", where=fault.source or str(path), is_outside=True)
+
+
+def _of_pickle(path: Path) -> Iterator[Finding]:
+    """The names that a pickle would import: alone, in a zip of torch's or numpy's, or in an array of objects."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                where = f"{path}, {member.filename}"
+                if "/code/" in f"/{member.filename}" and member.filename.endswith(".py"):
+                    yield Finding(kind="calls", what="a program of TorchScript", where=where, is_outside=True)
+                if member.filename.endswith((".pkl", ".npy")) or path.suffix == ".npz":
+                    if member.file_size > MAX_PICKLE_BYTES:
+                        raise ValueError(f"{member.filename} would be {member.file_size} bytes")
+                    yield from _globals(archive.read(member), where=where)
+        return
+    if path.stat().st_size > MAX_PICKLE_BYTES:
+        raise ValueError(f"{path.stat().st_size} bytes that are no zip file")
+    yield from _globals(path.read_bytes(), where=str(path))
+
+
+def _globals(content: bytes, *, where: str) -> Iterator[Finding]:
+    if content.startswith(b"\x93NUMPY"):
+        start = content.index(b"\n") + 1
+        if b"'O'" not in content[:start] and b"|O" not in content[:start]:
+            return
+        content = content[start:]
+    for name in dict.fromkeys(_names(content)):
+        yield Finding(kind="calls", what=name, where=where, is_outside=TENSORS.fullmatch(name) is None)
+
+
+def _names(content: bytes) -> Iterator[str]:
+    """The names of all pickles that stand one after another; what comes behind them, tensors say, is not read.
+
+    Raises: ValueError where not even one can be read to its end.
+    """
+    file, count = io.BytesIO(content), 0
+    while file.tell() < len(content):
+        names: list[str] = []
+        try:
+            for name in _names_of_one(file):
+                names.append(name)
+        except (ValueError, struct.error, LookupError) as error:
+            if count > 0:
+                return
+            yield from names
+            raise ValueError(f"no pickle that can be read to its end: {error}") from error
+        yield from names
+        count += 1
+
+
+def _names_of_one(file: io.BytesIO) -> Iterator[str]:
+    """Follows names as texts on the stack; one that is put together otherwise cannot be told, and is said to be so."""
+    pushed: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for operation, argument, _ in pickletools.genops(file):
+        name = operation.name
+        if name in ("GLOBAL", "INST"):
+            yield str(argument).replace(" ", ".", 1)
+            pushed.append(None)
+        elif name == "STACK_GLOBAL":
+            parts = pushed[-2:]
+            yield ".".join(map(str, parts)) if [type(part) for part in parts] == [str, str] else UNKNOWN_NAME
+            pushed = [None]
+        elif name.startswith("EXT"):
+            yield f"{UNKNOWN_NAME}, extension {argument}"
+            pushed.append(None)
+        elif name == "MEMOIZE" or name.endswith("PUT"):
+            memo[len(memo) if name == "MEMOIZE" else argument] = pushed[-1]
+        elif name.endswith("GET"):
+            pushed.append(memo[argument])
+        elif name not in ("PROTO", "FRAME"):
+            # Whatever else it does to the stack, what lies on top is no text that could be told.
+            pushed.append(argument if "STRING" in name or "UNICODE" in name else None)
+        del pushed[:-2]
+
+
+def _of_folder(folder: Path) -> Iterator[Finding]:
+    """Files that Python would run, and what git would: exp asks git for nothing that runs a program."""
+    for name in BEFORE_EXP:
+        for place in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if place.exists():
+                yield Finding(kind="imports", what=f"{name}, by python -m from here", where=str(place), is_outside=True)
+    for parent, folders, names in os.walk(folder):
+        if ".git" in (*folders, *names):
+            yield from _of_git(Path(parent, ".git"))
+        folders[:] = [name for name in folders if name not in SKIPPED]
+
+
+def _of_git(git: Path) -> Iterator[Finding]:
+    if not git.is_dir():
+        what = f"another folder is the repository: {git.read_text(encoding='utf-8', errors='replace')[:200].strip()}"
+        yield Finding(kind="git", what=what, where=str(git), is_outside=True)
+        return
+    for file in (git / "config", git / "config.worktree", *git.glob("modules/**/config")):
+        if not file.is_file():
+            continue
+        section = ""
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            head = re.match(r"\s*\[([^\]\s]+)[^\]]*\](.*)", line)
+            section, line = (head[1].lower(), head[2]) if head else (section, line)
+            key, _, value = (part.strip() for part in line.partition("="))
+            word = key.lower()
+            is_program = GIT_PROGRAMS.fullmatch(word) is not None and value.lower() not in ("", "false", "true")
+            if is_program or (section == "alias" and value.startswith("!")) or "ext::" in value:
+                what = f"{section}.{key}={value}"
+                yield Finding(kind="git", what=what, where=f"{file}, line {number}", is_outside=True)
+    for hook in sorted((git / "hooks").glob("*")):
+        if hook.is_file() and os.access(hook, os.X_OK) and hook.suffix != ".sample":
+            yield Finding(kind="git", what=f"the hook {hook.name}", where=str(hook), is_outside=True)
+
+
+def _text(found: Sequence[Finding], path: Path) -> str:
+    outside = sum(finding.is_outside for finding in found)
+    lines = [f"{path}: {outside} outside of what exp allows, {len(found) - outside} inside; nothing was run"]
+    for finding in found:
+        mark = "OUTSIDE" if finding.is_outside else ""
+        # Of others' making: a line stays a line.
+        what = finding.what.encode("unicode_escape").decode()[:200]
+        lines.append(f"  {mark:<8}{finding.kind:<11}{what}  [{finding.where.encode('unicode_escape').decode()}]")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What a folder from elsewhere would do is told without doing any of it."""
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import exp
+from exp.audit import audit, main
+from exp.check.plan import plan, resolve
+from exp.config.freeze import freeze
+from exp.config.search_path import OWN_CONF
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "got").mkdir()
+    yield tmp_path / "got"
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    def __init__(self, function=os.system, *arguments):
+        self.call = function, arguments or ("touch ran",)
+
+    def __reduce__(self):
+        return self.call
+
+
+def outside(path, **options):
+    return {(finding.kind, finding.what) for finding in audit(path, **options) if finding.is_outside}
+
+
+def yaml(place, text, name="e.yaml"):
+    (place / name).write_text(text)
+    return place / name
+
+
+def test_exps_own_configs_are_clean(capsys):
+    assert (
+        main([str(OWN_CONF)]) == 0
+        or [finding for finding in audit(OWN_CONF) if finding.is_outside and finding.kind != "hydra"] == []
+    )
+
+
+def test_a_clean_config_says_what_it_would_call_and_read(place, capsys):
+    file = yaml(place, "model: {_target_: torch.nn.Linear, in_features: 3}\ndata_dir: ${oc.env:EXP_DATA_DIR,data}\n")
+    assert main([str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(one["kind"], one["what"]) for one in found} == {("calls", "torch.nn.Linear"), ("reads", "EXP_DATA_DIR")}
+    assert found[0]["where"] == f"{file}, model._target_"
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("a: {_target_: os.system}", ("calls", "os.system")),
+        ("a: {b: [{c: {_target_: torch.load}}]}", ("calls", "torch.load")),
+        ("a: {_target_: '${b}'}", ("calls", "${b}")),
+        ("a: {_target_: [os.system]}", ("calls", "['os.system']")),
+        ("hydra: {sweeper: {params: {model._target_: os.system}}}", ("calls", "os.system")),
+        ("p: ['+callbacks.x._target_=os.system']", ("calls", "os.system")),
+        ("security: {allow: [subprocess]}", ("allows", "subprocess")),
+        ("a: '${oc.env:AWS_SECRET_ACCESS_KEY}'", ("reads", "AWS_SECRET_ACCESS_KEY")),
+        ("a: 'x${oc.decode:${oc.env:MY_TOKEN}}'", ("reads", "MY_TOKEN")),
+        ("a: '${oc.env:${which}}'", ("reads", "a variable by ${oc.env:${which}}")),
+        ("resume: /etc/passwd", ("path", "/etc/passwd")),
+        ("logger: {x: {save_dir: ../../up}}", ("path", "../../up")),
+        ("logger: {x: {uri: 'https://evil.example'}}", ("path", "https://evil.example")),
+        ("hydra: {searchpath: ['pkg://evil']}", ("path", "pkg://evil")),
+        ("hydra: {run: {dir: ../up}}", ("path", "../up")),
+        (
+            "hydra: {callbacks: {x: {_target_: torch.nn.Linear}}}",
+            ("hydra", "hydra.callbacks.x: a class that would run before the check"),
+        ),
+        (
+            "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}",
+            ("hydra", "hydra.job.env_set: a job changes no environment variables"),
+        ),
+        (
+            "defaults: [{override /hydra/job_logging: x}]",
+            ("hydra", "hydra/job_logging: x: a group that exp does not use"),
+        ),
+    ],
+)
+def test_what_a_config_asks_for_outside_is_told(place, text, finding, capsys):
+    file = yaml(place, text + "\n")
+    assert main([str(place)]) == 1
+    assert finding in outside(file)
+    assert "OUTSIDE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.system ['touch ran']", "a: [", "a: &a [*a]"])
+def test_yaml_that_cannot_be_read_is_told(place, text, capsys):
+    assert main([str(yaml(place, text))]) == 2
+
+
+def test_modules_of_the_folder_are_told_and_not_imported(place):
+    (place / "layers.py").write_text("open('ran', 'w')\n")
+    (place / "conf" / "model").mkdir(parents=True)
+    yaml(place / "conf" / "model", "_target_: layers.Net\n")
+    ((kind, what),) = outside(place)
+    assert (kind, what) == ("calls", f"layers.Net, code of {place / 'layers.py'}")
+    assert outside(place, allow=["layers"]) == set()
+
+
+PICKLED = {
+    "protocol 4": pickle.dumps(Evil(), protocol=4),
+    "protocol 2": pickle.dumps(Evil(), protocol=2),
+    "protocol 0": pickle.dumps(Evil(), protocol=0),
+    "behind a right one": pickle.dumps(1) + pickle.dumps(Evil()),
+    "through the memo": b"\x80\x04\x8c\x02os\x94\x8c\x06system\x940h\x00h\x01\x93\x8c\x09touch ran\x85R.",
+}
+
+
+@pytest.mark.parametrize("content", PICKLED.values(), ids=list(PICKLED))
+def test_a_pickle_is_read_and_not_run(place, content):
+    (place / "model.pt").write_bytes(content)
+    assert {what for _, what in outside(place)} & {"posix.system", "os.system"}
+
+
+def test_a_name_that_is_put_together_oddly_is_outside(place):
+    odd = b"\x80\x04\x8c\x02os\x8c\x04path0\x8c\x06system\x93\x8c\x09touch ran\x85R."
+    (place / "model.pkl").write_bytes(odd)
+    assert outside(place) == {("calls", "a name that cannot be told")}
+
+
+def test_checkpoints_of_torch_are_clean_and_foreign_names_in_them_are_not(place):
+    state = {"w": torch.nn.Linear(2, 2).state_dict(), "b": torch.zeros(2, dtype=torch.bfloat16), "n": {"a": [1]}}
+    torch.save(state, place / "right.ckpt")
+    torch.save(state, place / "old.pt", _use_new_zipfile_serialization=False)
+    np.save(place / "array.npy", np.zeros(3))
+    assert outside(place) == set()
+    assert main([str(place / "right.ckpt")]) == 0
+    torch.save({"state": Evil()}, place / "wrong.ckpt")
+    np.save(place / "objects.npy", np.array([Evil()], dtype=object), allow_pickle=True)
+    (place / ".metadata").write_bytes(pickle.dumps(Evil()))
+    found = {Path(finding.where.partition(",")[0]).name for finding in audit(place) if finding.is_outside}
+    assert found == {"wrong.ckpt", "objects.npy", ".metadata"}
+
+
+def test_a_run_directory_of_ones_own_is_clean(place):
+    directory = freeze(
+        plan(resolve(exp.compose(["data=wine", "model=mlp", "hydra.run.dir=outputs/r"]))).resolved.config
+    )
+    torch.save({"epoch": 1}, directory / "last.ckpt")
+    assert main([str(directory)]) == 0
+    config = directory / "config.yaml"
+    config.write_text(config.read_text().replace("torch.nn.Flatten", "torch.hub.load"))
+    assert ("calls", "torch.hub.load") in outside(directory)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told(place, capsys):
+    (place / "cut.ckpt").write_bytes(pickle.dumps(list(range(1000)))[:50])
+    with zipfile.ZipFile(place / "script.pt", "w") as archive:
+        archive.writestr("m/code/__torch__.py", "def forward(self): pass\n")
+    assert main([str(place)]) == 2
+    assert ("calls", "a program of TorchScript") in outside(place)
+
+
+def test_a_git_folder_a_dot_env_and_files_that_start_by_themselves_are_told(place):
+    hooks = place / "sub" / ".git" / "hooks"
+    hooks.mkdir(parents=True)
+    (place / "sub" / ".git" / "config").write_text(
+        '[core]\n\tfsmonitor = ./evil\n\tbare = false\n[filter "x"] clean = evil\n'
+        '[remote "o"]\n\turl = ext::sh -c evil\n'
+        "[alias]\n\tst = !evil\n[user]\n\tname = me\n[include]\n\tpath = more\n"
+    )
+    (hooks / "post-checkout").write_text("#!/bin/sh\n")
+    (hooks / "post-checkout").chmod(0o755)
+    (hooks / "pre-push.sample").write_text("")
+    (place / ".env").write_text("EXP_A=1\nLD_PRELOAD=x\n")
+    (place / "runpy.py").write_text("open('ran', 'w')\n")
+    os.mkfifo(place / "pipe.ckpt")
+    (place / "away.yaml").symlink_to("/etc/passwd")
+    found = outside(place)
+    assert {what for kind, what in found if kind == "git"} == {
+        "core.fsmonitor=./evil", "filter.clean=evil", "remote.url=ext::sh -c evil", "alias.st=!evil",
+        "include.path=more", "the hook post-checkout",
+    }  # fmt: skip
+    assert ("env", "LD_PRELOAD: a variable that steers processes") in found
+    assert ("imports", "runpy, by python -m from here") in found
+    assert {what for kind, what in found if kind == "path"} == {
+        "a pipe, a socket or a device", "a link to /etc/passwd"
+    }  # fmt: skip
+
+
+def test_lines_of_others_stay_lines(place, capsys):
+    yaml(place, 'a: {_target_: "x\\n  calls      torch.nn.Linear\\e[2J"}\n')
+    assert main([str(place)]) == 1
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_what_is_not_there_is_told(capsys):
+    assert main(["nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().out

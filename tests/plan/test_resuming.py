@@ -137,6 +137,10 @@ EDITS = {
         lambda held: (held.pop("exp_manifest"), held["state_dict"].pop("network.head.bias")),
         "where network.head.bias is not there",
     ),
+    "old_without_config": (
+        lambda held: (held.pop("exp_manifest"), held.update(exp_config="model: 3")),
+        "whose exp_config is 'model: 3'; expected the config of its run",
+    ),
     "newer_lightning": (
         lambda held: (held.pop("exp_manifest"), held.update({"pytorch-lightning_version": "99.0"})),
         "written with Lightning 99.0",

@@ -84,7 +84,11 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
     if MANIFEST not in checkpoint and (incomplete := _incomplete(checkpoint, path)):
         return Resuming(faults=(incomplete,))
     # A checkpoint of before there were phases had none.
-    before = _whole({"phases": {}, **yaml.safe_load(checkpoint[CONFIG])})
+    saved = _saved_config(checkpoint[CONFIG])
+    if saved is None:
+        got = f"{path}, whose {CONFIG} is {show(checkpoint[CONFIG])}"
+        return Resuming(faults=(Fault(key="resume", got=got, expected="the config of its run"),))
+    before = _whole({"phases": {}, **saved})
     config = _whole(config)
     faults = _other_values(before, config, "model", path)
     if config["train"]:
@@ -99,6 +103,16 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
     if MANIFEST not in checkpoint:
         notes += (f"{path} does not say what it held: an older exp wrote it, or somebody has changed it since",)
     return Resuming(faults=tuple(faults), notes=notes)
+
+
+def _saved_config(text: str) -> dict[str, Any] | None:
+    """The config in a checkpoint; None where it is none."""
+    try:
+        saved = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    nodes = ("model", "optimizer", "scheduler", "trainer")
+    return saved if isinstance(saved, dict) and all(isinstance(saved.get(node), dict) for node in nodes) else None
 
 
 def _incomplete(checkpoint: State, path: Path) -> Fault | None:

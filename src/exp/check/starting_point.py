@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from exp.config.freeze import COMPOSITION, read_overrides
+from exp.config.freeze import COMPOSITION
 from exp.engine.checkpoint import State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
 from exp.errors import ConfigError, Fault, RunError
@@ -55,7 +55,7 @@ def find_start(config: DictConfig) -> Found | None:
     runs = _runs(root)
     notes: list[str] = []
     if is_again:
-        found = _of_command(runs, list(composition.overrides), notes)
+        found = _of_command(runs, OmegaConf.to_yaml(composition.overrides, resolve=True), notes)
         if found is not None:
             return Found(path=found, notes=tuple(notes))
         if config.resume != AUTO:
@@ -95,14 +95,15 @@ def states_of(run: Path) -> Iterator[tuple[Path, State]]:
             yield path, state
 
 
-def _of_command(runs: Sequence[Path], overrides: Sequence[str], notes: list[str]) -> Path | None:
+def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path | None:
     """The newest checkpoint of the last runs that were started with these overrides and are not completed.
 
+    overrides: the text of their overrides.yaml.
     Of several: one that was killed before it saved anything may have gone on from the one before.
     """
     unfinished = []
     for run in sorted(runs, key=_begun, reverse=True):
-        if not (run / "overrides.yaml").is_file() or read_overrides(run) != list(overrides):
+        if not (run / "overrides.yaml").is_file() or (run / "overrides.yaml").read_bytes() != overrides.encode():
             continue
         if is_locked(run / "config.yaml"):
             notes.append(f"runtime.autoresume: {run} is still going on, and left alone")
@@ -120,7 +121,7 @@ def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) 
     """name: that its config must have."""
     for path in _newest_first(runs):
         state = _whole(path, notes)
-        if state is not None and name in (None, str(yaml.safe_load(state[CONFIG])["name"])):
+        if state is not None and name in (None, _name(state[CONFIG])):
             return path
     return None
 
@@ -154,6 +155,15 @@ def _runs(root: Path) -> list[Path]:
     return [path.parent for pattern in RUNS for path in root.glob(f"{pattern}/config.yaml")]
 
 
+def _name(config: str) -> str | None:
+    """The name in a checkpoint's config, which may come from anywhere."""
+    try:
+        content = yaml.safe_load(config)
+    except yaml.YAMLError:
+        return None
+    return str(content.get("name")) if isinstance(content, dict) else None
+
+
 def _begun(run: Path) -> int:
     return (run / "overrides.yaml").stat().st_mtime_ns if (run / "overrides.yaml").is_file() else 0
 
@@ -162,4 +172,7 @@ def _is_completed(run: Path) -> bool:
     report = run / "report.json"
     if not report.is_file():
         return False
-    return bool(json.loads(report.read_text(encoding="utf-8"))["status"] == "completed")
+    try:
+        return bool(json.loads(report.read_text(encoding="utf-8"))["status"] == "completed")
+    except (ValueError, KeyError, TypeError):  # no report of exp's
+        return False

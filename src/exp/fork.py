@@ -59,8 +59,8 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     """
     import yaml
 
+    from exp.check.continuation import changed_values, examine_resume
     from exp.check.plan import resolve
-    from exp.check.resume import changed_values, examine_resume
     from exp.check.stages import compose
     from exp.engine.checkpointing import CONFIG
     from exp.resume import merged
@@ -103,7 +103,7 @@ def _chosen(run: Path, step: int | None, *, allow: Sequence[str]) -> tuple[Path,
 
 def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[Fault]:
     """Values of the optimizer that cannot be put into its state."""
-    from exp.check.resume import INCIDENTAL
+    from exp.check.continuation import INCIDENTAL
 
     values = [key for key in changed if key.startswith("optimizer.")]
     if values and now["phases"]:

@@ -337,7 +337,7 @@ class _Draft:
 
     def look_at_the_checkpoint(self) -> None:
         """Whether a config that is right by itself goes with the checkpoint that it names."""
-        from exp.check.resume import examine_resume
+        from exp.check.continuation import examine_resume
 
         if self.faults or self.plain["resume"] is None:
             return

@@ -19,7 +19,7 @@ from exp.report import Ongoing, Report, find_report, write_bad_end
 MODULES = (
     "exp.run",
     "exp.check.compatibility",
-    "exp.check.resume",
+    "exp.check.continuation",
     "exp.check.runtime_switches",
     "exp.check.step_flops",
     "exp.data.digits",

@@ -65,6 +65,14 @@ class Term(AbstractTerm):
         is_by_number = isinstance(module, (*ELEMENTWISE, CrossEntropy, NLL)) and module.reduction == "mean"
         return float(target.numel()) if is_by_number else None
 
+    def weighed(
+        self, values: Values, batch: Batch | None = None, passes: Passes | None = None
+    ) -> tuple[Tensor, Tensor | float | None]:
+        if not self._is_by_weight:
+            return super().weighed(values, batch, passes)
+        module, output = self.loss, full(pick(values, self.output, "output"))
+        return counted_mean(cast(ByWeight, module), output, full(pick(values, self.target, "target")))
+
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
 
@@ -76,7 +84,7 @@ class Term(AbstractTerm):
         output = full(pick(values, self.output, "output"))
         target = match_target(module, output, full(pick(values, self.target, "target")))
         if self._is_by_weight:
-            return counted_mean(cast(ByWeight, module), output, target)
+            return counted_mean(cast(ByWeight, module), output, target)[0]
         loss: Tensor = module(output, target) if passes is None else module(output, target, passes)
         if loss.dim() != 0:
             raise RunError(
@@ -119,7 +127,7 @@ class Objective(nn.Module):
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
         # By what the weighed terms of the last call divided, over all ranks.
-        self._divisors: dict[str, Tensor] = {}
+        self._divisors: dict[str, Tensor | float] = {}
         self._output = next((term.output for term in self.terms.values() if isinstance(term, Term)), None)
 
     def needs_of(self, name: str) -> frozenset[str]:
@@ -199,9 +207,11 @@ class Objective(nn.Module):
         if passes is None and self.needs:
             raise RunError(f"the terms need {', '.join(sorted(self.needs))}; the objective was called without passes")
         for name, term in self.terms.items():
-            loss = term(values, batch, passes) if self._needs[name] else term(values, batch)
+            given = passes if self._needs[name] else None
             if name in self._weighed:
-                loss, self._divisors[name] = shared_mean(loss, term.divisor(values), batch)
+                loss, self._divisors[name] = shared_mean(*term.weighed(values, batch, given), batch)
+            else:
+                loss = term(values, batch) if given is None else term(values, batch, given)
             parts[name] = loss.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss
             total = weighted if total is None else total + weighted
@@ -231,25 +241,32 @@ def counts_by_weight(loss: nn.Module) -> bool:
     return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> Tensor:
-    """The loss over the targets that count, 0-d: torch's mean, and 0 instead of no number where none counts."""
-    loss.reduction = "sum"
+def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss over the targets that count, 0-d, and their weight: torch's mean, and 0 where none counts, not nan."""
+    # Past nn.Module, whose setting of an attribute costs as much as a small operator.
+    settings = vars(loss)
+    settings["reduction"] = "sum"
     try:
         total: Tensor = loss(output, target)
     finally:
-        loss.reduction = "mean"
-    weight = total_weight(loss, target).to(total.dtype)
-    return total / weight.where(weight > 0, 1.0)
+        settings["reduction"] = "mean"
+    weight = total_weight(loss, target)
+    # Above 0, or 0: then the sum is 0, too.
+    return total / weight.to(total.dtype).clamp_min(torch.finfo(torch.float32).tiny), weight
 
 
-def shared_mean(loss: Tensor, divisor: Tensor | float | None, batch: Batch | None) -> tuple[Tensor, Tensor]:
+def shared_mean(loss: Tensor, divisor: Tensor | float | None, batch: Batch | None) -> tuple[Tensor, Tensor | float]:
     """A rank's loss such that the mean over ranks, weighted by samples, is that of the batch; and the batch's divisor.
 
     One sum over the ranks, of one number. 0-d.
     """
-    held = torch.as_tensor(0.0 if divisor is None else divisor, device=loss.device).detach()
+    if divisor is None:
+        raise RunError("a term's divisor is None; expected a number, or a tensor 0-d: by what its mean divided")
+    if isinstance(divisor, Tensor) and divisor.requires_grad:
+        divisor = divisor.detach()
     if batch is None or batch.world_size == 1:
-        return loss, held
+        return loss, divisor
+    held = torch.as_tensor(divisor, dtype=summing_dtype(loss.device), device=loss.device)
     # A stand-in takes part in the sum, and adds nothing to it.
     whole = held.clone() if batch.size else torch.zeros_like(held)
     torch.distributed.all_reduce(whole)
@@ -268,7 +285,9 @@ def total_weight(loss: ByWeight, target: Tensor) -> Tensor:
         count = target.numel() // target.shape[1] if target.dim() > 1 else 1
         return torch.tensor(count, dtype=dtype, device=target.device)
     weights: Tensor | None = loss.class_weights if isinstance(loss, CrossEntropy | NLL) else loss.weight
+    if weights is not None and loss.ignore_index == NOTHING:
+        return weights[target].sum(dtype=dtype)
     counted = target != loss.ignore_index
     if weights is None:
-        return counted.sum().to(dtype)
+        return counted.sum(dtype=dtype)
     return torch.where(counted, weights[torch.where(counted, target, 0)], 0.0).sum(dtype=dtype)

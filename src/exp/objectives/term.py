@@ -55,6 +55,12 @@ class AbstractTerm(nn.Module, ABC):
         """
         return None
 
+    def weighed(
+        self, values: Values, batch: Batch | None = None, passes: Passes | None = None
+    ) -> tuple[Tensor, Tensor | float | None]:
+        """The loss and its divisor."""
+        return (self(values, batch) if passes is None else self(values, batch, passes)), self.divisor(values)
+
     @abstractmethod
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """The unweighted loss of this rank's share, 0-d, in float32 (float64 where the values are float64).

@@ -19,7 +19,7 @@ from exp.construct import (
     build_run_precision,
     construct,
 )
-from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.console import progress
 from exp.engine.datamodule import RunData
@@ -84,7 +84,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         monitor=plain["monitor"],
         mode=plain["mode"],
         config=plan.resolved.yaml,
-        **plain["checkpoint"],
+        **{key: value for key, value in plain["checkpoint"].items() if key != "async"},
     )
     own = build_entries(plain, "callbacks").values()
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
@@ -131,12 +131,13 @@ def _trainer(
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
     runtime = plan.plain["runtime"]
+    checkpoint_io = ThreadedCheckpointIO() if plan.plain["checkpoint"]["async"] else AtomicCheckpointIO()
     loggers = build_entries(plan.plain, "logger", directory=str(directory), save_dir=str(directory))
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)
     trainer = Trainer(
         **{**arguments, "enable_progress_bar": False},
-        **{**placed, "plugins": [*placed["plugins"], precision, AtomicCheckpointIO()]},
+        **{**placed, "plugins": [*placed["plugins"], precision, checkpoint_io]},
         callbacks=[*callbacks, *shown],
         logger=[outlive(logger, name=f"logger.{name}") for name, logger in loggers.items()],
         # Lightning's own checkpoints only where the user's callbacks ask for them.

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
-from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.datamodule import RunData
 from exp.engine.ema import ExponentialMovingAverage
@@ -158,6 +158,8 @@ class Small:
         store: str | None = None,
         steps_per_execution: int | None = None,
         non_finite: str = "stop",
+        saving: dict[str, Any] | None = None,
+        threaded: bool = False,
         **trainer: Any,
     ) -> None:
         self.directory = Path(directory)
@@ -193,7 +195,7 @@ class Small:
         self.data = RunData(data=data)
         skips = non_finite == "skip"
         self.recording = Recording(hooks=hooks, skips=skips)
-        self.checkpointing = Checkpointing(directory=directory, every_n_steps=every_n_steps)
+        self.checkpointing = Checkpointing(directory=directory, every_n_steps=every_n_steps, **(saving or {}))
         self.stopping = Stopping(limits=limits, checkpointing=self.checkpointing)
         self.values = Values(self.directory / f"values.{rank}.jsonl")
         own = Rank(global_rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, store=store)
@@ -207,7 +209,11 @@ class Small:
         strategy = DDP() if world_size > 1 else Single(name="single")
         arguments |= trainer_arguments(strategy, placement=placed, rank=own)
         precision = build_precision(word, device_type="cpu", enabled=word == "fp16", skips=skips)
-        arguments["plugins"] = [*arguments["plugins"], precision, AtomicCheckpointIO()]
+        arguments["plugins"] = [
+            *arguments["plugins"],
+            precision,
+            ThreadedCheckpointIO() if threaded else AtomicCheckpointIO(),
+        ]
         self.trainer = Trainer(
             **arguments,
             callbacks=[

@@ -85,7 +85,14 @@ SCHEMA: dict[str, Any] = {
             "enabled": bool | None,
         },
     },
-    "checkpoint": {"every_n_steps": Count | None, "save_best": bool, "save_last": bool},
+    "checkpoint": {
+        "every_n_steps": Count | None,
+        "every_n_minutes": Positive | None,
+        "keep": Count,
+        "async": bool,
+        "save_best": bool,
+        "save_last": bool,
+    },
     "runtime": {
         "threads": Processes | None,
         "deterministic": bool,

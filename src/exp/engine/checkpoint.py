@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -66,6 +69,96 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         Path(path).unlink(missing_ok=True)
+
+    def copy_checkpoint(self, source: Path, target: Path) -> None:
+        """Copy a file that was saved, whole or not at all."""
+        copy_checkpoint(source, target)
+
+    def settle(self) -> None:
+        """Return when everything that was asked for is done.
+
+        Raises: what went wrong with it.
+        """
+
+
+class ThreadedCheckpointIO(AtomicCheckpointIO):
+    """Writes in a thread, while the steps go on: one thing after the other, in the order in which it was asked for.
+
+    What is saved is copied to the host first. At most one checkpoint waits behind the one that is being written: the
+    next waits for its place. What went wrong is raised by the next call, and nothing is written behind it.
+    """
+
+    MOST = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+        self._pending: deque[Future[None]] = deque()
+        self._has_failed = False
+
+    def save_checkpoint(
+        self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
+    ) -> None:
+        require_plain(checkpoint)
+        while len(self._pending) >= self.MOST:
+            self._pending.popleft().result()
+        self._submit(super().save_checkpoint, on_host(checkpoint), path, storage_options)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self._submit(super().remove_checkpoint, path)
+
+    def copy_checkpoint(self, source: Path, target: Path) -> None:
+        self._submit(super().copy_checkpoint, source, target)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: str | torch.device | None = None,
+        weights_only: bool | None = None,
+    ) -> State:
+        self.settle()
+        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+    def settle(self) -> None:
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            if self._has_failed:
+                return  # else a copy of what was not written would take a good file's place
+            try:
+                work(*arguments)
+            except BaseException:
+                self._has_failed = True
+                raise
+
+        self._pending.append(self._thread.submit(run))
+
+
+def on_host(checkpoint: State) -> State:
+    """Copy a checkpoint to the host, with its mappings and lists: what is trained on changes nothing of it.
+
+    Tensors that are one, such as tied weights, are one in the copy.
+    """
+    known: dict[tuple[object, ...], Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+            if place not in known or not value.numel():
+                known[place] = value.detach().to("cpu", copy=True)
+            return known[place]
+        if isinstance(value, dict):
+            result = copy.copy(value)  # with the versions that a state dict carries
+            result.update((key, copied(item)) for key, item in value.items())
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(copied(item) for item in value)
+        return copy.copy(value) if isinstance(value, set) else value
+
+    result: State = copied(checkpoint)
+    return result
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> State:

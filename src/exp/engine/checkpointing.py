@@ -7,12 +7,19 @@ import logging
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.checkpoint import State, copy_checkpoint, read_checkpoint
+from exp.engine.checkpoint import (
+    AtomicCheckpointIO,
+    State,
+    ThreadedCheckpointIO,
+    copy_checkpoint,
+    read_checkpoint,
+)
 from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.engine.recording import EPOCH_LOSS
@@ -22,7 +29,7 @@ from exp.types import Batch, Mode
 
 log = logging.getLogger(__name__)
 
-POSITION, BEST, CONFIG = "exp_position", "exp_best", "exp_config"
+POSITION, BEST, KEPT, CONFIG = "exp_position", "exp_best", "exp_kept", "exp_config"
 
 
 class Checkpointing(Callback):
@@ -32,7 +39,9 @@ class Checkpointing(Callback):
     validation behind it and its callbacks are all done, so that the state is one that a run passes through.
 
     directory: the run directory.
-    every_n_steps: optimizer steps between two last.ckpt within an epoch; None is at the end of each epoch only.
+    every_n_steps, every_n_minutes: optimizer steps, or time, between two last.ckpt within an epoch; None for both is at
+        the end of each epoch only. The time is rank 0's.
+    keep: how many of the best are kept: best.ckpt, and with more than one best-<step>.ckpt of each.
     save_last, save_best: whether there is one.
     monitor, mode: the tag whose best value best.ckpt has, and whether the best is the smallest or the largest. A value
         that is not finite is never the best.
@@ -46,6 +55,8 @@ class Checkpointing(Callback):
         monitor: str = "loss/val",
         mode: Mode = "min",
         every_n_steps: int | None = None,
+        every_n_minutes: float | None = None,
+        keep: int = 1,
         save_last: bool = True,
         save_best: bool = True,
         config: str | None = None,
@@ -53,7 +64,15 @@ class Checkpointing(Callback):
         super().__init__()
         self.directory = Path(directory) / "checkpoints"
         self.monitor, self.mode = monitor, mode
-        self.every_n_steps = every_n_steps
+        self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
+        self.keep = keep
+        # Those that are kept, the best first: value and step.
+        self.kept: list[dict[str, Any]] = []
+        self._kept_paths: set[Path] = set()
+        self._is_kept = False
+        # Stopping sets it, on all ranks at the same batch.
+        self.is_wanted = False
+        self._saved_at = 0.0
         self.is_saving_last, self.is_saving_best = save_last, save_best
         self.config = config
         self.best: dict[str, Any] | None = None
@@ -72,6 +91,22 @@ class Checkpointing(Callback):
     @property
     def best_path(self) -> Path:
         return self.directory / "best.ckpt"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this rank's clock says that it is time to save."""
+        minutes = self.every_n_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
+
+    def settle(self, trainer: Trainer) -> None:
+        """Return when all that was saved is written. Every rank must call it.
+
+        Raises: OSError of a write, on rank 0.
+        """
+        io = _io(trainer)
+        io.settle()
+        if isinstance(io, ThreadedCheckpointIO):
+            trainer.strategy.barrier("checkpoints")
 
     def save(self, trainer: Trainer, position: Position, path: Path) -> None:
         """Write the state at a position. Every rank must call it.
@@ -112,32 +147,37 @@ class Checkpointing(Callback):
             sweep_run(Path(trainer.ckpt_path).absolute().parent.parent)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saved_step = trainer.global_step
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self.is_wanted = False
         self._owes_last = self._is_restored
         if self._is_restored:
             self._is_restored = False
             forget_restart(trainer)
             self._bring_best(trainer)
+            self._bring_kept(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         step = trainer.global_step
-        if step == self._saved_step and not self._is_better:
+        if step == self._saved_step and not (self._is_better or self._is_kept):
             return
         is_window = batch_idx % trainer.accumulate_grad_batches == 0
         every = self.every_n_steps
         # Steps since the last one, and not multiples: a step within accumulated batches must not be missed.
-        is_due = is_window and (batch_idx == 0 or (every is not None and step // every > self._saved_step // every))
-        if is_due or self._is_better:
+        by_steps = every is not None and step // every > self._saved_step // every
+        is_due = is_window and (batch_idx == 0 or by_steps or self.is_wanted)
+        if is_due or self._is_better or self._is_kept:
             self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step != self._saved_step or self._is_better or self._owes_last:
+        if trainer.global_step != self._saved_step or self._is_better or self._is_kept or self._owes_last:
             self._write(trainer, after_fit(trainer), is_due=True)
+        self.settle(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_restored:  # at its end: there was nothing left to train
             self._is_restored = False
             self._bring_best(trainer)
+            self._bring_kept(trainer)
             source = Path(str(trainer.ckpt_path))
             if self.is_saving_last and trainer.is_global_zero and not _is_same(source, self.last_path):
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -145,17 +185,33 @@ class Checkpointing(Callback):
 
     def _write(self, trainer: Trainer, position: Position, *, is_due: bool) -> None:
         if is_due:
-            self._saved_step = position.step
-        is_last = is_due and self.is_saving_last
-        if is_last:
+            self._saved_step, self._saved_at = position.step, time.monotonic()
+            self.is_wanted = False
+        paths = [self.last_path] if is_due and self.is_saving_last else []
+        paths += [self.best_path] if self._is_better else []
+        paths += [self._kept_path(trainer.global_step)] if self._is_kept else []
+        if not paths:
+            return
+        if paths[0] == self.last_path:
             self._owes_last = False
-            self.save(trainer, position, self.last_path)
-        if self._is_better:
-            self._is_better = False
-            if not is_last:
-                self.save(trainer, position, self.best_path)
-            elif trainer.is_global_zero:
-                copy_checkpoint(self.last_path, self.best_path)
+        self._is_better = self._is_kept = False
+        self.save(trainer, position, paths[0])
+        if trainer.is_global_zero:
+            for path in paths[1:]:
+                _io(trainer).copy_checkpoint(paths[0], path)
+            self._prune(trainer)
+
+    def _kept_path(self, step: int) -> Path:
+        return self.directory / f"best-{step}.ckpt"
+
+    def _prune(self, trainer: Trainer) -> None:
+        """Remove what is among the best no longer, or was written behind the checkpoint that the run goes on from."""
+        kept = {self._kept_path(entry["step"]) for entry in self.kept}
+        # Those that a thread has yet to write are no files yet.
+        there = {*self.directory.glob("best-*.ckpt"), *self._kept_paths} if self.keep > 1 else set()
+        for path in there - kept:
+            _io(trainer).remove_checkpoint(path)
+        self._kept_paths = kept
 
     # --- the best ---
 
@@ -190,6 +246,33 @@ class Checkpointing(Callback):
                 "checkpoint": str(self.best_path),
             }
             self._is_better = True
+        if self.keep > 1:
+            entry = {"value": value, "step": trainer.global_step}
+            others = [one for one in self.kept if one["step"] != entry["step"]]
+            # Of equal ones the earlier.
+            ranking = sorted([*others, entry], key=lambda one: one["value"], reverse=self.mode == "max")
+            self.kept = ranking[: self.keep]
+            self._is_kept = entry in self.kept
+
+    def _bring_kept(self, trainer: Trainer) -> None:
+        """Take along those that are kept, from beside the checkpoint; what is there no longer is no longer kept."""
+        if self.keep == 1:
+            return
+        if trainer.is_global_zero:
+            source = Path(str(trainer.ckpt_path))
+            for entry in list(self.kept):
+                path = self._kept_path(entry["step"])
+                # Which a kill has kept from being copied.
+                beside = source if entry["step"] == trainer.global_step else source.parent / path.name
+                if path.is_file():
+                    continue
+                if beside.is_file():
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    copy_checkpoint(beside, path)
+                else:
+                    self.kept.remove(entry)
+            self._prune(trainer)
+        self.kept = trainer.strategy.broadcast(self.kept)
 
     def _bring_best(self, trainer: Trainer) -> None:
         """Take along the best.ckpt that lay beside the checkpoint of a run that goes on in another directory.
@@ -220,6 +303,7 @@ class Checkpointing(Callback):
         checkpoint[POSITION] = dataclasses.asdict(self._position)
         # Without the path: one that comes out of a file is not followed.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in ("metric", "value", "step")}
+        checkpoint[KEPT] = [dict(entry) for entry in self.kept]
         if self.config is not None:
             checkpoint[CONFIG] = self.config
 
@@ -238,8 +322,14 @@ class Checkpointing(Callback):
         found = checkpoint[BEST]
         if found is not None and found["metric"] == self.monitor:
             self.best = {**found, "checkpoint": str(self.best_path)}
+            self.kept = checkpoint.get(KEPT, [])[: self.keep]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        try:
+            _io(trainer).settle()
+        except OSError as error:
+            # The first error is the one to tell, of which this one may be another face.
+            log.error("%s", error)
         # A best that was seen and not yet written is not there.
         if self._is_better and not self.best_path.is_file():
             self.best = None
@@ -289,3 +379,9 @@ def _module_of(trainer: Trainer) -> TrainingModule:
     module = trainer.lightning_module
     assert isinstance(module, TrainingModule)
     return module
+
+
+def _io(trainer: Trainer) -> AtomicCheckpointIO:
+    io = trainer.strategy.checkpoint_io
+    # Another one knows nothing of a thread.
+    return io if isinstance(io, AtomicCheckpointIO) else AtomicCheckpointIO()

@@ -145,6 +145,8 @@ class Stopping(Callback):
                 self._agreed = self._signals.received
             if self.limits.max_seconds is not None and self.seconds >= self.limits.max_seconds:
                 trainer.should_stop = True
+            if self.checkpointing is not None:
+                self.checkpointing.is_wanted = self.checkpointing.is_late
             return
         self._countdown -= 1
         if self._countdown:
@@ -152,10 +154,14 @@ class Stopping(Callback):
         now = time.monotonic()
         fitting = max(1, int(self._interval * AGREE_SECONDS / max(now - self._last_agreed, 1e-6)))
         is_over = self.limits.max_seconds is not None and self.seconds >= self.limits.max_seconds
+        is_late = self.checkpointing is not None and self.checkpointing.is_late
         # The largest signal and the shortest interval; the time is rank 0's, for clocks differ.
-        mine = [self._signals.received or 0, -min(fitting, 2 * self._interval), int(is_over and trainer.is_global_zero)]
+        of_first = [int(trainer.is_global_zero and one) for one in (is_over, is_late)]
+        mine = [self._signals.received or 0, -min(fitting, 2 * self._interval), *of_first]
         agreed = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="max")
-        self._agreed, interval, over = agreed.tolist()
+        self._agreed, interval, over, late = agreed.tolist()
+        if self.checkpointing is not None:
+            self.checkpointing.is_wanted = bool(late)
         self._interval = self._countdown = -interval
         self._last_agreed = now
         if over and trainer.state.fn == "fit":
@@ -165,6 +171,7 @@ class Stopping(Callback):
         saved = None
         if position is not None and self.checkpointing is not None and position.step:
             self.checkpointing.save(trainer, position, self.checkpointing.last_path)
+            self.checkpointing.settle(trainer)
             saved = str(self.checkpointing.last_path)
         raise Interrupted(signum=self._agreed, checkpoint=saved)
 

@@ -180,7 +180,8 @@ def write_report(report: Report) -> None:
         write_whole(directory / "report.json", json.dumps(_finite(plain), indent=2, sort_keys=True) + "\n")
         write_whole(directory / "report.md", as_markdown(report))
     except OSError as error:
-        raise RunError(f"the report cannot be written to {directory}: {error.strerror or error}") from error
+        place = error.filename or directory
+        raise RunError(f"the report cannot be written to {place}: {error.strerror or error}") from error
 
 
 def read_report(directory: Path | str) -> Report:

@@ -300,8 +300,13 @@ def test_a_checkpoint_of_another_kind_can_be_evaluated_but_not_resumed(tmp_path:
 def test_the_best_is_forgotten_where_its_file_is_not_beside_the_checkpoint(
     tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = small_run.Small(tmp_path / "a", max_epochs=1)
-    first.fit()
+    def stop() -> None:
+        raise small_run.Killed
+
+    # The last is of step 8, so that it is not the best itself, which is of step 7.
+    first = small_run.Small(tmp_path / "a", max_epochs=2, callbacks=(small_run.At("on_train_batch_end", 9, stop),))
+    with pytest.raises(small_run.Killed):
+        first.fit()
     first.checkpointing.best_path.unlink()
     again = small_run.Small(tmp_path / "b", max_epochs=2)
     again.fit(resume=first.last)

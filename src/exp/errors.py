@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exp.secrets import redacted
+from exp.secrets import redacted, were_revealed
 from exp.spelling import show
 
 INTERRUPTED_BY_KEY = 130
@@ -254,3 +254,9 @@ def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted",
         # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        if not were_revealed():
+            raise
+        # As Python prints it, but for what must not be shown.
+        print(redacted(traceback.format_exc()), file=sys.stderr, end="")
+        return 1

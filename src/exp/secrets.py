@@ -47,6 +47,11 @@ def revealed(text: str) -> str:
     return INTERPOLATION.sub(value_of, text)
 
 
+def were_revealed() -> bool:
+    """Whether this process has used a secret of which `redacted` knows."""
+    return bool(_shown)
+
+
 def redacted(text: str) -> str:
     """The text with the names of secrets in the place of the values that this process has used."""
     for value in sorted(_shown, key=len, reverse=True):

@@ -163,7 +163,7 @@ def test_wrong_options_are_told_before_the_run():
             exp.validate(exp.compose(["hooks=[gradients]", *overrides]))
         return str(caught.value)
 
-    assert "hooks.gradients.clipped: 'all'; expected one of total, each or null" in told("hooks.gradients.clipped=all")
+    assert "hooks.gradients.clipped: 'all'; expected one of total, each, or null" in told("hooks.gradients.clipped=all")
     assert "hooks.gradients.histogram_every_n_steps: 0" in told("hooks.gradients.histogram_every_n_steps=0")
 
 

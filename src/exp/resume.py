@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from exp.engine.checkpoint import State
 
 EXACT, DIFFERS = 0, 1
-# What differs by itself: the time it took, the config of the second run, and counters that no run goes on from.
-BESIDE = ("exp_seconds", "exp_config", "exp_manifest", "loops")
+# What differs by itself: the time it took, the config of the second run, which files are left, and counters that no run
+# goes on from.
+BESIDE = ("exp_seconds", "exp_config", "exp_manifest", "exp_kept", "loops")
 FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
 
@@ -161,7 +162,7 @@ def _replayed(
     with open_dict(config):
         config.resume, config.test, config.logger = before, False, {}
         config.runtime.autoresume = False
-        config.checkpoint.every_n_steps = None
+        config.checkpoint.every_n_steps = config.checkpoint.every_n_minutes = None
         config.checkpoint.save_last = True
         if config.trainer.max_time is not None:
             # The time it took is another; as a limit it leaves the number of steps open, and so does this one.

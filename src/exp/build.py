@@ -31,6 +31,7 @@ from exp.engine.pipelined_module import PipelinedModule
 from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
+from exp.engine.step_watch import StepWatch
 from exp.engine.stopping import Stopping
 from exp.loggers.run_logger import outlive
 from exp.precision.plugin import RunPrecision
@@ -49,6 +50,7 @@ class Parts:
     checkpointing: Checkpointing
     stopping: Stopping
     lower_rates: LowerRates
+    watch: StepWatch | None = None
 
 
 def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts:
@@ -88,6 +90,9 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
     )
     own = build_entries(plain, "callbacks").values()
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
+    limit = plain["runtime"]["step_timeout"]
+    # In the one log that all ranks share.
+    watch = None if limit is None else StepWatch(seconds=limit, path=directory / "train.log", rank=rank.global_rank)
     precision = build_run_precision(plain, device_type=placement.accelerator)
     trainer = _trainer(
         plan,
@@ -96,7 +101,15 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         directory=directory,
         rank=rank,
         # Recording first, because the others look at the values that it publishes.
-        callbacks=[recording, *guards, BeforeTheEnd(checkpointing), *own, checkpointing, stopping],
+        callbacks=[
+            recording,
+            *guards,
+            BeforeTheEnd(checkpointing),
+            *own,
+            checkpointing,
+            stopping,
+            *([] if watch is None else [watch]),
+        ],
     )
     precision.represent(module)
     switch_on(module, plain["runtime"])
@@ -108,6 +121,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         checkpointing=checkpointing,
         stopping=stopping,
         lower_rates=lower_rates,
+        watch=watch,
     )
 
 

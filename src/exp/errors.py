@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -186,6 +187,12 @@ def own_frames(error: BaseException) -> str:
     """The frames of an exception's traceback that are of the user's own code: not of exp, Python or a package."""
     frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.format_list([frame for frame in frames if _is_own(frame.filename)])).rstrip()
+
+
+def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """Where a thread stands: the user's own code that exp has called, or else whatever is innermost."""
+    called = itertools.dropwhile(lambda frame: not frame.filename.startswith(_FOREIGN[0]), stack)
+    return ([frame for frame in called if _is_own(frame.filename)] or stack)[-1]
 
 
 def _is_own(file: str) -> bool:

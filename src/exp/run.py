@@ -15,7 +15,9 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig
 from torch import nn
@@ -29,12 +31,13 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.forward import forward_by_name
 from exp.engine.runtime import set_threads
-from exp.errors import ExpError, NonFiniteError
+from exp.errors import ExpError, NonFiniteError, RunError
 from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
+from exp.launch.lifecycle import end_at_once
 from exp.loggers.run_logger import Description, RunLogger, texts
 from exp.precision.advice import report_precision
-from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end
+from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
 from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
 
@@ -111,7 +114,7 @@ def run(
                 join(decided)
             parts = build(decided, directory, rank=rank)
             _prepare(decided, parts, directory, rank=rank, resume=resume)
-            while (lost := _work(decided, parts, resume)) is not None:
+            while (lost := _watched_work(decided, parts, resume, ongoing=ongoing, rank=rank)) is not None:
                 rewinds = parts.lower_rates.rewinds + 1
                 resume = last_checkpoint(directory) or resume
                 _tell_rewind(decided, lost, resume, rewinds)
@@ -132,6 +135,24 @@ def run(
                     requeue(told)
             raise told from told.__cause__
     return report
+
+
+def _watched_work(decided: Plan, parts: Parts, resume: Path | None, *, ongoing: Ongoing, rank: Rank) -> str | None:
+    """`_work`, which ends where a step of it hangs."""
+    if parts.watch is None:
+        return _work(decided, parts, resume)
+    parts.watch.give_up = partial(_give_up, ongoing, parts, rank)
+    try:
+        return _work(decided, parts, resume)
+    finally:
+        parts.watch.end()
+
+
+def _give_up(ongoing: Ongoing, parts: Parts, rank: Rank, error: RunError) -> NoReturn:
+    """Ends the process of a run whose main thread hangs where no exception reaches it."""
+    if rank.is_first:
+        write_report(ongoing.ended("failed", parts=parts, error=error))
+    end_at_once(error, rank=rank)
 
 
 def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:

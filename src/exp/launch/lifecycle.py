@@ -86,6 +86,16 @@ def _tell(failure: Failure, error: BaseException) -> None:
     print(f"rank {failure.rank} {failure.reason}\n{failure.detail}".rstrip(), file=sys.stderr)
 
 
+def end_at_once(error: BaseException, *, rank: Rank) -> NoReturn:
+    """End this process by an error, from a thread beside the one that hangs."""
+    failure = failure_of(error, rank=rank.global_rank)
+    try:
+        _tell(failure, error)
+        sys.stderr.flush()
+    finally:
+        os._exit(failure.exit_status)
+
+
 def _install_first_handlers() -> None:
     """End a rank at once at a signal, until the engine has handlers: nothing has been done that could be saved."""
 

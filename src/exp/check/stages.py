@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.parameters import program_faults, target_faults
 from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
 from exp.check.structure import structure_faults
 from exp.config.compose import composition_of, job_config
@@ -77,6 +76,9 @@ def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
 
     only: of this key at the top alone, such as data.
     """
+    # A word that was mistyped need not wait for what reads signatures.
+    from exp.check.parameters import program_faults, target_faults
+
     plain, _ = read(config)
     allow = allowed(plain)
     if only is not None:

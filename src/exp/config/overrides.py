@@ -18,7 +18,7 @@ from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys, fault_of, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
 from exp.errors import ConfigError, Fault
-from exp.spelling import among, did_you_mean, nearest
+from exp.spelling import among, did_you_mean, is_slip, nearest
 
 MAX_CHARACTERS = 20_000
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
@@ -258,7 +258,9 @@ def _sentence(words: str) -> str:
 
 def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     what = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
-    elsewhere = [key for key in vocabulary.keys_below() if key.rpartition(".")[2] == line.key]
+    # The keys below the top have to be composed, which a slip of one letter need not wait for.
+    is_near = is_slip(top, vocabulary.words())
+    elsewhere = [] if is_near else [key for key in vocabulary.keys_below() if key.rpartition(".")[2] == line.key]
     cure = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
     return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top)}", cure)
 

@@ -34,6 +34,11 @@ def source_of(config: DictConfig, key: str) -> str | None:
     Of a key that nobody set: of the nearest part of it that somebody did. None where nothing of it was set, or where
     the config was not composed by exp.compose.
     """
+    if COMPOSITION in config and "." in key:
+        # A dotted key is no group: who typed it has set it, and nothing need be composed again to say so.
+        typed = [str(text).lstrip("+").partition("=") for text in config[COMPOSITION].overrides]
+        if any(sign and name == key for name, sign, _ in typed):
+            return COMMAND_LINE
     setters = _setters_of(config)
     parts = split(key)
     for count in range(len(parts), 0, -1):

@@ -1,12 +1,18 @@
 """Values that only the run would have stumbled over: told before it, at the guilty key, with nothing written."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from exp.check.__main__ import main as check
+from exp.check.rates import rate_faults
+from exp.optim.optimizer import Optimization
 from exp.train import main as train
 
 MAX_LINES = 12
@@ -77,6 +83,33 @@ def test_the_guilty_key_is_told_before_anything_is_written(tmp_path, monkeypatch
 def test_what_is_right_is_none(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     assert check(command.split(";")) == 0
+
+
+class Falling(LambdaLR):
+    """A schedule of somebody's own, whose rate falls by a constant and does not stop at 0."""
+
+    def __init__(self, optimizer, *, slope):
+        super().__init__(optimizer, lambda done: 1 - slope * done)
+
+
+@pytest.mark.parametrize(
+    ("factory", "steps", "key", "says"),
+    [
+        (functools.partial(Falling, slope=0.1), 9, None, None),
+        (functools.partial(Falling, slope=0.1), 20, "scheduler", "the learning rate is -0.0001 at step 11"),
+        (functools.partial(StepLR, step_size=0), 9, "scheduler.step_size", "ZeroDivisionError"),
+        (functools.partial(OneCycleLR, max_lr=1e-3, total_steps=5), 9, "scheduler.total_steps", "the run has 9"),
+    ],
+)
+def test_a_schedule_that_fails_on_its_way_is_told_at_the_parameter_that_makes_it_so(factory, steps, key, says):
+    network = nn.Linear(2, 2)
+    optimization = Optimization(
+        optimizer_factory=functools.partial(SGD, lr=1e-3, momentum=0.9), schedule_factory=factory
+    )
+    optimizer, _ = optimization.make(network, total_steps=steps)
+    found = list(rate_faults(optimization, optimizer, key="scheduler", steps=lambda: steps, epochs=None))
+    assert [fault.key for fault in found] == ([] if key is None else [key])
+    assert all(says in fault.got for fault in found)
 
 
 def test_a_faulty_word_is_told_without_torch(tmp_path):

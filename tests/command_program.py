@@ -122,7 +122,7 @@ def main(settings: dict[str, Any]) -> None:
     sys.argv = [settings["module"], *settings["arguments"]]
     status = 1
     try:
-        status = importlib.import_module(settings["module"]).main(settings["arguments"])
+        status = importlib.import_module(settings["module"]).main()  # of sys.argv, as the shell calls it
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -95,14 +95,14 @@ def install(counter: Counter) -> None:
     os.mkdir = counted("mkdir", os.mkdir)
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     from exp import train
 
     record = os.open(os.environ["WRITES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     error = getattr(errno, os.environ["FAIL_WITH"])
     install(Counter(at=int(os.environ["FAIL_AT"]), error=error, record=record, below=str(Path.cwd())))
-    return train.main(arguments)
+    return train.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

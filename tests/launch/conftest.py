@@ -56,12 +56,13 @@ def write_program(tmp_path):
 
 # A launching process of `commands`, as a module with a main.
 LAUNCHING = """
-import json, pathlib
+import json, pathlib, sys
 from exp.errors import Interrupted, RankError
 from exp.launch.launcher import launch
 from exp.strategies.placement import Machine, placement
 
-def main(arguments):
+def main():
+    arguments = sys.argv[1:]
     directory, ranks, options = pathlib.Path(arguments[0]), int(arguments[1]), json.loads(arguments[2])
     try:
         placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))

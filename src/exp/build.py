@@ -90,9 +90,8 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
     )
     own = build_entries(plain, "callbacks").values()
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
-    limit = plain["runtime"]["step_timeout"]
-    # In the one log that all ranks share.
-    watch = None if limit is None else StepWatch(seconds=limit, path=directory / "train.log", rank=rank.global_rank)
+    watch = _watch(plain, directory, rank=rank)
+    watched = [] if watch is None else [watch]
     precision = build_run_precision(plain, device_type=placement.accelerator)
     trainer = _trainer(
         plan,
@@ -101,15 +100,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         directory=directory,
         rank=rank,
         # Recording first, because the others look at the values that it publishes.
-        callbacks=[
-            recording,
-            *guards,
-            BeforeTheEnd(checkpointing),
-            *own,
-            checkpointing,
-            stopping,
-            *([] if watch is None else [watch]),
-        ],
+        callbacks=[recording, *guards, BeforeTheEnd(checkpointing), *own, checkpointing, stopping, *watched],
     )
     precision.represent(module)
     switch_on(module, plain["runtime"])
@@ -123,6 +114,14 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         lower_rates=lower_rates,
         watch=watch,
     )
+
+
+def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatch | None:
+    seconds = plain["runtime"]["step_timeout"]
+    if seconds is None:
+        return None
+    # In the one log that all ranks share.
+    return StepWatch(seconds=seconds, path=directory / "train.log", rank=rank.global_rank)
 
 
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, Any]]:

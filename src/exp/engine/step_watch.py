@@ -15,6 +15,7 @@ from types import FrameType
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.errors import RunError, innermost_frame
+from exp.signals import Handler
 
 # Of several ranks the others find it at the same time, and write their stacks, too.
 SETTLE_SECONDS = 1.0
@@ -43,7 +44,7 @@ class StepWatch(Callback):
         self._watched = 0
         self._ended = threading.Event()
         self._error: RunError | None = None
-        self._before: object = None
+        self._before: Handler = None
 
     # --- what goes on ---
 
@@ -84,7 +85,7 @@ class StepWatch(Callback):
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         if self._before is not None:
-            signal.signal(signal.SIGALRM, self._before)  # type: ignore[arg-type]  # what signal.signal gave
+            signal.signal(signal.SIGALRM, self._before)
             self._before = None
 
     # --- what does not ---

@@ -185,6 +185,8 @@ def one_line(error: BaseException) -> str:
 
 def own_frames(error: BaseException) -> str:
     """The frames of an exception's traceback that are of the user's own code: not of exp, Python or a package."""
+    if isinstance(error.__cause__, StopIteration):
+        error = error.__cause__  # Python's "generator raised StopIteration" shows no frame of what raised it
     frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.format_list([frame for frame in frames if _is_own(frame.filename)])).rstrip()
 

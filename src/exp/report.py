@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -10,13 +11,14 @@ import os
 import re
 import shlex
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from exp.config.freeze import read_parent, versions
-from exp.errors import Interrupted, RankError, RunError
+from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, own_frames
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The modules of exp that write files.
+WRITERS = ("files.py", "report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
+# What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
+LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 Status = Literal["completed", "failed", "interrupted"]
 
 
@@ -232,7 +239,7 @@ def write_bad_end(
     saved = last_checkpoint(ongoing.directory)
     if isinstance(error, Interrupted) and error.checkpoint is not None:
         error.command = ongoing.resume_command(error.checkpoint)
-    elif isinstance(error, RankError) and saved is not None:
+    elif isinstance(error, RankError | UserCodeError) and saved is not None:
         error.command = ongoing.resume_command(str(saved))
     status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
     if has_ranks:
@@ -248,17 +255,27 @@ def write_bad_end(
         log.error("%s", second)
 
 
-def explain(error: BaseException, ongoing: Ongoing, *, is_built: bool) -> BaseException:
-    """The error that is told in the place of one that says nothing to a user: of the system's, and of no memory.
+def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> BaseException:
+    """The error that is told in the place of one that says nothing to a user: of the user's own code, of the system's,
+    and of no memory.
 
-    is_built: whether the run has its parts already.
+    parts: what build.py made; None where the run ended before.
     """
     from exp.hooks.out_of_memory import explained, is_out_of_memory
 
-    if isinstance(error, OSError):
+    told: ExpError
+    if isinstance(error, ExpError) or not isinstance(error, Exception):
+        return error
+    if is_out_of_memory(error):
+        told = RunError(explained(error, is_built=parts is not None))
+    elif LOST_WORKER.search(str(error)):
+        told = RunError(f"{error} It was to read the data: with data.num_workers=0 its own error is told, and where")
+    elif isinstance(error, OSError) and _is_of_exps_writing(error):
         told = RunError(_unwritable(ongoing, error))
-    elif is_out_of_memory(error):
-        told = RunError(explained(error, is_built=is_built))
+    elif (place := _place(error, parts)) is not None:
+        told = UserCodeError.of(error, what=place)
+    elif isinstance(error, OSError):
+        told = RunError(_unwritable(ongoing, error))
     else:
         return error
     # Before it is raised, for the log tells where it came from.
@@ -266,13 +283,47 @@ def explain(error: BaseException, ongoing: Ongoing, *, is_built: bool) -> BaseEx
     return told
 
 
+def _is_of_exps_writing(error: OSError) -> bool:
+    """Whether exp was writing a file, whoever else stands in between, such as a file system of the user's own."""
+    root = str(Path(__file__).parent)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [os.path.relpath(file, root) for file in files if file.startswith(root + os.sep)]
+    return bool(own) and own[-1].startswith(WRITERS)
+
+
+def _place(error: Exception, parts: Parts | None) -> str | None:
+    """Which part of the user's own, or of a package, raised an error; None where it was neither."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loggers import Logger
+    from torchmetrics import Metric
+
+    from exp.hooks.hook import Hook
+
+    kinds = {Callback: "callback", Logger: "logger", Metric: "metric", Hook: "hook"}
+    layers = {} if parts is None else {id(module): name for name, module in parts.module.network.named_modules()}
+    is_own = bool(own_frames(error))
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        holder = frame.f_locals.get("self")
+        method, kind = frame.f_code.co_name, type(holder)
+        word = next((word for base, word in kinds.items() if isinstance(holder, base)), None)
+        if word is not None and kind.__module__.partition(".")[0] != "exp":
+            return f"{word} {holder.name if isinstance(holder, Hook) else kind.__name__}, in {method},"
+        if is_own and id(holder) in layers:
+            name = layers[id(holder)]
+            return f"{f'layer {name} ({kind.__name__})' if name else f'the network, {kind.__name__},'} in {method}"
+    return "code of your own" if is_own else None
+
+
 def _unwritable(ongoing: Ongoing, error: OSError) -> str:
     what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
+    is_full = error.errno in NO_SPACE
     saved = last_checkpoint(ongoing.directory)
     if saved is None:
-        return f"{what}, before anything was saved. Make room there, or choose another place with hydra.run.dir"
+        cure = "Make room there, or choose" if is_full else "Mend that, or choose"
+        return f"{what}, before anything was saved. {cure} another place with hydra.run.dir"
     command = ongoing.resume_command(str(saved))
-    return f"{what}; what it had saved before is good. With room again, it goes on with\n  {command}"
+    again = "With room again" if is_full else "Once that is mended"
+    return f"{what}; what it had saved before is good. {again}, it goes on with\n  {command}"
 
 
 def as_markdown(report: Report) -> str:

@@ -128,7 +128,7 @@ def run(
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
-            told = explain(error, ongoing, is_built=parts is not None)
+            told = explain(error, ongoing, parts=parts)
             if rank.is_first:
                 write_bad_end(ongoing, told, parts=parts)
                 if is_again:

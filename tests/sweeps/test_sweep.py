@@ -201,6 +201,23 @@ def test_a_sweep_kind_that_the_sweeper_does_not_know_is_a_fault():
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=range(0,100000000)"], r"seed: 100,000,000 values, which makes 100,000,000 jobs; expected 10,000 jobs"),
+        (["seed=range(0,1000)", "optimizer.lr=1e-1,1e-2", "train=true,false", "data.batch_size=1,2,3"], r"12,000 jobs"),
+        (["optimizer.lr=range(0,1,1e-9)"], r"optimizer.lr: 1,000,000,000 values"),
+        (["seed=range(0)"], r"seed: no value to sweep over, so no job; expected one value or more"),
+        (["seed=1,2", "data.batch_size=range(8,4)"], r"data.batch_size: no value to sweep over"),
+        (["model=glob(zz*)"], r"model: no value to sweep over"),
+    ],
+)
+def test_a_sweep_of_nothing_or_of_too_much_is_a_fault_and_never_listed(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(*overrides)
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_hydras_basic_launcher_runs_the_jobs_and_keeps_the_books_too(capsys):
     status, runs = run_sweep("seed=1,66,67,2", "optimizer.lr=0.1", "hydra/launcher=basic")
     assert status == 1

@@ -82,7 +82,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     from exp.config.compose import composition_of
     from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
     from exp.run import fit
-    from exp.sweeps.sweep import Sweep, job_faults
+    from exp.sweeps.sweep import Sweep, job_faults, refuse_size
 
     class Checked(Sweep):
         """Composes and checks its jobs, and reports each as done with the value 0."""
@@ -104,6 +104,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     master = composition_of(
         overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, multirun=True
     )
+    refuse_size(master)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
     jobs = Checked(master=master, directory=Path.cwd() / "check", run=fit, validate=validate)
     # Hydra would compose every job by itself first, and stop at the first fault.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import util
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,6 +40,8 @@ class FetchOptions:
     def dataloader(self, dataset: Dataset[Any], **arguments: Any) -> DataLoader[object]:
         parallel: dict[str, Any] = {}
         if self.num_workers:
+            # A run that fails keeps them alive by its traceback.
+            util.Finalize(None, end_workers, exitpriority=0)
             parallel = {
                 "prefetch_factor": self.prefetch_factor,
                 "persistent_workers": self.persistent_workers,
@@ -202,6 +206,13 @@ def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterato
 def ignore_signals(worker: int) -> None:
     """Ignores signals to the group: the run's own process ends its workers once its state is saved."""
     heed(signal.SIG_IGN)
+
+
+def end_workers() -> None:
+    """End workers that are left at exit: multiprocessing asks by SIGTERM, which they ignore, and waits for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:

@@ -46,6 +46,7 @@ from exp.engine.halving import Halving, release_memory
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, StepResult
 from exp.engine.overhead import TRAINING_HOOKS, NoProfiler, overridden
+from exp.errors import UserCodeError, own_frames
 from exp.hooks.out_of_memory import is_out_of_memory
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
@@ -115,6 +116,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return None
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
+        try:
+            self._advance(data_fetcher)
+        except StopIteration as error:
+            # Lightning would take one of the user's code for the end of the data.
+            if own_frames(error):
+                raise UserCodeError.of(error, what="a step of training") from error
+            raise
+
+    def _advance(self, data_fetcher: _DataFetcher) -> None:
         lean = self._find_step()
         if lean is None:
             super().advance(data_fetcher)

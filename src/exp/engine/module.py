@@ -28,6 +28,7 @@ from exp.engine.halving import Halving
 from exp.engine.non_finite import Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
+from exp.errors import UserCodeError
 from exp.hooks.step import Window
 from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
@@ -275,8 +276,12 @@ class TrainingModule(LightningModule):
         # Always epoch 0: what is random in an evaluation is the same each time.
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
         # Each rank's means of its own samples: what they weigh over ranks is known behind the last batch.
-        values, means = self._means(batch._replace(global_size=max(batch.size, 1), world_size=1))
-        self._add(stage, values, means if batch.size else [])
+        try:
+            values, means = self._means(batch._replace(global_size=max(batch.size, 1), world_size=1))
+            self._add(stage, values, means if batch.size else [])
+        except StopIteration as error:
+            # Lightning would take it for the end of the data.
+            raise UserCodeError.of(error, what=f"batch {batch_idx} of {stage}") from error
         if batch.size and not self._trainer.sanity_checking:
             self.observer.evaluated(stage, values)
 

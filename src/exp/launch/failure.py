@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, UserCodeError
 from exp.files import write_whole
 from exp.secrets import redacted
 
@@ -79,9 +79,14 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         )
     if isinstance(error, KeyboardInterrupt):
         return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
+    if isinstance(error, UserCodeError):
+        # As any other exception: another attempt may go well, and a neighbour may be to blame.
+        kind: Kind = "bug" if error.__cause__ is None else failure_of(error.__cause__, rank=rank).kind
+        reason, detail = redacted(f"failed with {error.cause}"), redacted(f"{error.what}\n{error.frames}".rstrip())
+        return Failure(rank=rank, time=now, kind=kind, reason=reason, detail=detail)
     if isinstance(error, ExpError):
         faults = [dataclasses.asdict(fault) for fault in error.faults] if isinstance(error, ConfigError) else []
-        kind: Kind = "config" if faults else "known"
+        kind = "config" if faults else "known"
         reason = f"failed: {error}"
         return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, faults=faults)
     text = redacted("".join(traceback.format_exception(error)).rstrip())

@@ -24,7 +24,15 @@ from exp.check.stages import early_faults
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
-from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
+from exp.config.hydra_adapter import (
+    fault_of,
+    hydra_config,
+    job_return,
+    parse_override,
+    run_sweeper,
+    task_overrides,
+    values_by_key,
+)
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
 from exp.report import Report
@@ -33,6 +41,7 @@ from exp.sweeps.isolation import isolated
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
 
 MAX_FAULTS = 30
+MAX_JOBS = 10_000
 ROW_FILES = ".row.*.json"
 OUR_LAUNCHER = "hydra_plugins.exp.launcher.ExpLauncher"
 
@@ -279,6 +288,26 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def refuse_size(master: Composition) -> None:
+    """Reject a sweep without a job, and one of more jobs than anybody waits for, before they are listed."""
+    counts = values_by_key(master.config, master.loader)
+    if counts is None:
+        return
+    faults = [_no_job(key) for key, count in counts.items() if count == 0]
+    jobs = math.prod(counts.values())
+    if jobs > MAX_JOBS:
+        key = max(counts, key=lambda key: counts[key])
+        got = f"{counts[key]:,} values, which makes {jobs:,} jobs"
+        cure = "Take fewer values, or make several sweeps of it; to draw from many is for a sweeper of another kind"
+        faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", cure=cure))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _no_job(key: str) -> Fault:
+    return Fault(key=key.lstrip("+~"), got="no value to sweep over, so no job", expected="one value or more")
+
+
 def sweep(
     overrides: Sequence[str],
     *,
@@ -296,6 +325,7 @@ def sweep(
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
+    refuse_size(master)
     with hydra_config(master.config):
         wanted = Path(master.config.hydra.sweep.dir)
     try:
@@ -321,7 +351,11 @@ def sweep(
         if isinstance(error, HydraException):
             raise ConfigError([fault_of(error)]) from error
         raise
-    return _finish(jobs, directory, 0)
+    status = _finish(jobs, directory, 0)
+    if not jobs.rows:
+        _remove_unused(directory)
+        raise ConfigError([_no_job("hydra.sweeper")])
+    return status
 
 
 def _finish(jobs: Sweep, directory: Path, status: int) -> int:

@@ -1,0 +1,152 @@
+"""Parts of a user's own that raise, each at a place that its name says."""
+
+import errno
+import os
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from torch.utils.data import Dataset, IterableDataset
+from torchmetrics import Metric
+
+from exp.hooks.hook import Hook
+
+ERRORS = {
+    "value": lambda: ValueError("not a picture"),
+    "missing": lambda: FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "images/40.png"),
+    "denied": lambda: PermissionError(errno.EACCES, os.strerror(errno.EACCES), "images/40.png"),
+    "full": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cache/40.png"),
+    "stop": StopIteration,
+    "key": lambda: KeyError("width"),
+    "end": lambda: EOFError("of a compressed file"),
+    "custom": lambda: Corrupted(40, reason="a header"),
+}
+
+
+class Corrupted(Exception):
+    def __init__(self, number, *, reason):
+        super().__init__(f"number {number}: {reason}")
+
+
+def fail(error):
+    raise ERRORS[error]()
+
+
+class Rows(Dataset):
+    """80 samples. at: the one that fails; label: of sample 40; width: of its input."""
+
+    def __init__(self, *, error=None, label=1, width=4):
+        self.error, self.label, self.width = error, label, width
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        if index != 40:
+            return torch.ones(4), index % 3
+        if self.error:
+            fail(self.error)
+        return torch.ones(self.width), self.label
+
+
+class Stream(IterableDataset):
+    def __init__(self, *, error=None, length=None):
+        self.error, self.length = error, length
+
+    def __iter__(self):
+        for index in range(80):
+            if index == 40 and self.error:
+                fail(self.error)
+            if index == 40 and self.length:
+                return
+            yield torch.ones(4), index % 3
+
+    def __len__(self):
+        if self.length is None:
+            raise TypeError
+        return self.length
+
+
+class Gathering:
+    def __len__(self):
+        return 80
+
+    def gather(self, indices):
+        if len(indices) > 1:
+            fail("value")
+        return torch.ones(len(indices), 4), indices % 3
+
+
+class Transform:
+    def __init__(self, *, error):
+        self.error, self.count = error, 0
+
+    def __call__(self, value):
+        self.count += 1
+        if self.count > 20:
+            fail(self.error)
+        return value
+
+
+class Collate:
+    def __init__(self, *, error):
+        self.error = error
+
+    def __call__(self, samples):
+        if len(samples) > 1:
+            fail(self.error)
+        return torch.utils.data.default_collate(samples)
+
+
+class Faulty(Callback):
+    def __init__(self, *, at, error="value"):
+        self.at, self.error = at, error
+
+    def on_train_batch_end(self, *_):
+        if self.at == "on_train_batch_end":
+            fail(self.error)
+
+    def on_validation_epoch_end(self, *_):
+        if self.at == "on_validation_epoch_end":
+            fail(self.error)
+
+
+class Measure(Metric):
+    def update(self, output, target):
+        fail("value")
+
+    def compute(self):
+        return torch.tensor(0.0)
+
+
+class Watch(Hook):
+    def after_step(self, step):
+        fail("value")
+
+
+class Store(Logger):
+    name = version = None
+
+    def log_metrics(self, metrics, step=None):
+        fail("denied")
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, *, error="value"):
+        super().__init__()
+        self.error, self.count = error, 0
+
+    def forward(self, x):
+        self.count += 1
+        if self.count > 3 and x.device.type != "meta":
+            fail(self.error)
+        return x
+
+
+def loss(output, target):
+    if output.device.type != "meta" and not hasattr(output, "fake_mode"):
+        fail("value")
+    return output.sum()

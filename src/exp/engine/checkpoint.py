@@ -262,9 +262,11 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             with replacing(target) as copy:
                 shutil.copyfileobj(file, copy)
             return
-        # A rename between two names of one file does nothing and leaves both.
-        partial.replace(target)
-        partial.unlink(missing_ok=True)
+        try:
+            partial.replace(target)
+        finally:
+            # A rename between two names of one file does nothing and leaves both; one that fails leaves this one, too.
+            partial.unlink(missing_ok=True)
     sync_directory(target.parent)
 
 

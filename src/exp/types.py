@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 Stage = Literal["train", "val", "test"]
 STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
+# What samples may be, by torch's names without `torch.`.
+SampleDtype = Literal[
+    "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+]  # fmt: skip
 # A time as it is said, 1h30m: days, hours, minutes and seconds, each where it is.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 

@@ -208,21 +208,22 @@ def validation_comes_in_time(values: Values) -> Iterator[Fault]:
         )
 
 
-def monitored_stage_has_data(values: Values) -> Iterator[Fault]:
-    """A monitor of val is never there without a val part."""
+def stages_at_work_have_data(values: Values) -> Iterator[Fault]:
+    """Training needs a train part, and a monitor of val a val part."""
     parts, data = values["data.parts"], values["data"]
-    if values["train"] is not True or _stage(values["monitor"]) != "val" or not isinstance(data, dict):
+    if values["train"] is not True or not isinstance(data, dict) or not isinstance(parts, dict) or not parts:
         return
-    if data.get("val") is not None or data.get("dataset") is None or not isinstance(parts, dict) or not parts:
-        return
-    size = parts.get("val", 0)
-    if isinstance(size, int | float) and not isinstance(size, bool) and size == 0:
-        yield Fault(
-            key="data.parts.val",
-            got=f"{show(size)}, and monitor={values['monitor']}",
-            expected="more than 0: what is monitored is measured on this part",
-            cure="Or write monitor=loss/train",
-        )
+    reasons = {"train": ("train=true", "this part is trained on", "Or write train=false")}
+    if _stage(values["monitor"]) == "val":
+        monitor = f"monitor={values['monitor']}"
+        reasons["val"] = (monitor, "what is monitored is measured on this part", "Or write monitor=loss/train")
+    for stage, (asked, why, cure) in reasons.items():
+        size = parts.get(stage, 0)
+        is_left_out = isinstance(size, int | float) and not isinstance(size, bool) and size == 0
+        if is_left_out and data.get(stage) is None and data.get("dataset") is not None:
+            yield Fault(
+                key=f"data.parts.{stage}", got=f"{show(size)}, and {asked}", expected=f"more than 0: {why}", cure=cure
+            )
 
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
@@ -374,7 +375,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     task_fits_data,
     plateau_is_watched,
     validation_comes_in_time,
-    monitored_stage_has_data,
+    stages_at_work_have_data,
     allow_is_from_the_command_line,
     the_test_has_weights,
     phases_are_readable,

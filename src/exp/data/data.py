@@ -30,7 +30,7 @@ from exp.data.workers import (
     received,
 )
 from exp.errors import ConfigError, RunError
-from exp.types import DataSpec, Stage
+from exp.types import DataSpec, SampleDtype, Stage
 
 
 class Data:
@@ -80,7 +80,7 @@ class Data:
         train_transforms: Mapping[str, Any] | None = None,
         collate: Collate | None = None,
         input_shape: Sequence[int] | None = None,
-        input_dtype: str | None = None,
+        input_dtype: SampleDtype | None = None,
         num_classes: int | None = None,
         num_outputs: int | None = None,
         input_mean: Sequence[float] | None = None,

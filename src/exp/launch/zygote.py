@@ -168,8 +168,8 @@ def _work(request: bytes, result: IO[bytes], *, parent: int, handlers: dict[int,
         status = 0
         # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
         atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        traceback.print_exception(error)  # into the job's own output, of which the sweep tells the last words
     finally:
         logging.shutdown()
         with suppress(OSError):

@@ -166,6 +166,11 @@ class UserCodeError(RunError):
         self.command: str | None = None
         super().__init__(f"{what} failed with {cause}")
 
+    @property
+    def kind(self) -> str:
+        """The name of the exception's type."""
+        return self.cause.partition(":")[0]
+
     @classmethod
     def of(cls, error: BaseException, *, what: str) -> UserCodeError:
         """The error that tells another one, with its traceback as it is now."""

@@ -48,7 +48,7 @@ class Report:
     peak_memory_mib: of device memory on a GPU, else of this rank's resident set.
     tags: the config's, by which runs are found again.
     parent: of a run of exp.fork {run, step, checkpoint, changed}, as in provenance.json; else None.
-    error: None, or {type, message}.
+    error: None, or {type, message}; the type is that of the exception that the user's own code raised, where it did.
     not_written: {what, error} of what the run went on without: the screen, the log, a logger, a picture.
     """
 
@@ -120,7 +120,9 @@ class Ongoing:
         parts: what build.py made; None where the run ended before, or in other processes.
         before: what rank 0 had to report of the same run, if it could: its figures hold, its reason may not.
         """
-        told = None if error is None else {"type": type(error).__name__, "message": str(error)}
+        # Of the user's own code it is their exception that programs look for.
+        kind = error.kind if isinstance(error, UserCodeError) else type(error).__name__
+        told = None if error is None else {"type": kind, "message": str(error)}
         if before is not None:
             return dataclasses.replace(before, status=status, error=told)
         return Report(

@@ -109,7 +109,7 @@ def test_a_run_that_fails_with_the_secret_in_its_message_names_it(place, capfd):
     screen = capfd.readouterr()
     assert CANARY not in screen.out + screen.err
     assert f"RuntimeError: 401: {KEPT} has no rights" in screen.err
-    assert "Traceback" in screen.err
+    assert "in on_train_start, failed" in screen.err
     assert places_of(CANARY, place) == []
     assert f"401: {KEPT} has no rights" in json.loads((run / "report.json").read_text())["error"]["message"]
     assert "has no rights" in (run / "report.md").read_text()

@@ -104,7 +104,7 @@ def test_faults_name_their_key(settings, message):
     ("override", "message"),
     [
         ("data.batch_size=0", r"data.batch_size: 0; expected an integer, 1 or more"),
-        ("data.num_workers=-1", r"data.num_workers: -1; expected an integer, 0 or more"),
+        ("data.num_workers=-1", r"data.num_workers: -1; expected an integer between 0 and 1024"),
         ("data.prefetch_factor=0", r"data.prefetch_factor: 0; expected an integer, 1 or more, or null"),
         ("data.shuffle_buffer=-1", r"data.shuffle_buffer: -1; expected an integer, 0 or more"),
         ("data.multiprocessing_context=frok", r"data.multiprocessing_context: .frok.; expected .*mean fork\?"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.errors import ConfigError, RunError
+from exp.errors import ConfigError, RunError, UserCodeError
 
 pytestmark = pytest.mark.numeric
 
@@ -241,9 +241,11 @@ def test_what_a_hook_does_wrong_in_a_step_is_one_line_with_its_name(hook, messag
 
 @pytest.mark.usefixtures("probe")
 def test_an_error_of_a_hook_s_own_keeps_its_kind_and_names_the_hook():
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(UserCodeError, match="hook mine, in after_step, failed with KeyError") as caught:
         exp.fit(exp.compose([*ONE_STEP, "+hooks.mine={_target_: probe.Broken}"]))
-    assert caught.value.__notes__ == ["raised in hooks.mine, by Broken.after_step"]
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert cause.__notes__ == ["raised in hooks.mine, by Broken.after_step"]
 
 
 def test_patterns_are_judged_where_other_nodes_are_wrong_too():

@@ -5,7 +5,6 @@ import os
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import Logger
 from torch.utils.data import Dataset, IterableDataset
 from torchmetrics import Metric
 
@@ -122,16 +121,6 @@ class Measure(Metric):
 class Watch(Hook):
     def after_step(self, step):
         fail("value")
-
-
-class Store(Logger):
-    name = version = None
-
-    def log_metrics(self, metrics, step=None):
-        fail("denied")
-
-    def log_hyperparams(self, *_, **__):
-        pass
 
 
 class Layer(torch.nn.Module):

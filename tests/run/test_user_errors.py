@@ -37,7 +37,6 @@ def _place(tmp_path, monkeypatch):
         ("callbacks", "faulty", "faulty: {_target_: faulty.Faulty, at: on_train_batch_end}"),
         ("metrics", "measure", "measure: {_target_: faulty.Measure}"),
         ("hooks", "watch", "watch: {_target_: faulty.Watch}"),
-        ("logger", "store", "store: {_target_: faulty.Store}"),
         ("model", "linear", f"_target_: torch.nn.Sequential\n_args_: [{LINEAR}]"),
         ("model", "layer", f"_target_: torch.nn.Sequential\n_args_: [{{_target_: faulty.Layer}}, {LINEAR}]"),
     ):
@@ -73,7 +72,6 @@ PLACES = [
     (["callbacks=[faulty]", "callbacks.faulty.at=on_validation_epoch_end"], "callback Faulty", "ValueError"),
     (["metrics=[measure]"], "metric Measure, in update", "ValueError: not a picture"),
     (["hooks=[watch]"], "hook watch, in after_step", "ValueError: not a picture"),
-    (["logger=[store]"], "logger Store, in log_metrics", "PermissionError"),
     (["model=layer"], "layer 0 (Layer) in forward", "ValueError: not a picture"),
     (["model=layer", "+model._args_.0.error=stop"], "a step of training", "StopIteration"),
 ]

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import Tensor
 from torch.nn import functional
 
+from exp.errors import UserCodeError
 from exp.run import run as live
 
 # Times and what a system measures have no value by hand: they are held to their steps alone.
@@ -326,7 +327,7 @@ def test_a_run_that_is_started_again_shows_what_an_unbroken_one_does(ranks, tmp_
     settings = [*SHORT, TRAIN_TOO, "checkpoint.every_n_steps=2", "hooks=[gradients]", "trainer.log_every_n_steps=3"]
     settings += ["security.allow=[fails]", f"+hooks.fails={{_target_: fails.Fails, at: {at}}}"]
     directory = ranks.freeze(*settings)
-    with pytest.raises(RuntimeError, match="failed once"):
+    with pytest.raises(UserCodeError, match="failed once"):
         live(directory)
     live(directory, resume=directory / "checkpoints" / "last.ckpt")
     shown, unbroken = points(directory), points(ranks.train(*settings).directory)

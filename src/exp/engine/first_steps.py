@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 STEPS = 3
 # Numbers of each parameter that are looked at, and the share of them that a step changes where it can.
 SAMPLED, CHANGED = 1000, 0.5
+# Batches in which a feature may show a second value: columns that never do are common, and a look costs 0.1 ms.
+FEATURE_BATCHES = 128
 # By how much a schedule's length may differ from the run's.
 TOLERANCE = 0.05
 
@@ -173,12 +175,14 @@ class Coverage:
         self._shown: Tensor | None = None
         self._lowest: Tensor | None = None
         self._highest: Tensor | None = None
+        self._batches = 0
         self.is_full = False
 
     def add(self, data: Any, *, is_due: bool) -> None:
         """Look at a batch. is_due: whether to look whether there is anything left to wait for, too."""
         if self.is_full:
             return
+        self._batches += 1
         inputs, target = _pair(data)
         # Of a text the characters are classes, and a rare one is no fault.
         is_text = isinstance(inputs, Tensor) and not inputs.is_floating_point()
@@ -188,13 +192,15 @@ class Coverage:
                 self._shown = torch.zeros(self._classes + 1, device=target.device)
             is_class = (target >= 0) & (target < self._classes)
             self._shown.index_fill_(0, target.where(is_class, self._classes).flatten(), 1.0)
-        if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.dim() in (2, 4) and len(inputs):
+        is_table = isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.dim() in (2, 4)
+        if is_table and len(inputs) and self._batches <= FEATURE_BATCHES:
             others = (0,) if inputs.dim() == 2 else (0, 2, 3)
             low, high = inputs.amin(others), inputs.amax(others)
             self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
             self._highest = high if self._highest is None else torch.maximum(self._highest, high)
         if is_due:
-            self.is_full = not any(map(len, self._missing(None)))
+            classes, features = self._missing(None)
+            self.is_full = not classes and (not features or self._batches >= FEATURE_BATCHES)
 
     def missing(self, trainer: RunTrainer) -> Iterator[str]:
         """Say what an epoch over all ranks has not shown. Every rank must call it."""
@@ -205,9 +211,10 @@ class Coverage:
                 "learn what it never sees. Look at how the data is divided (data.parts), and at data.num_classes"
             )
         if features:
+            looked = "all" if self._batches <= FEATURE_BATCHES and not self.is_full else f"{FEATURE_BATCHES} batches"
             yield (
-                f"{_counted(features, 'feature', 'features')} of the inputs had one value in all of training: they say "
-                "nothing, and may mislead where they change. Take them out of the data, or look at how they are read"
+                f"{_counted(features, 'feature', 'features')} of the inputs had one value in {looked} of training: they "
+                "say nothing, and may mislead where they change. Take them out of the data, or look at how they are read"
             )
 
     def _missing(self, trainer: RunTrainer | None) -> tuple[list[int], list[int]]:

@@ -213,8 +213,9 @@ class Coverage:
         if features:
             looked = "all" if self._batches <= FEATURE_BATCHES and not self.is_full else f"{FEATURE_BATCHES} batches"
             yield (
-                f"{_counted(features, 'feature', 'features')} of the inputs had one value in {looked} of training: they "
-                "say nothing, and may mislead where they change. Take them out of the data, or look at how they are read"
+                f"{_counted(features, 'feature', 'features')} of the inputs had one value in {looked} of training: "
+                "they say nothing, and may mislead where they change. Take them out of the data, or look at how they "
+                "are read"
             )
 
     def _missing(self, trainer: RunTrainer | None) -> tuple[list[int], list[int]]:

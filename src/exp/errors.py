@@ -184,8 +184,18 @@ class UserCodeError(RunError):
 
 def one_line(error: BaseException) -> str:
     """An exception as one line: its type and the first line of what it says."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    return ": ".join(filter(None, [type(error).__name__, _first_line(error)]))
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says in one line: the system's own words, and the path where it has one."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return _first_line(error) or type(error).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def own_frames(error: BaseException) -> str:

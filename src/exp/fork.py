@@ -119,11 +119,11 @@ def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[st
 def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Mapping[str, tuple[Any, Any]]) -> Path:
     """Put the parent's state, with the child's values, into the child's directory, and record where it came from."""
     from exp.config.freeze import record_parent
-    from exp.engine.checkpoint import AtomicCheckpointIO, copy_checkpoint, read_checkpoint
+    from exp.engine.checkpoint import CHECKPOINTS, AtomicCheckpointIO, copy_checkpoint, read_checkpoint
     from exp.engine.checkpointing import BEST, CONFIG, POSITION
 
     beside = path.with_name("best.ckpt")
-    start = directory / "checkpoints" / START
+    start = directory / CHECKPOINTS / START
     start.parent.mkdir()
     best = state[BEST]
     if best is not None and beside.is_file() and read_checkpoint(beside).get(BEST) == best:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+from exp.errors import words_of
+
 log = logging.getLogger(__name__)
 
 # The attribute of a record of the log that says what could not be written.
@@ -25,14 +27,6 @@ def tell_not_written(what: str, error: BaseException) -> None:
     log.warning(
         "%s: %s. The run goes on without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
     )
-
-
-def words_of(error: BaseException) -> str:
-    """Return what an error says in one line: the system's own words, and the path where it has one."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
 
 
 class NotWritten(logging.Handler):

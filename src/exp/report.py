@@ -21,6 +21,7 @@ from exp.config.freeze import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, own_frames
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
+from exp.types import compared_tag
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -77,8 +78,7 @@ class Report:
         """The value that goes back to a sweeper: the best of the monitored metric, nan where there is none."""
         if self.best is not None:
             return float(self.best["value"])
-        # What is compared of the training loss is its mean over an epoch.
-        tag = "loss/train_epoch" if self.monitor == "loss/train" else self.monitor
+        tag = compared_tag(self.monitor)
         return float(self.metrics[tag]) if tag in self.metrics else math.nan
 
 

@@ -126,7 +126,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     Returns: where it began; the state there. Raises: RunError where the run does not come there.
     """
     from exp.config.freeze import read_frozen
-    from exp.engine.checkpoint import read_checkpoint
+    from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
     from exp.engine.checkpointing import POSITION
     from exp.engine.state_at import STATE
     from exp.run import fit
@@ -138,7 +138,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
         again = Path(place) / "run"
         fit(_replayed(config, again, before=before, to=to, allow=allow))
-        reached = again / "checkpoints" / STATE
+        reached = again / CHECKPOINTS / STATE
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
     if any(found[POSITION][name] != value for name, value in to.items()):
         raise RunError(f"trained again from {before or 'the start'}, {run} does not come to step {to['step']}")

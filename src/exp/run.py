@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from exp.build import Parts, build
-from exp.check.plan import Plan, adopt, frozen, plan, resolve
+from exp.check.plan import Plan, Resolved, adopt, frozen, plan, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import chosen_values, freeze, read_overrides
 from exp.construct import build_network, build_objective
@@ -118,12 +118,8 @@ def run(
                 rewinds = parts.lower_rates.rewinds + 1
                 resume = last_checkpoint(directory) or resume
                 _tell_rewind(decided, lost, resume, rewinds)
-                # As another process would go on: nothing of what is lost stays.
-                parts = None
-                gc.collect()
-                decided = adopt(resolved, rank=rank)
-                parts = build(decided, directory, rank=rank, rewinds=rewinds)
-                _describe(decided, parts, directory)
+                parts = None  # nothing of what is lost stays
+                decided, parts = _built_again(resolved, directory, rank=rank, rewinds=rewinds)
             report = ongoing.ended("completed", parts=parts)
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
@@ -188,6 +184,8 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
             runtime = plain["runtime"]
             if runtime["non_finite"] != "rewind" or parts.lower_rates.rewinds >= runtime["max_rewinds"]:
                 raise
+            # Rank 0 may still be writing what all ranks are to go back to.
+            parts.checkpointing.settle(trainer)
             return str(error)
     if plain["test"] and "test" not in parts.data.data.stages:
         log.warning("the data has no test part: the test stage is left out")
@@ -195,6 +193,15 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
         weights = _best_weights(decided, parts) if plain["train"] else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
     return None
+
+
+def _built_again(resolved: Resolved, directory: Path, *, rank: Rank, rewinds: int) -> tuple[Plan, Parts]:
+    """The plan and the parts anew, as another process would make them that goes on with the run."""
+    gc.collect()
+    decided = adopt(resolved, rank=rank)
+    parts = build(decided, directory, rank=rank, rewinds=rewinds)
+    _describe(decided, parts, directory)
+    return decided, parts
 
 
 def _tell_rewind(decided: Plan, lost: str, checkpoint: Path | None, rewinds: int) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Stage = Literal["train", "val", "test"]
 STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
+# The mean over an epoch's samples, which is also what `monitor: loss/train` compares: `loss/train` itself is a step's.
+EPOCH_LOSS = "loss/train_epoch"
 # What samples may be, by torch's names without `torch.`.
 SampleDtype = Literal[
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
@@ -25,6 +27,11 @@ SampleDtype = Literal[
 ]  # fmt: skip
 # A time as it is said, 1h30m: days, hours, minutes and seconds, each where it is.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def compared_tag(monitor: str) -> str:
+    """The tag whose values a monitor compares."""
+    return EPOCH_LOSS if monitor == "loss/train" else monitor
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.precision.plugin import build_precision
-from exp.precision.words import WORDS
+from exp.precision.words import SCALER, WORDS
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -28,6 +28,10 @@ def read(name: str) -> dict[str, Any]:
 
 def test_there_is_an_option_for_each_word() -> None:
     assert {path.stem for path in (CONF / "precision").glob("*.yaml")} == set(WORDS)
+
+
+def test_the_settings_of_a_scale_that_are_no_fault_without_one_are_the_defaults() -> None:
+    assert read("train.yaml")["precision"]["scaler"] == {**SCALER, "enabled": None}
 
 
 @pytest.mark.parametrize("word", WORDS)

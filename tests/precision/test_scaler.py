@@ -269,6 +269,12 @@ def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixtu
     watch.see(step=1050, loss_scale=0.5, skipped_steps=503.0)
     watch.see(step=1100, loss_scale=0.25, skipped_steps=504.0)
     assert [record.message.split(":")[1] for record in caplog.records] == [" the loss scale has fallen to 0.5"]
+    caplog.clear()
+    watch = ScaleWatch("look there")
+    for step in (1, 11, 21, 31):  # runtime.non_finite=skip, without a scale
+        watch.see(step=step, loss_scale=None, skipped_steps=step)
+    said = "step 21: in the last 20 steps optimizers skipped 20 updates: look there"
+    assert [record.message for record in caplog.records] == [said]
 
 
 def test_a_run_whose_gradients_are_never_finite_says_so(

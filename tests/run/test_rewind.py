@@ -18,8 +18,13 @@ from exp.report import read_report
 from exp.strategies.rank import ALONE
 
 LAYER = '''
+import time
+
 import torch
+from lightning.pytorch import Callback
 from torch import nn
+
+from exp.engine.checkpoint import AtomicCheckpointIO
 
 class TooFast(nn.Module):
     """Gives a gradient that is nan where, from its eighth call on, a step was longer than the limit."""
@@ -39,6 +44,15 @@ class TooFast(nn.Module):
                 x = x + torch.sqrt((x - x.detach()).abs())
             self.before.copy_(self.moved.detach())
         return x
+
+
+class SlowDisk(Callback):
+    def setup(self, trainer, pl_module, stage):
+        write = AtomicCheckpointIO.save_checkpoint
+        def slowly(*arguments, **named):
+            time.sleep(0.2)
+            write(*arguments, **named)
+        AtomicCheckpointIO.save_checkpoint = slowly
 '''
 SHORT = [
     "security.allow=[too_fast]", "data=digits", "data.batch_size=256", "trainer.max_epochs=4",
@@ -115,7 +129,9 @@ def test_it_ends_where_lower_rates_do_not_help(tmp_path: Path) -> None:
 
 
 def test_ranks_go_back_together(tmp_path: Path) -> None:
-    report = exp.fit(exp.compose([*SHORT, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]))
+    """To the same checkpoint, which rank 0 is still writing then."""
+    slow = ["checkpoint.async=true", "+callbacks.slow={_target_: too_fast.SlowDisk}"]
+    report = exp.fit(exp.compose([*SHORT, *slow, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]))
     directory = tmp_path / "one"
     assert report.status == "completed"
     assert report.world_size == 2

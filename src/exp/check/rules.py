@@ -23,7 +23,7 @@ from exp.config.targets import resolve
 from exp.data.faults import share_faults
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, show
-from exp.types import STAGES, Mode
+from exp.types import EPOCH_LOSS, STAGES, Mode
 
 # Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
@@ -138,7 +138,7 @@ def _monitor_faults(values: Values, key: str, monitor: Any) -> Iterator[Fault]:
         return
     terms = list(values["objective"]) if isinstance(values["objective"], dict) else []
     metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
-    tags = ["loss/val", "loss/train", "loss/train_epoch"]
+    tags = ["loss/val", "loss/train", EPOCH_LOSS]
     tags += [f"{name}/{stage}" for name in metrics for stage in ("val", "train") if stage in stages]
     tags += [f"loss/{stage}/{term}" for term in terms for stage in ("val", "train")]
     # A metric that gives several values adds their names behind its own tag.

@@ -18,13 +18,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.freeze import COMPOSITION
-from exp.engine.checkpoint import State, read_checkpoint
+from exp.engine.checkpoint import CHECKPOINTS, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import is_locked
 
 AUTO = "auto"
-CHECKPOINTS = "checkpoints"
 # Of a run directory, below outputs/<name>: what hydra.run.dir names, or <date>/<time>.
 RUNS = ("*", "*/*")
 

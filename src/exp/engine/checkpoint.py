@@ -22,6 +22,8 @@ from exp.errors import RunError
 from exp.files import beside, lock, replacing, sync_directory
 from exp.nested import mapped
 
+# The folder of a run directory in which they are.
+CHECKPOINTS = "checkpoints"
 # The entry that says what the others are, and the version of what exp writes.
 MANIFEST, FORMAT = "exp_manifest", 1
 SHOWN = 3
@@ -63,8 +65,11 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> State:
         """Read a checkpoint, on CPU: tensors and plain values only, whatever `weights_only` says.
 
+        What waits to be written is written first.
+
         Raises: RunError where the file is not there, is damaged, holds anything else, or is not as exp wrote it.
         """
+        self.settle()
         return read_checkpoint(path, map_location=map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -109,15 +114,6 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         self._submit(super().copy_checkpoint, source, target)
-
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: str | torch.device | None = None,
-        weights_only: bool | None = None,
-    ) -> State:
-        self.settle()
-        return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def settle(self) -> None:
         while self._pending:

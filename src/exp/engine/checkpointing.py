@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.checkpoint import (
+    CHECKPOINTS,
     AtomicCheckpointIO,
     State,
     ThreadedCheckpointIO,
@@ -22,10 +23,9 @@ from exp.engine.checkpoint import (
 )
 from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
-from exp.engine.recording import EPOCH_LOSS
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
-from exp.types import Batch, Mode
+from exp.types import EPOCH_LOSS, Batch, Mode
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Checkpointing(Callback):
         config: str | None = None,
     ) -> None:
         super().__init__()
-        self.directory = Path(directory) / "checkpoints"
+        self.directory = Path(directory) / CHECKPOINTS
         self.monitor, self.mode = monitor, mode
         self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
         self.keep = keep
@@ -285,9 +285,10 @@ class Checkpointing(Callback):
         if trainer.is_global_zero:
             beside = Path(str(trainer.ckpt_path)).parent / self.best_path.name
             there = self.best_path if self.best_path.is_file() else beside
-            if _best_step(there) != self.best["step"] == trainer.global_step:
-                there = Path(str(trainer.ckpt_path))  # which a kill has kept from being copied
             is_found = _best_step(there) == self.best["step"]
+            if not is_found and self.best["step"] == trainer.global_step:
+                # The run goes on from the best itself, which a kill has kept from being copied.
+                there, is_found = Path(str(trainer.ckpt_path)), True
             if is_found and there != self.best_path:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 copy_checkpoint(there, self.best_path)
@@ -352,7 +353,7 @@ class BeforeTheEnd(Callback):
 
 def sweep_run(directory: Path) -> None:
     """Remove what a killed run left half written in its run directory, if it is one."""
-    checkpoints = directory / "checkpoints"
+    checkpoints = directory / CHECKPOINTS
     if not checkpoints.is_dir():
         return
     sweep_partial_files(directory)

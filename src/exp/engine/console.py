@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import Recording
-from exp.errors import Interrupted
-from exp.output import NotWritten, lost_streams, outliving_output, tell_not_written, words_of
+from exp.errors import Interrupted, words_of
+from exp.output import NotWritten, lost_streams, outliving_output, tell_not_written
 from exp.secrets import redacted
 from exp.strategies.rank import Rank
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from exp.errors import RunError
+from exp.errors import RunError, words_of
 from exp.nested import mapped
 from exp.types import Batch
 
@@ -67,7 +67,7 @@ class Halving:
             "at a time, and their gradients are added up: the step stays the same%s",
             step,
             tried,
-            str(error).partition("\n")[0] or type(error).__name__,
+            words_of(error),
             self.most,
             ", but for dropout, which draws other numbers" if drops else "",
         )

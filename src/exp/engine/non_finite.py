@@ -20,13 +20,13 @@ from exp.errors import NonFiniteError
 from exp.nested import tensors_in
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
+from exp.spelling import among
 from exp.strategies.whole_state import local
 from exp.types import Batch
 
 # The kinds of numbers that are not finite, which a buffer holds by design or not at all.
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
-SHOWN = 3
 REWINDS = "exp_rewinds"
 # Where torch's optimizers and schedules hold rates, and the schedules that another one runs.
 RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -62,9 +62,9 @@ def require_finite(state: State, by_design: Mapping[str, Kinds], trainer: Traine
         flag = torch.tensor(float(is_broken), device=trainer.strategy.root_device)
         is_broken = bool(trainer.strategy.reduce(flag, reduce_op="max") > 0)
     if is_broken:
+        what = among(found, count=6) if found else "what other ranks hold"
         raise NonFiniteError(
-            f"not finite after step {trainer.global_step}: {shown(found) or 'what other ranks hold'}. Nothing of it is "
-            f"saved; {saved}. {CURES}"
+            f"not finite after step {trainer.global_step}: {what}. Nothing of it is saved; {saved}. {CURES}"
         )
 
 
@@ -77,12 +77,6 @@ def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
     states = [("the optimizer's state", value) for value in tensors_in(state.get("optimizer_states"))]
     found += [name for name, value in _suspects(states) if _kinds(value)]
     return list(dict.fromkeys(name.removeprefix("network.") for name in found))
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str) -> None:

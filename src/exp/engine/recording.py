@@ -37,11 +37,9 @@ from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import each_optimizer, rate_names
 from exp.output import tell_not_written
 from exp.precision.plugin import RunPrecision
-from exp.types import Batch, Stage
+from exp.types import EPOCH_LOSS, Batch, Stage
 
 STATE = "exp_recording"
-# The mean over an epoch's samples, which is also what `monitor: loss/train` compares: `loss/train` itself is a step's.
-EPOCH_LOSS = "loss/train_epoch"
 
 
 class Recording(Callback):

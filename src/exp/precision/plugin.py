@@ -262,7 +262,7 @@ class ScaledPrecision(RunPrecision):
 
     def written(self, values: Mapping[str, float], *, step: int) -> None:
         if "precision/skipped_steps" in values:
-            scale = values["precision/loss_scale"] if self.is_scaled else 1.0
+            scale = values["precision/loss_scale"] if self.is_scaled else None
             self._watch.see(step=step, loss_scale=scale, skipped_steps=values["precision/skipped_steps"])
 
     def pre_backward(  # type: ignore[override]  # Lightning's own Precision narrows Fabric's alike

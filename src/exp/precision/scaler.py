@@ -179,8 +179,9 @@ class ScaleWatch:
         self._skips = 0.0
         self._has_warned = False
 
-    def see(self, *, step: int, loss_scale: float, skipped_steps: float) -> None:
-        """step: of the run, counted from 1. skipped_steps: of all optimizers, of which phases have several a step."""
+    def see(self, *, step: int, loss_scale: float | None, skipped_steps: float) -> None:
+        """step: of the run, counted from 1. loss_scale: None where steps are skipped without one.
+        skipped_steps: of all optimizers, of which phases have several a step."""
         if self._seen is not None:
             steps, skips = step - self._seen[0], skipped_steps - self._seen[1]
             is_row = skips >= steps > 0
@@ -188,14 +189,15 @@ class ScaleWatch:
         self._seen = step, skipped_steps
         if self._has_warned:
             return
-        if loss_scale < 1.0:
+        if loss_scale is not None and loss_scale < 1.0:
             self._has_warned = True
             log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, self._cure)
         elif self._row >= SKIPS_IN_A_ROW:
             self._has_warned = True
+            scale = "" if loss_scale is None else f", the loss scale is {loss_scale:g}"
             log.warning(
-                "step %d: in the last %d steps optimizers skipped %d updates, the loss scale is %g: %s",
-                step, self._row, self._skips, loss_scale, self._cure,
+                "step %d: in the last %d steps optimizers skipped %d updates%s: %s",
+                step, self._row, self._skips, scale, self._cure,
             )  # fmt: skip
 
 

@@ -2,22 +2,24 @@
 
     python tests/attacks/kills.py [--kills 1000] [--full] [--seed 0]
 
-A run saves at every step, so that most moments are inside a save. Each kill is followed by `resume=` of what is there,
-in a new directory, as a person would type it, and that is killed as well: while it reads, sweeps, trains or saves.
+A run validates at every step and saves so often that most moments are inside a save. Each kill is followed by a run in
+a new directory that goes on from what is there, `resume=` it or `resume=auto` by draw, as a person would type it, and
+that is killed as well: while it reads, sweeps, brings along, trains, saves or prunes. How many of the best are kept,
+whether a thread writes and what makes a save due is drawn anew for each chain.
 --full: two ranks, fp16 with its scaler, two workers, accumulation over 3 batches, averaged weights, phases; the kill
-hits the launching process or one of its ranks. Counted are checkpoints that cannot be read, chains whose last
-checkpoint differs from the unbroken run's by a bit, files half written that a later run left, and runs that failed.
-tests/attacks/test_kills.py does the same with 50 kills.
+hits the launching process or one of its ranks. Counted are checkpoints that cannot be read, chains whose checkpoints
+differ from the unbroken run's by a bit, files half written that a later run left, sets of the best that are not what
+last.ckpt says, and runs that failed. tests/attacks/test_kills.py does the same with 50 kills.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -33,10 +35,12 @@ from exp.errors import RunError
 
 COMMON = (
     *("model=sequential", "hooks=[]", "logger=[]", "test=false", "data.batch_size=16", "trainer.limit_train_batches=6"),
-    *("trainer.limit_val_batches=1", "checkpoint.every_n_steps=1", "trainer.enable_progress_bar=false"),
-    "hydra.run.dir=outputs/{number}",
+    *("trainer.limit_val_batches=1", "trainer.val_check_interval=1", "trainer.enable_progress_bar=false"),
+    *("name={chain}", "hydra.run.dir=outputs/{chain}/{run}"),
 )
-PLAIN = (*COMMON, "trainer.max_epochs=5")
+KEPT = (1, 2, 3)
+DUE = ("checkpoint.every_n_steps=1", "checkpoint.every_n_steps=4", "checkpoint.every_n_minutes=0.0001")
+PLAIN = (*COMMON, "trainer.max_epochs=3")
 FULL = (
     *COMMON,
     *("trainer.max_epochs=4", "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", "precision=fp16"),
@@ -44,8 +48,10 @@ FULL = (
 )
 # What two unbroken runs do not share either: the clock, the checksum of it, and the config, which names the resume.
 APART = ("exp_seconds", "exp_manifest", "exp_config")
-# How often Lightning stepped since the epoch began or the run went on; nothing is decided by it, its totals are equal.
-COUNTERS = re.compile(r"\.loops\..*\.optim_progress\.optimizer\.\w+\.current\.\w+")
+# What a kill between two saves may have cost, and steps that are done again give back.
+RANKING = ("exp_best", "exp_kept")
+# How often Lightning stepped and validated since the epoch began or the run went on; nothing is decided by it.
+COUNTERS = re.compile(r"\.loops\..*\.(optim_progress\.optimizer\.\w+\.current|val_loop\.batch_progress\.\w+)\.\w+")
 
 
 @dataclass(kw_only=True)
@@ -55,38 +61,62 @@ class Found:
     kills: int = 0
     chains: int = 0
     inside_saving: int = 0
-    before_a_step: int = 0
+    of_them_threaded: int = 0
+    inside_pruning: int = 0
+    inside_resuming: int = 0
     unreadable: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
+    inconsistent: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
-def attack(commands: Any, place: Path, overrides: tuple[str, ...], *, kills: int, seed: int) -> Found:
-    """commands: of tests/conftest.py. place: an empty folder."""
-    draws, found, numbers = random.Random(seed), Found(), itertools.count()
-    unbroken, seconds = _unbroken(commands, place, overrides)
+@dataclass(frozen=True, kw_only=True)
+class Unbroken:
+    """What a run that nothing disturbs comes to, and the seconds from its directory to its end."""
+
+    last: dict[str, Any]
+    best: dict[str, dict[str, Any]]
+    seconds: float
+
+
+def attack(
+    commands: Any, place: Path, overrides: tuple[str, ...], *, kills: int, seed: int, tell: int | None = None
+) -> Found:
+    """commands: of tests/conftest.py. place: an empty folder. tell: after how many kills the counts are printed."""
+    draws, found, began = random.Random(seed), Found(), time.monotonic()
+    unbroken = {keep: _unbroken(commands, place, (*overrides, f"checkpoint.keep={keep}"), keep) for keep in KEPT}
     while found.kills < kills:
         found.chains += 1
+        keep, is_threaded = draws.choice(KEPT), draws.random() < 0.5
+        drawn = (f"checkpoint.keep={keep}", f"checkpoint.async={str(is_threaded).lower()}", draws.choice(DUE))
+        chain = place / "outputs" / f"chain{found.chains}"
         directories: list[Path] = []
         ended = False
         while not ended:
-            directories.append(place / "outputs" / f"run{next(numbers)}")
+            directories.append(chain / f"run{len(directories)}")
             last = _newest(directories)
-            resume = [] if last is None else [f"resume={last.relative_to(place)}"]
-            command = commands.start(*_words(overrides, directories[-1]), *resume, cwd=place)
+            resume = [] if last is None else [f"resume={draws.choice(['auto', last.relative_to(place)])}"]
+            command = commands.start(*_words((*overrides, *drawn), directories[-1]), *resume, cwd=place)
             # The last chain is left to end.
-            delay = draws.uniform(0, 0.7 * seconds) if found.kills < kills else 300.0
-            _wait(command, directories[-1], delay)
+            delay = draws.uniform(0.1, 0.7) * unbroken[keep].seconds if found.kills < kills else 300.0
+            # To hit the moment of pruning takes more than luck.
+            aim = keep if keep > 1 and draws.random() < 0.25 else None
+            _wait(command, directories[-1], delay, aim=aim)
             ended = not _kill(command, draws)
             if ended:
                 done = command.end()
                 if done.returncode:
-                    found.failed.append(f"{directories[-1].name}: {done.stdout}{done.stderr}")
+                    found.failed.append(f"{directories[-1]} {drawn}: {done.stdout}{done.stderr}")
             else:
                 found.kills += 1
-                _look(directories[-1], found)
-        _judge(directories, unbroken, found)
+                _look(directories, found, keep=keep, is_threaded=is_threaded)
+                if tell is not None and found.kills % tell == 0:
+                    print(f"{time.monotonic() - began:.0f} s: {_counts(found)}", flush=True)
+        faults = len(_faults(found))
+        _judge(directories, unbroken[keep], found, drawn=drawn)
+        if len(_faults(found)) == faults:
+            shutil.rmtree(chain)
     return found
 
 
@@ -112,23 +142,34 @@ def difference(one: Any, other: Any, key: str = "") -> str | None:
     return next((told for name, *both in pairs if (told := difference(*both, f"{key}.{name}"))), None)
 
 
-def _unbroken(commands: Any, place: Path, overrides: tuple[str, ...]) -> tuple[dict[str, Any], float]:
-    """The last checkpoint of a run that nothing disturbs, and the seconds from its directory to its end."""
-    directory = place / "outputs" / "unbroken"
-    command = commands.start(*_words(overrides, directory), cwd=place)
+def _unbroken(commands: Any, place: Path, overrides: tuple[str, ...], keep: int) -> Unbroken:
+    directory = place / "outputs" / "unbroken" / str(keep)
+    command = commands.start(*_words((*overrides, DUE[0]), directory), cwd=place)
     _wait(command, directory, 0.0)
     began = time.monotonic()
     done = command.end()
     assert done.returncode == 0, done.stdout + done.stderr
-    return _content(directory / "checkpoints" / "last.ckpt"), time.monotonic() - began
+    seconds = time.monotonic() - began
+    return Unbroken(
+        last=_content(directory / "checkpoints" / "last.ckpt"), best=_contents_of_best(directory), seconds=seconds
+    )
 
 
 def _words(overrides: tuple[str, ...], directory: Path) -> list[str]:
-    return [word.replace("{number}", directory.name) for word in overrides]
+    names = {"{chain}": directory.parent.name, "{run}": directory.name}
+    words = list(overrides)
+    for place, name in names.items():
+        words = [word.replace(place, name) for word in words]
+    return words
 
 
-def _content(path: Path) -> dict[str, Any]:
-    return {name: value for name, value in read_checkpoint(path).items() if name not in APART}
+def _content(path: Path, *, apart: tuple[str, ...] = APART) -> dict[str, Any]:
+    return {name: value for name, value in read_checkpoint(path).items() if name not in apart}
+
+
+def _contents_of_best(directory: Path) -> dict[str, dict[str, Any]]:
+    paths = (directory / "checkpoints").glob("best*.ckpt")
+    return {path.name: _content(path, apart=(*APART, *RANKING)) for path in paths}
 
 
 def _newest(directories: list[Path]) -> Path | None:
@@ -136,11 +177,16 @@ def _newest(directories: list[Path]) -> Path | None:
     return next((path for path in reversed(saved) if path.is_file()), None)
 
 
-def _wait(command: Any, directory: Path, delay: float) -> None:
-    """Until a run has its directory, and so many seconds more; less where it ends."""
+def _wait(command: Any, directory: Path, delay: float, *, aim: int | None = None) -> None:
+    """Until a run has its directory, and so many seconds more; less where it ends, or more than `aim` are kept."""
     while not directory.exists() and command.process.is_alive():
         time.sleep(0.002)
-    command.process.join(delay)
+    ends = time.monotonic() + delay
+    while aim is not None and time.monotonic() < ends and command.process.is_alive():
+        if len([*(directory / "checkpoints").glob("best-*.ckpt")]) > aim:
+            return
+        time.sleep(0.0005)
+    command.process.join(max(0.0, ends - time.monotonic()))
 
 
 def _kill(command: Any, draws: random.Random) -> bool:
@@ -158,33 +204,57 @@ def _kill(command: Any, draws: random.Random) -> bool:
     return bool(command.process.exitcode)
 
 
-def _look(directory: Path, found: Found) -> None:
+def _look(directories: list[Path], found: Found, *, keep: int, is_threaded: bool) -> None:
     """At what a kill left."""
-    checkpoints = directory / "checkpoints"
-    found.inside_saving += bool(_half_written(directory))
-    found.before_a_step += not checkpoints.exists()
+    checkpoints = directories[-1] / "checkpoints"
+    is_saving = bool(_half_written(directories[-1]))
+    found.inside_saving += is_saving
+    found.of_them_threaded += is_saving and is_threaded
+    found.inside_pruning += len([*checkpoints.glob("best-*.ckpt")]) > (keep if keep > 1 else 0)
+    found.inside_resuming += _newest(directories[:-1]) is not None and not (checkpoints / "last.ckpt").is_file()
     for path in checkpoints.glob("*.ckpt"):
         try:
-            read_checkpoint(path)
+            state = read_checkpoint(path)
         except RunError as error:
             found.unreadable.append(str(error))
+            continue
+        step = re.fullmatch(r"best-(\d+)\.ckpt", path.name)
+        if step and state["exp_position"]["step"] != int(step[1]):
+            found.inconsistent.append(f"{path} is of step {state['exp_position']['step']}")
 
 
 def _half_written(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if "partial" in path.name or path.name.endswith(".tmp")]
 
 
-def _judge(directories: list[Path], unbroken: dict[str, Any], found: Found) -> None:
+def _judge(directories: list[Path], unbroken: Unbroken, found: Found, *, drawn: tuple[str, ...]) -> None:
     """A chain that has come to its end, or to the last of its kills."""
-    last = directories[-1] / "checkpoints" / "last.ckpt"
-    if not last.is_file():
-        found.failed.append(f"{directories[-1].name}: no last.ckpt")
+    directory = directories[-1]
+    where = f"{directory} {' '.join(drawn)}"
+    if not (directory / "checkpoints" / "last.ckpt").is_file():
+        found.failed.append(f"{where}: no last.ckpt")
         return
-    if told := difference(_content(last), unbroken):
-        found.different.append(f"{directories[-1].name}: {told}")
-    # Nobody goes on from a run that was killed before its first whole checkpoint.
-    gone_on_from = [one for one in directories if (one / "checkpoints" / "last.ckpt").is_file()]
-    found.partial += [str(path) for directory in gone_on_from for path in _half_written(directory)]
+    last, best = _content(directory / "checkpoints" / "last.ckpt"), _contents_of_best(directory)
+    if told := difference(last, unbroken.last):
+        found.different.append(f"{where}: {told}")
+    for name in best.keys() & unbroken.best.keys():
+        if told := difference(best[name], unbroken.best[name]):
+            found.different.append(f"{where}: {name}: {told}")
+    if best.keys() != unbroken.best.keys():
+        found.different.append(f"{where}: {sorted(best)} are there, and {sorted(unbroken.best)} of the unbroken run")
+    kept = {"best.ckpt", *(f"best-{entry['step']}.ckpt" for entry in last["exp_kept"])}
+    if kept != best.keys():
+        found.inconsistent.append(f"{where}: {sorted(best)} are there, and {sorted(kept)} are kept")
+    found.partial += [str(path) for one in directories for path in _half_written(one)]
+
+
+def _faults(found: Found) -> list[str]:
+    return [*found.unreadable, *found.different, *found.partial, *found.inconsistent, *found.failed]
+
+
+def _counts(found: Found) -> str:
+    values = vars(found).items()
+    return ", ".join(f"{key} {value if isinstance(value, int) else len(value)}" for key, value in values)
 
 
 def main() -> None:
@@ -206,13 +276,12 @@ def main() -> None:
         place = Path(name).resolve()
         commands = warm.Commands(place)
         overrides = FULL if arguments.full else PLAIN
-        found = attack(commands, place, overrides, kills=arguments.kills, seed=arguments.seed)
+        found = attack(commands, place, overrides, kills=arguments.kills, seed=arguments.seed, tell=50)
         commands.close()
-    for key, value in vars(found).items():
-        print(f"{key:16}{value if isinstance(value, int) else len(value)}")
-    for told in [*found.unreadable, *found.different, *found.partial, *found.failed]:
+    print(_counts(found))
+    for told in _faults(found):
         print(f"\n{told}")
-    sys.exit(bool(found.unreadable or found.different or found.partial or found.failed))
+    sys.exit(bool(_faults(found)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from exp.config.freeze import COMPOSITION
 from exp.engine.checkpoint import CHECKPOINTS, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
 from exp.errors import ConfigError, Fault, RunError
-from exp.files import is_locked
+from exp.files import is_locked, sweep_partial_files
 
 AUTO = "auto"
 # Of a run directory, below outputs/<name>: what hydra.run.dir names, or <date>/<time>.
@@ -84,6 +84,9 @@ def sweep_runs_beside(directory: Path, name: str) -> None:
     for pattern in RUNS:
         for path in root.glob(f"{pattern}/{CHECKPOINTS}/.*.partial"):
             sweep_run(path.parent.parent)
+        # Of one that was killed before it had checkpoints, too.
+        for path in root.glob(f"{pattern}/.*.partial"):
+            sweep_partial_files(path.parent)
 
 
 def states_of(run: Path) -> Iterator[tuple[Path, State]]:

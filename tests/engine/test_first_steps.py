@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Mult
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
+from exp.engine.first_steps import STEPS
 from exp.optim.optimizer import Optimization
 from exp.optim.schedules import Constant, Cosine
 
@@ -118,3 +119,68 @@ def test_nothing_is_looked_at_behind_the_first_epoch(tmp_path: Path, small_run: 
     small = small_run.Small(tmp_path, max_epochs=1, metrics={})
     small.fit()
     assert not small.recording._first_steps.is_watching
+
+
+class Counted(list[Any]):
+    """Parameters of a group that know how often somebody went through them."""
+
+    looks = 0
+
+    def __iter__(self) -> Any:
+        self.looks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("has_gradients", [True, False], ids=["gradients", "kept elsewhere"])
+def test_a_rate_of_zero_has_no_step_look_at_every_parameter(
+    tmp_path: Path, small_run: ModuleType, has_gradients: bool
+) -> None:
+    small = small_run.Small(tmp_path, max_epochs=1, metrics={})
+    small.fit()
+    seen, optimizer = small.recording._first_steps, torch.optim.SGD(small.module.parameters(), lr=0.0)
+    if not has_gradients:
+        optimizer.zero_grad()
+    (group,) = optimizer.param_groups
+    group["params"] = counted = Counted(group["params"])
+    for _ in range(20):
+        seen.before_step(optimizer)
+        seen.after_step([optimizer])
+    assert counted.looks == STEPS
+    group["lr"] = group["initial_lr"] = 0.1  # the warm-up is over
+    for _ in range(3):
+        seen.before_step(optimizer)
+        seen.after_step([optimizer])
+    assert counted.looks == STEPS + 1
+    assert not seen.is_watching
+
+
+IDLE = """
+from torch import nn
+
+
+class Idle(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.used(x) + self.idle(x).detach()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor_parallel"])
+@pytest.mark.parametrize("lr", [1e-3, 1e-12])
+def test_a_model_whose_parts_lie_in_ranks_is_looked_at_too(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, lr: float
+) -> None:
+    (tmp_path / "idle.py").write_text(IDLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "test=false"]
+    run = ranks.train(
+        f"strategy={strategy}", "launch.devices=2", "launch.accelerator=cpu", "+model.layers.idle={_target_: idle.Idle}",
+        "security.allow=[idle]", "hooks=[]", f"optimizer.lr={lr}", *short, ranks=2,
+    )  # fmt: skip
+    log = (run.directory / "train.log").read_text()
+    told = log.count("2 parameters get no gradient, and nothing is learned there: idle.idle.bias, idle.idle.weight")
+    assert told == 1
+    assert log.count("the first step changed 0%") == (lr < 1e-9)

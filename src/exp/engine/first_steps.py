@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,14 +42,16 @@ class _Optimizer:
     """What was seen of one optimizer.
 
     steps: that were looked at for gradients.
-    without: names of its parameters that had no gradient in any of them.
-    before: of the step under way, numbers of parameters that have a gradient, and where that is not 0.
+    found: whether each of its parameters had a gradient in any of them, by name.
+    before: of the step under way, numbers of parameters that have a gradient, and where that is not 0; None where it is
+        not looked at.
     """
 
     steps: int = 0
-    without: frozenset[str] | None = None
+    found: dict[str, bool] = field(default_factory=dict)
+    is_told: bool = False
     is_judged: bool = False
-    before: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
+    before: Sequence[tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 class FirstSteps:
@@ -62,8 +64,8 @@ class FirstSteps:
         self._trainer, self._module = trainer, module
         self._names = {id(parameter): name for name, parameter in module.network.named_parameters()}
         self._optimizers: dict[int, _Optimizer] = {}
-        # Where a rank holds a part of the model, the gradients of the others are not its own.
-        self._looks_at_gradients = not isinstance(trainer.strategy, ModelParallel)
+        # Of a model whose parts lie in several ranks.
+        self._parts = trainer.strategy if isinstance(trainer.strategy, ModelParallel) else None
         self._coverage: Coverage | None = None
         self._batches = 0
         self.is_watching = True
@@ -82,17 +84,19 @@ class FirstSteps:
     def before_step(self, optimizer: Optimizer) -> None:
         """See an optimizer's gradients."""
         seen = self._optimizers.setdefault(id(optimizer), _Optimizer())
-        if not self._looks_at_gradients or (seen.is_judged and seen.steps >= STEPS):
+        is_warm = not seen.is_judged and _is_warm(optimizer)
+        if seen.steps >= STEPS and not is_warm:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        without = {id(parameter) for parameter in parameters if parameter.grad is None}
-        if len(without) == len(parameters):
-            return  # a strategy that keeps gradients elsewhere
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
         if seen.steps < STEPS:
             seen.steps += 1
-            names = frozenset(self._names[one] for one in without if one in self._names)
-            seen.without = names if seen.without is None else seen.without & names
-        if not seen.is_judged and _is_warm(optimizer):
+            # One without any is of a strategy that keeps gradients elsewhere.
+            for parameter in parameters if has_gradients or self._parts is not None else ():
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    seen.found[name] = seen.found.get(name, False) or parameter.grad is not None
+        if is_warm:
             seen.before = list(_samples(parameters))
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
@@ -102,14 +106,14 @@ class FirstSteps:
             seen = self._optimizers.get(id(optimizer))
             if seen is None:
                 continue
-            before, seen.before = seen.before, ()
-            if before and not (isinstance(precision, RunPrecision) and precision.skipped(optimizer)):
+            before, seen.before = seen.before, None
+            if before is not None and not (isinstance(precision, RunPrecision) and precision.skipped(optimizer)):
                 seen.is_judged = True
                 self._say(self._of_update(optimizer, before))
             if seen.steps >= STEPS:
-                self._say(_of_gradients(seen))
+                self._say(self._of_gradients(seen))
         seen_enough = all(seen.is_judged and seen.steps >= STEPS for seen in self._optimizers.values())
-        if (seen_enough or not self._looks_at_gradients) and (self._coverage is None or self._coverage.is_full):
+        if seen_enough and (self._coverage is None or self._coverage.is_full):
             self.is_watching = not self._optimizers
 
     def end_epoch(self) -> None:
@@ -121,7 +125,7 @@ class FirstSteps:
     def end(self) -> None:
         """Say what was seen of a run that ends before its first steps are done."""
         for seen in self._optimizers.values():
-            self._say(_of_gradients(seen))
+            self._say(self._of_gradients(seen))
 
     def _say(self, notes: Iterator[str] | Sequence[str]) -> None:
         for note in notes:
@@ -147,9 +151,13 @@ class FirstSteps:
             )
 
     def _of_update(self, optimizer: Optimizer, before: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Iterator[str]:
-        changed = sum(((_strided(one) != old) & learns).sum() for one, old, learns in before)
-        count = float(sum(learns.sum() for _, _, learns in before))
-        share = float(changed) / max(count, 1.0)
+        counts = torch.zeros(2, device=self._trainer.strategy.root_device)
+        for one, old, learns in before:
+            counts += torch.stack([((_strided(one) != old) & learns).sum(), learns.sum()]).to(counts.device)
+        if self._parts is not None:
+            counts = self._parts.reduce(counts, reduce_op="sum")
+        changed, count = counts.tolist()
+        share = changed / max(count, 1.0)
         if count and share < CHANGED:
             dtypes = ", ".join(dict.fromkeys(dtype_name(one.dtype) for one, _, _ in before))
             rates = ", ".join(dict.fromkeys(f"{float(group['lr']):.3g}" for group in optimizer.param_groups))
@@ -157,6 +165,21 @@ class FirstSteps:
                 f"the first step changed {share:.0%} of the weights with a gradient: at a learning rate of {rates} an "
                 f"update is below what {dtypes} can add to a weight. Raise optimizer.lr, or keep the parameters in "
                 "more digits, as precision=fp32 or precision=bf16 do"
+            )
+
+    def _of_gradients(self, seen: _Optimizer) -> Iterator[str]:
+        if seen.is_told:
+            return
+        seen.is_told, found = True, seen.found
+        if self._parts is not None:
+            everywhere = self._parts.maxima({name: torch.tensor([float(has)]) for name, has in found.items()})
+            found = {name: bool(most.item()) for name, most in everywhere.items()}
+        names = sorted(name for name, has_gradient in found.items() if not has_gradient)
+        if names:
+            several = f"{len(names)} parameters get" if len(names) > 1 else "a parameter gets"
+            yield (
+                f"{several} no gradient, and nothing is learned there: {among(names, count=6)}. Use them in the forward "
+                "and in the objective, without detach(), or name them in model.freeze"
             )
 
 
@@ -229,16 +252,6 @@ class Coverage:
             low, high = -reduce(-self._lowest), reduce(self._highest)
             features = (low == high).nonzero().flatten().tolist()
         return classes, features
-
-
-def _of_gradients(seen: _Optimizer) -> Iterator[str]:
-    names, seen.without = sorted(seen.without or ()), frozenset()
-    if names:
-        several = f"{len(names)} parameters get" if len(names) > 1 else "a parameter gets"
-        yield (
-            f"{several} no gradient, and nothing is learned there: {among(names, count=6)}. Use them in the forward "
-            "and in the objective, without detach(), or name them in model.freeze"
-        )
 
 
 def schedule_notes(optimization: Optimization, total: int, *, key: str) -> Iterator[str]:

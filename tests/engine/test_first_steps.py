@@ -177,8 +177,8 @@ def test_a_model_whose_parts_lie_in_ranks_is_looked_at_too(
     monkeypatch.syspath_prepend(tmp_path)
     short = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "test=false"]
     run = ranks.train(
-        f"strategy={strategy}", "launch.devices=2", "launch.accelerator=cpu", "+model.layers.idle={_target_: idle.Idle}",
-        "security.allow=[idle]", "hooks=[]", f"optimizer.lr={lr}", *short, ranks=2,
+        f"strategy={strategy}", "launch.devices=2", "launch.accelerator=cpu", "hooks=[]", f"optimizer.lr={lr}",
+        "+model.layers.idle={_target_: idle.Idle}", "security.allow=[idle]", *short, ranks=2,
     )  # fmt: skip
     log = (run.directory / "train.log").read_text()
     told = log.count("2 parameters get no gradient, and nothing is learned there: idle.idle.bias, idle.idle.weight")

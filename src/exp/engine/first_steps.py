@@ -178,8 +178,8 @@ class FirstSteps:
         if names:
             several = f"{len(names)} parameters get" if len(names) > 1 else "a parameter gets"
             yield (
-                f"{several} no gradient, and nothing is learned there: {among(names, count=6)}. Use them in the forward "
-                "and in the objective, without detach(), or name them in model.freeze"
+                f"{several} no gradient, and nothing is learned there: {among(names, count=6)}. Use them in the "
+                "forward and in the objective, without detach(), or name them in model.freeze"
             )
 
 

@@ -88,7 +88,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     except ImportError as error:
         fault = Fault(key=f"{key}._target_", got=f"{node['_target_']}: {error}", expected="an installed package")
         raise ConfigError([fault]) from error
-    except (*REFUSALS, MisconfigurationException) as error:
+    except (*REFUSALS, MisconfigurationException, SystemExit) as error:
         got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
         # A part of exp's says itself what it refuses, and may read files.
         is_ours = target.__module__.startswith("exp.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import inspect
 import itertools
@@ -42,7 +43,7 @@ class Fault:
 
 
 def refusal(
-    error: Exception,
+    error: BaseException,
     *,
     key: str,
     known: Container[str],
@@ -264,6 +265,8 @@ def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted",
         leaves each its own.
     Returns: the command's own status, or that of the error which ended it.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)  # code of the user's own that crashes says where
     try:
         return command()
     except ExpError as error:

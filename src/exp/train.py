@@ -58,13 +58,13 @@ def _refuse_ranks() -> None:
 def _sweep(arguments: argparse.Namespace) -> int:
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.sweep import sweep
-    from exp.train import fit  # not of this module, which has another name where it is the program
+    from exp.train import _validate, fit  # not of this module, which has another name where it is the program
 
-    with contextlib.closing(JobProcesses(fit)) as jobs:
+    with contextlib.closing(JobProcesses(fit, _validate)) as jobs:
         return sweep(
             arguments.overrides,
             run=jobs,
-            validate=_validate,
+            check=jobs.check,
             prepare=jobs.start,
             config_dir=arguments.config_dir,
             config_name=arguments.config_name,

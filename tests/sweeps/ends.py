@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -49,3 +50,33 @@ class Ends(Callback):
 
     def waits(self):
         FOUND.touch()
+
+
+class Layer(torch.nn.Module):
+    """Ends the process of a check in the same ways, as it is made or in its forward."""
+
+    def __init__(self, *, how: str, at: str) -> None:
+        super().__init__()
+        self.how, self.at = how, at
+        if at == "constructor":
+            getattr(self, how)()
+
+    def forward(self, x):
+        if self.at == "forward":
+            getattr(self, self.how)()
+        return x
+
+    exit_0, segmentation_fault, killed, sys_exit = Ends.exit_0, Ends.segmentation_fault, Ends.killed, Ends.sys_exit
+
+    def ctrl_c(self):
+        raise KeyboardInterrupt
+
+    def base(self):
+        raise BaseException("of the user's own")
+
+    def hangs(self):
+        FOUND.touch()
+        time.sleep(600)
+
+    def well(self):
+        pass

@@ -79,3 +79,48 @@ def test_a_killed_sweep_leaves_no_job_behind(commands):
     Path("found").unlink()
     time.sleep(0.5)
     assert not Path("found").exists()
+
+
+@pytest.fixture
+def ending_model():
+    Path("conf/model").mkdir()
+    Path("conf/model/ending.yaml").write_text(
+        "# Ends: model=ending\n_target_: torch.nn.Sequential\n"
+        "_args_: [{_target_: ends.Layer, how: well, at: constructor}, {_target_: torch.nn.Flatten},"
+        " {_target_: torch.nn.LazyLinear, out_features: 10}]\n"
+    )
+
+
+@pytest.mark.parametrize(("module", "at"), [("exp.train", "constructor"), ("exp.check.__main__", "forward")])
+def test_every_end_of_a_check_is_a_fault_of_its_job_and_nothing_is_started(ending_model, module, at, commands):
+    hows = ["exit_0", "segmentation_fault", "well", "killed", "sys_exit", "ctrl_c", "base"]
+    swept = f"model._args_.0.how={','.join(hows)}"
+    done = commands.run(
+        "-m", "model=ending", f"model._args_.0.at={at}", "hooks=[]", "callbacks=[]", swept, module=module
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "6 faults in the config; nothing was started" in done.stderr
+    for number, words in {
+        0: "ended with status 0 without a word",
+        1: "was killed by SIGSEGV",
+        3: "was killed by SIGKILL",
+        4: "SystemExit: 0",
+        5: "ended with KeyboardInterrupt",
+        6: "ended with BaseException: of the user's own",
+    }.items():
+        (line,) = [line for line in done.stderr.splitlines() if f"[job {number} (" in line]
+        assert words in line
+    assert 'ends.py", line' in done.stderr, "where the segmentation fault was"
+    assert not Path("outputs").exists()
+
+
+def test_an_interruption_of_the_check_ends_the_sweep_and_leaves_nothing(ending_model, commands):
+    started = commands.start("-m", "model=ending", "model._args_.0.how=hangs", "seed=1,2")
+    while not Path("found").exists():
+        assert started.process.is_alive(), started.end()
+        time.sleep(0.05)
+    os.kill(started.process.pid, signal.SIGINT)
+    done = started.end()
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("outputs").exists()

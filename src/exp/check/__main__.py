@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -81,8 +82,9 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     from exp.check.plan import validate
     from exp.config.compose import composition_of
     from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
-    from exp.run import fit
+    from exp.sweeps.job import JobProcesses
     from exp.sweeps.sweep import Sweep, job_faults, refuse_size
+    from exp.train import fit
 
     class Checked(Sweep):
         """Composes and checks its jobs, and reports each as done with the value 0."""
@@ -105,13 +107,15 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, multirun=True
     )
     refuse_size(master)
+    processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
-    jobs = Checked(master=master, directory=Path.cwd() / "check", run=fit, validate=validate)
+    jobs = Checked(master=master, directory=Path.cwd() / "check", run=processes, check=processes.check)
     # Hydra would compose every job by itself first, and stop at the first fault.
     master.loader.tries_jobs = False
     try:
         # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
-        with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
+        with contextlib.closing(processes), tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
+            processes.start()
             run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
     except HydraException as error:
         raise ConfigError([fault_of(error)]) from error

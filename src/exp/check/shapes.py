@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, one_line
 from exp.models.compiler import FILE_PREFIX
 from exp.models.containers import ProgramModel, config_key, forward_name, forward_names, path_of, with_forward
 from exp.models.forward_trace import Call, ForwardTrace, Recorder
@@ -77,7 +77,7 @@ def examine_shapes(
     with Recorder() as recorder, torch.device("meta"):
         try:
             network = network_factory()
-        except Exception as error:  # a user's own layer may raise anything; each is reported by its key
+        except (Exception, SystemExit) as error:  # a layer of one's own may raise anything; each is told by its key
             return _failure(error, recorder, recorder.root, built=None, traces=traces)
         # What learns has to be known in the forward, for hooks ask where gradients flow.
         for module in network.modules():
@@ -107,7 +107,7 @@ def examine_shapes(
                 # The branches that training does not take.
                 recorder.trace(network.eval(), inputs)
                 network.train()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return _failure(error, recorder, seen, built=network, traces=traces)
         finally:
             for handle in handles:
@@ -144,7 +144,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _failure(
-    error: Exception,
+    error: BaseException,
     recorder: Recorder,
     network: nn.Module | None,
     *,
@@ -270,7 +270,7 @@ def described(value: object) -> str:
     return repr(value)
 
 
-def layer_fault(error: Exception, key: str, call: Call) -> Fault:
+def layer_fault(error: BaseException, key: str, call: Call) -> Fault:
     """The fault of a layer that refused its input."""
     name = type(call.module).__name__
     given = ", ".join(map(described, call.inputs)) or "no input"
@@ -280,7 +280,7 @@ def layer_fault(error: Exception, key: str, call: Call) -> Fault:
     return Fault(key=key, got=f"{name} is given {given}", expected=expected, cure=cure)
 
 
-def program_fault(error: Exception, key: str) -> Fault | None:
+def program_fault(error: BaseException, key: str) -> Fault | None:
     """The fault of an operation in a forward program; None where the error does not come from one's own line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FILE_PREFIX)]
     own = _innermost_is_program(error)
@@ -318,12 +318,12 @@ def wants(module: nn.Module) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0] if lines and isinstance(error, Exception) else one_line(error)
 
 
-def _innermost_is_program(error: Exception) -> bool:
+def _innermost_is_program(error: BaseException) -> bool:
     """Whether no layer was entered below the last program line: torch's own functions may be."""
     stack = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     last = max((index for index, name in enumerate(stack) if name.startswith(FILE_PREFIX)), default=None)

@@ -15,6 +15,7 @@ import atexit
 import faulthandler
 import gc
 import importlib
+import io
 import logging
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, NoReturn, TypeVar
@@ -97,6 +98,20 @@ class Zygote:
         A signal that ends a run is passed on to it, a second one kills it.
         Raises: Died where it ended otherwise than by returning; Interrupted where it was killed by a signal to here.
         """
+        values: list[Result]
+        values, died = self.collect(_alone, function, arguments)
+        if died is not None:
+            raise died
+        return values[0]
+
+    def collect(
+        self, function: Callable[..., Iterator[Result]], *arguments: object
+    ) -> tuple[list[Result], Died | None]:
+        """What a generator function gives in a process of its own, as `call`.
+
+        Returns: the values; and how the process ended before the last of them, None where it did not.
+        Raises: Interrupted where it was ended by a signal to here.
+        """
         self.start()
         assert self._connection is not None
         with collected_signals() as received:
@@ -112,13 +127,18 @@ class Zygote:
             except (EOFError, ConnectionError) as error:
                 self.close()
                 raise Died("ended with the process that starts the jobs, which is gone") from error
-        try:
-            value: Result = pickle.loads(result)
-        except (EOFError, pickle.UnpicklingError) as error:
-            if received:
-                raise Interrupted(signum=received[0], checkpoint=None) from error
-            raise Died(death(rank=0, returncode=returncode, detail="").reason) from error
-        return value
+        values: list[Result] = []
+        is_whole = False
+        with io.BytesIO(result) as file, suppress(EOFError, pickle.UnpicklingError):
+            while not is_whole:
+                given = pickle.load(file)
+                values += given
+                is_whole = not given
+        if is_whole:
+            return values, None
+        if received:
+            raise Interrupted(signum=received[0], checkpoint=None)
+        return values, Died(death(rank=0, returncode=returncode, detail="").reason)
 
 
 def serve(connection: Connection) -> NoReturn:
@@ -162,8 +182,10 @@ def _work(request: bytes, result: IO[bytes], *, parent: int, handlers: dict[int,
         os.close(nothing)
         faulthandler.enable()
         function, arguments = pickle.loads(request)
-        value = function(*arguments)
-        result.write(pickle.dumps(value))
+        for value in function(*arguments):
+            result.write(pickle.dumps((value,)))
+            result.flush()
+        result.write(pickle.dumps(()))  # that was all
         result.flush()
         status = 0
         # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
@@ -176,6 +198,10 @@ def _work(request: bytes, result: IO[bytes], *, parent: int, handlers: dict[int,
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _alone(function: Callable[..., Result], arguments: Sequence[object]) -> Iterator[Result]:
+    yield function(*arguments)
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -1,19 +1,25 @@
-"""A job of a sweep in a process of its own: whatever it does to that process, it is one row of the table."""
+"""The jobs of a sweep, checked and run in processes of their own.
+
+Whatever code of the user's own does to such a process, it is one fault of the check, or one row of the table.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, read_frozen, read_overrides
-from exp.errors import ExpError, Interrupted, RunError
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, one_line
 from exp.launch.launcher import last_checkpoint
 from exp.launch.zygote import Died, Zygote
 from exp.report import Ongoing, Report, find_report, write_bad_end
+from exp.secrets import redacted
+from exp.signals import heed
 
 # What a run imports: here once, and not in every job. Where one is left out, a job takes longer, and that is all.
 MODULES = (
@@ -32,6 +38,36 @@ MODULES = (
     "exp.tensorboard.logger",
 )
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
+# Checks that end their process; behind so many of them the other jobs are not looked at.
+MAX_DEATHS = 20
+
+
+def checked(validate: Callable[[DictConfig], None], configs: Sequence[DictConfig]) -> Iterator[ExpError | None]:
+    """What is wrong with each job, in a process of the check: None where nothing is."""
+    heed(signal.SIG_DFL)  # from here on, who raises KeyboardInterrupt is the user's own code
+    for config in configs:
+        try:
+            validate(config)
+        except ExpError as error:
+            error.__cause__ = error.__context__ = None
+            yield error
+        except BaseException as error:
+            traceback.print_exc()
+            yield _ended(f"with {redacted(one_line(error))}; its traceback is above")
+        else:
+            yield None
+
+
+def _ended(how: str) -> ConfigError:
+    """The fault of a job whose check did not come to its end."""
+    fault = Fault(
+        key="config",
+        got=f"its check ended {how}",
+        expected="a check that comes to its end",
+        cure="Constructors, imports and forwards of your own are called in it, and one of them ends the process: "
+        "leave parts of your own out, one after another, to see which",
+    )
+    return ConfigError([fault])
 
 
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
@@ -47,13 +83,14 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
 
 
 class JobProcesses:
-    """Runs one job after another, each in a process of its own.
+    """Checks jobs in a process beside this one, and runs one after another, each in a process of its own.
 
-    fit: runs it, exp.run.fit; a function that another process finds by its name.
+    fit: runs a job, exp.run.fit; validate: checks one, exp.check.plan.validate. Functions that another process finds
+    by their names.
     """
 
-    def __init__(self, fit: Callable[[DictConfig], Report]) -> None:
-        self._fit = fit
+    def __init__(self, fit: Callable[[DictConfig], Report], validate: Callable[[DictConfig], None]) -> None:
+        self._fit, self._validate = fit, validate
         self._zygote = Zygote(MODULES)
 
     def start(self) -> None:
@@ -63,6 +100,24 @@ class JobProcesses:
     def close(self) -> None:
         """End what is left."""
         self._zygote.close()
+
+    def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
+        """The faults of each job, all looked at in one process, as long as that lives.
+
+        Raises: an ExpError that is no fault of a config; Interrupted.
+        """
+        found: list[ConfigError | None] = []
+        deaths = 0
+        while len(found) < len(configs) and deaths < MAX_DEATHS:
+            errors, died = self._zygote.collect(checked, self._validate, configs[len(found) :])
+            for error in errors:
+                if error is not None and not isinstance(error, ConfigError):
+                    raise error
+                found.append(error)
+            if died is not None:
+                deaths += 1
+                found.append(_ended(str(died).removeprefix("ended ")))
+        return [*found, *[None] * (len(configs) - len(found))]
 
     def __call__(self, config: DictConfig) -> Report:
         """The report of a job.

@@ -37,13 +37,14 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
 from exp.report import Report
 from exp.secrets import redacted
-from exp.sweeps.isolation import isolated
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
 
 MAX_FAULTS = 30
 MAX_JOBS = 10_000
 ROW_FILES = ".row.*.json"
 OUR_LAUNCHER = "hydra_plugins.exp.launcher.ExpLauncher"
+# Of the configs of several jobs, the faults of each; None where there is none.
+Check = Callable[[Sequence[DictConfig]], Sequence[ConfigError | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Sweep:
 
     Plain data, so that a launcher of other processes can carry it.
 
-    run: what runs one job, such as JobProcesses. validate: what checks one job, exp.check.plan.validate.
+    run: what runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Sweep:
         master: Composition,
         directory: Path,
         run: Callable[[DictConfig], Report],
-        validate: Callable[[DictConfig], None],
+        check: Check,
     ) -> None:
-        self.directory, self.run, self.validate = directory, run, validate
+        self.directory, self.run, self.check = directory, run, check
         self.config_dir, self.config_name = master.config_dir, master.config_name
         self.hydra_overrides = unresolved(master.config.hydra.overrides.hydra)
         fixed = [parse_override(text) for text in task_overrides(master.config)]
@@ -111,8 +112,7 @@ class Sweep:
 
     def composed(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Job]:
         """The jobs of a batch, numbered from `first`, each composed and checked, none started."""
-        with isolated():
-            return [self._composed(first + count, overrides) for count, overrides in enumerate(batch)]
+        return self._checked([self._composed(first + count, overrides) for count, overrides in enumerate(batch)])
 
     def __call__(self, config: DictConfig) -> float:
         """One job of a launcher that is not ours, such as joblib's, which has made the directory already.
@@ -126,8 +126,7 @@ class Sweep:
         directory = Path(hydra.runtime.output_dir)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-        with isolated():
-            job = self._composed(hydra.job.num, unresolved(hydra.overrides.task))
+        (job,) = self._checked([self._composed(hydra.job.num, unresolved(hydra.overrides.task))])
         if job.config is not None:
             job.config[COMPOSITION].directory = str(directory)
         try:
@@ -157,10 +156,16 @@ class Sweep:
                 check=early_faults,
             )
             config = job_config(composition, job=number, sweep=str(self.directory))
-            self.validate(config)
         except ConfigError as error:
             return Job(number=number, overrides=tuple(overrides), config=None, error=error)
         return Job(number=number, overrides=tuple(overrides), config=config, error=None)
+
+    def _checked(self, jobs: Sequence[Job]) -> list[Job]:
+        """The same jobs; those with a fault have it in the place of a config."""
+        configs = {job.number: job.config for job in jobs if job.config is not None}
+        errors = dict(zip(configs, self.check(list(configs.values())), strict=True))
+        found = ((job, errors.get(job.number)) for job in jobs)
+        return [job if error is None else replace(job, config=None, error=error) for job, error in found]
 
     def _refuse_security(self, overrides: Sequence[str]) -> None:
         """Rejects security keys in a job that were not typed: a sweeper may have read them in a file."""
@@ -312,14 +317,14 @@ def sweep(
     overrides: Sequence[str],
     *,
     run: Callable[[DictConfig], Report],
-    validate: Callable[[DictConfig], None],
+    check: Check,
     prepare: Callable[[], None] = lambda: None,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
 ) -> int:
     """Runs every job that the sweeper names.
 
-    run: runs one job, such as JobProcesses. validate: checks one job, exp.check.plan.validate.
+    run: runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
     prepare: called before anything of a job is imported.
     Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
@@ -334,12 +339,14 @@ def sweep(
     except OSError as error:
         raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
     prepare()
-    jobs = Sweep(master=master, directory=directory, run=run, validate=validate)
+    jobs = Sweep(master=master, directory=directory, run=run, check=check)
     master.loader.tries_jobs = master.config.hydra.launcher._target_ != OUR_LAUNCHER
     try:
         run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
+        if not jobs.rows:
+            _remove_unused(directory)
         return _finish(jobs, directory, error.exit_status)
     except KeyboardInterrupt as error:
         status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130

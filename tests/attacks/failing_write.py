@@ -1,7 +1,8 @@
 """`python -m exp.train` in which one write fails: the one that FAIL_AT counts, with the errno FAIL_WITH.
 
-Every write is one of: opening a file for writing, writing to it, making it last, renaming it into its place, making a
-directory. Where FAIL_AT is 0 none fails. WRITES names a file that gets a line for each, the failing one marked.
+Every write is one of: opening a file for writing, writing to it, making it last, closing it, renaming it into its
+place, a second name for it, removing it, making a directory; in every thread, and in ranks, which are forked. Where
+FAIL_AT is 0 none fails. WRITES names a file that gets a line for each, the failing one marked.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import builtins
 import errno
 import functools
 import io
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +25,9 @@ class Counter:
     """Which write this is, over all kinds; fails one of them."""
 
     def __init__(self, *, at: int, error: int, record: int, below: str) -> None:
-        self.at, self.error, self.record, self.below, self.count = at, error, record, below, 0
+        self.at, self.error, self.record, self.below = at, error, record, below
+        # Over all that are forked.
+        self.count = multiprocessing.get_context("fork").Value("i")
 
     def __call__(self, kind: str, path: Any) -> None:
         name = os.path.abspath(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
@@ -31,9 +35,10 @@ class Counter:
             name = os.readlink(f"/proc/self/fd/{path}")
         if not name.startswith(self.below + os.sep) or os.path.basename(name).startswith(".std"):
             return
-        self.count += 1
-        fails = self.count == self.at
-        real_write(self.record, f"{kind}\t{name}\t{'fails' if fails else ''}\n".encode())
+        with self.count.get_lock():
+            self.count.value += 1
+            fails = self.count.value == self.at
+            real_write(self.record, f"{kind}\t{name}\t{'fails' if fails else ''}\n".encode())
         if fails:
             # As the system says it: a write knows no path.
             raise OSError(self.error, os.strerror(self.error), *([] if isinstance(path, int) else [os.fsdecode(path)]))
@@ -51,6 +56,14 @@ class File:
             self._counter("write", self._file.fileno())
         return self._file.write(content)
 
+    def close(self) -> None:
+        is_open = not self._file.closed
+        name = os.readlink(f"/proc/self/fd/{self._file.fileno()}") if is_open else ""
+        # As the system has it: what fails to close is closed.
+        self._file.close()
+        if is_open:
+            self._counter("close", name)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
@@ -58,8 +71,8 @@ class File:
         self._file.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> Any:
-        return self._file.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     def __iter__(self) -> Any:
         return iter(self._file)
@@ -81,7 +94,8 @@ def install(counter: Counter) -> None:
         return call
 
     def descriptor(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR):
+        # What forked ranks print is caught by the tests' own program.
+        if flags & (os.O_WRONLY | os.O_RDWR) and not str(path).endswith(".log"):
             counter("open", path)
         return real_descriptor(path, flags, *rest, **named)
 
@@ -93,6 +107,9 @@ def install(counter: Counter) -> None:
     os.replace = counted("rename", os.replace, 1)
     os.rename = counted("rename", os.rename, 1)
     os.mkdir = counted("mkdir", os.mkdir)
+    os.link = counted("link", os.link, 1)
+    os.unlink = counted("unlink", os.unlink)
+    os.remove = counted("unlink", os.remove)
 
 
 def main() -> int:

@@ -73,10 +73,11 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Unbroken:
-    """What a run that nothing disturbs comes to, and the seconds from its directory to its end."""
+    """What a run that nothing disturbs comes to, and the seconds to its first checkpoint and from there to its end."""
 
     last: dict[str, Any]
     best: dict[str, dict[str, Any]]
+    until_saved: float
     seconds: float
 
 
@@ -98,11 +99,16 @@ def attack(
             last = _newest(directories)
             resume = [] if last is None else [f"resume={draws.choice(['auto', last.relative_to(place)])}"]
             command = commands.start(*_words((*overrides, *drawn), directories[-1]), *resume, cwd=place)
-            # The last chain is left to end.
-            delay = draws.uniform(0.1, 0.7) * unbroken[keep].seconds if found.kills < kills else 300.0
-            # To hit the moment of pruning takes more than luck.
-            aim = keep if keep > 1 and draws.random() < 0.25 else None
-            _wait(command, directories[-1], delay, aim=aim)
+            checkpoints = directories[-1] / "checkpoints"
+            if found.kills == kills:  # the last chain is left to end
+                _wait(command, checkpoints, 300.0)
+            elif draws.random() < 0.2:
+                _wait(command, directories[-1], draws.random() * unbroken[keep].until_saved)
+            else:
+                # To hit the moment of pruning takes more than luck.
+                aim = keep if keep > 1 and draws.random() < 0.3 else None
+                delay = draws.uniform(0, 0.6) * unbroken[keep].seconds
+                _wait(command, checkpoints / "last.ckpt", delay, aim=aim)
             ended = not _kill(command, draws)
             if ended:
                 done = command.end()
@@ -147,12 +153,14 @@ def _unbroken(commands: Any, place: Path, overrides: tuple[str, ...], keep: int)
     command = commands.start(*_words((*overrides, DUE[0]), directory), cwd=place)
     _wait(command, directory, 0.0)
     began = time.monotonic()
+    last = directory / "checkpoints" / "last.ckpt"
+    _wait(command, last, 0.0)
+    saved = time.monotonic()
     done = command.end()
     assert done.returncode == 0, done.stdout + done.stderr
-    seconds = time.monotonic() - began
-    return Unbroken(
-        last=_content(directory / "checkpoints" / "last.ckpt"), best=_contents_of_best(directory), seconds=seconds
-    )
+    seconds = time.monotonic() - saved
+    best = _contents_of_best(directory)
+    return Unbroken(last=_content(last), best=best, until_saved=saved - began, seconds=seconds)
 
 
 def _words(overrides: tuple[str, ...], directory: Path) -> list[str]:
@@ -177,13 +185,13 @@ def _newest(directories: list[Path]) -> Path | None:
     return next((path for path in reversed(saved) if path.is_file()), None)
 
 
-def _wait(command: Any, directory: Path, delay: float, *, aim: int | None = None) -> None:
-    """Until a run has its directory, and so many seconds more; less where it ends, or more than `aim` are kept."""
-    while not directory.exists() and command.process.is_alive():
+def _wait(command: Any, path: Path, delay: float, *, aim: int | None = None) -> None:
+    """Until a run has made this, and so many seconds more; less where it ends, or more than `aim` lie beside it."""
+    while not path.exists() and command.process.is_alive():
         time.sleep(0.002)
     ends = time.monotonic() + delay
     while aim is not None and time.monotonic() < ends and command.process.is_alive():
-        if len([*(directory / "checkpoints").glob("best-*.ckpt")]) > aim:
+        if len([*path.parent.glob("best-*.ckpt")]) > aim:
             return
         time.sleep(0.0005)
     command.process.join(max(0.0, ends - time.monotonic()))

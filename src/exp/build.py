@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from exp.check.plan import Plan
 from exp.construct import (
-    build_data,
     build_entries,
     build_network,
     build_optimization,
@@ -107,7 +106,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
     return Parts(
         trainer=trainer,
         module=module,
-        data=RunData(data=build_data(plain), rank=data_rank, world_size=placement.data_ranks),
+        data=RunData(data=plan.data, rank=data_rank, world_size=placement.data_ranks),
         recording=recording,
         checkpointing=checkpointing,
         stopping=stopping,

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from exp.build import Parts, build
-from exp.check.plan import Plan, Resolved, adopt, frozen, plan, resolve
+from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import chosen_values, freeze, read_overrides
 from exp.construct import build_network, build_objective
@@ -53,6 +53,7 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
         signal ended with its state saved.
     """
     decided = plan(resolve(config))
+    refuse_other_data(decided)
     directory = freeze(decided.resolved.config)
     sweep_runs_beside(directory, str(decided.plain["name"]))
     start = None if begin is None else begin(directory)
@@ -60,24 +61,26 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
         with run_log(directory, rank=ALONE):
             for note in decided.notes:
                 log.warning("%s", note)
-    placement, settings = decided.placement, decided.plain["launch"]
+    placement, plain = decided.placement, decided.plain
+    settings = plain["launch"]
     if in_process(placement, max_restarts=settings["max_restarts"]):
         return run(directory, decided=decided, resume=start)
-    ongoing = Ongoing(directory, decided.plain, overrides=read_overrides(directory), world_size=placement.world_size)
+    del decided  # with its data, which the ranks read themselves
+    ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
             directory,
             placement=placement,
             max_restarts=settings["max_restarts"],
-            threads=decided.plain["runtime"]["threads"],
+            threads=plain["runtime"]["threads"],
             grace_seconds=settings["grace_seconds"],
             resume=start,
-            allow=decided.plain["security"]["allow"],
+            allow=plain["security"]["allow"],
         )
     except ExpError as error:
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
         write_bad_end(ongoing, error, has_ranks=True)
-        if decided.plain["runtime"]["autoresume"]:
+        if plain["runtime"]["autoresume"]:
             requeue(error)
         raise
     return read_report(directory)
@@ -240,7 +243,7 @@ def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
         config=plain,
         texts=texts(directory),
         tags=[str(tag) for tag in plain["tags"]],
-        trace=lambda: (decided.shapes().traces.get(None), decided.shapes().notes),
+        trace=lambda: (decided.shapes.traces.get(None), decided.shapes.notes),
     )
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):

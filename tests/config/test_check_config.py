@@ -148,7 +148,7 @@ def test_the_number_of_parameters_is_the_networks(empty):
 
     spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
     network = build_network(plain_config(config), spec)
-    assert plan(resolve(config)).shapes().parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert plan(resolve(config)).shapes.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
 def test_what_a_data_set_leaves_open_is_filled_in_before_others_are_checked(empty):

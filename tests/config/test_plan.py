@@ -90,14 +90,14 @@ def test_a_rank_decides_what_its_parent_did() -> None:
     assert adopted.plain == decided.plain
     assert adopted.resolved.yaml == decided.resolved.yaml
     assert (adopted.placement, adopted.spec) == (decided.placement, decided.spec)
-    shapes = [(name, tuple(p.shape)) for name, p in decided.shapes().network.named_parameters()]
-    assert [(name, tuple(p.shape)) for name, p in adopted.shapes().network.named_parameters()] == shapes
-    assert adopted.shapes() is adopted.shapes()
+    shapes = [(name, tuple(p.shape)) for name, p in decided.shapes.network.named_parameters()]
+    assert [(name, tuple(p.shape)) for name, p in adopted.shapes.network.named_parameters()] == shapes
+    assert adopted.shapes is adopted.shapes
 
 
 def test_the_trace_knows_what_each_module_took_and_gave() -> None:
     decided = plan(resolve(exp.compose(["model=lenet"])))
-    trace = decided.shapes().traces[None]
+    trace = decided.shapes.traces[None]
     calls = trace.by_path()
     spec = decided.spec
     assert calls[""][0].inputs[0].shape == (2, *spec.input_shape)

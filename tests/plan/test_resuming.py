@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exp
-from exp.check.plan import examine, resolve
+from exp.check.plan import plan, resolve
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,7 @@ def test_what_fits_passes_and_evaluation_asks_for_the_model_alone(finished):
 
 
 def notes(*overrides):
-    examined = examine(resolve(exp.compose(list(overrides))))
-    assert not examined.faults
-    return examined.notes
+    return plan(resolve(exp.compose(list(overrides)))).notes
 
 
 def test_what_changes_the_steps_is_noted_and_what_does_not_is_not(finished):

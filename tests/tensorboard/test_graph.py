@@ -59,7 +59,7 @@ MODELS = ["sequential", "shared", "branches", "parameter_list", "parameter_dict"
 
 @pytest.mark.parametrize("overrides", [*([f"model={name}"] for name in MODELS), ["model=transformer"], ["data=text"]])
 def test_our_containers_are_drawn_from_end_to_end(overrides):
-    seen = plan(resolve(exp.compose(overrides))).shapes()
+    seen = plan(resolve(exp.compose(overrides))).shapes
     network = seen.network
     wires = nodes(graph_of(seen.traces[None]))
     reached, waiting = set(), ["output"]

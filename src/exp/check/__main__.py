@@ -53,21 +53,20 @@ def _checked_run(arguments: argparse.Namespace) -> str:
         refuse_early(config)
     from exp.check.plan import compare_with_data, examine, resolve
 
-    resolved = resolve(config)
-    examined = examine(resolved)
+    examined = examine(resolve(config))
     if examined.plan is None:
         raise ConfigError(examined.faults)
-    faults, notes = compare_with_data(resolved)
+    faults, notes = compare_with_data(examined.plan)
     if faults:
         raise ConfigError(faults)
-    for note in (*examined.notes, *notes):
+    for note in (*examined.plan.notes, *notes):
         print(note, file=sys.stderr)
     return summary(examined.plan)
 
 
 def summary(plan: Plan) -> str:
     """One line on a config without faults: how large, fed with what, run how."""
-    plain, placed, parameters = plan.plain, plan.placement, plan.shapes().parameters
+    plain, placed, parameters = plan.plain, plan.placement, plan.shapes.parameters
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     return (
         f"ok: {parameters:,} parameters, input {list(plan.spec.input_shape)} {plan.spec.input_dtype}, "

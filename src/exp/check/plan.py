@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torchmetrics import Metric
 
+    from exp.check.continuation import Resuming
     from exp.check.shapes import ShapeExamination
+    from exp.data.data import Data
     from exp.hooks.hook import Hook
     from exp.models.flop_count import FlopCount
     from exp.objectives.objective import Objective
@@ -56,7 +58,8 @@ SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "securi
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
 SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
-DECLARED_KEYS = ("data.input_shape", "data.input_dtype", "data.num_classes", "data.num_outputs")
+# What holds the samples, and may be on another machine.
+DATA_SETS = ("data.dataset", "data.train", "data.val", "data.test")
 PLACEMENT_KEYS = ("strategy", "launch", "security")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 # What a strategy may have to refuse.
@@ -98,39 +101,118 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decided run: made once a process, never changed, with nothing placed or allocated.
+    """The decided run: made once a process, never changed. Each part is decided when it is asked for first.
 
-    resolved: the config that it follows from.
-    strategy: the one object of this process; placement: where it puts the ranks.
-    spec: what goes into the network, and how many numbers come out for a sample.
-    objective, phases, metrics, hooks: as the run will use them.
-    shapes: the network on the meta device and its one traced forward, when somebody asks for the first time.
-    notes: what could not be looked at, and why; what would train badly without a fault; and what a resume changes.
+    Nothing is placed, and of the network nothing allocated.
+
+    resolved: the config that everything follows from.
+    rank: what a launcher made of this process; None where the config alone decides.
     """
 
     resolved: Resolved
-    placement: Placement
-    strategy: Strategy | LightningStrategy
-    spec: DataSpec
-    objective: Objective
-    phases: tuple[Phase, ...]
-    metrics: Mapping[str, Metric]
-    hooks: Mapping[str, Hook]
-    shapes: Callable[[], ShapeExamination]
-    notes: tuple[str, ...] = ()
+    rank: Rank | None = None
 
     @property
     def plain(self) -> Mapping[str, Any]:
         """The config's values as dicts and lists."""
         return self.resolved.plain
 
+    @functools.cached_property
+    def strategy(self) -> Strategy | LightningStrategy:
+        """The one object of this process."""
+        from exp.construct import build_strategy
+
+        return build_strategy(self.plain)
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where the strategy puts the ranks."""
+        return place(self.plain, self.strategy, rank=self.rank)
+
+    @functools.cached_property
+    def spec(self) -> DataSpec:
+        """What goes into the network, and how many numbers come out for a sample."""
+        return DataSpec.of(self.plain["data"])
+
+    @functools.cached_property
+    def data(self) -> Data:
+        """The data set with its parts; no rank has read of it what it trains on."""
+        from exp.construct import build_data
+
+        return build_data(self.plain)
+
+    @functools.cached_property
+    def objective(self) -> Objective:
+        from exp.construct import build_objective
+
+        return build_objective(self.plain)
+
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        from exp.construct import build_phases
+
+        return tuple(build_phases(self.plain))
+
+    @functools.cached_property
+    def metrics(self) -> Mapping[str, Metric]:
+        from exp.construct import build_entries
+
+        return build_entries(self.plain, "metrics")
+
+    @functools.cached_property
+    def shapes(self) -> ShapeExamination:
+        """The network on the meta device and its one traced forward."""
+        return _examine_shapes(self, self.phases)
+
+    @functools.cached_property
+    def hooks(self) -> Mapping[str, Hook]:
+        """By name, each with what it may ask of the run: the FLOPs of a step, and what the run was made from."""
+        from exp.construct import build_entries
+        from exp.hooks.hook import Origin, Workload
+
+        plain, placement = self.plain, self.placement
+        devices = placement.world_size * placement.devices_per_rank
+        workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=self._flops)
+        origin = Origin(read=lambda: self.resolved.yaml, allow=tuple(plain["security"]["allow"]))
+        return build_entries(plain, "hooks", workload=workload, origin=origin)
+
+    def _flops(self, data: object) -> FlopCount:
+        from exp.check.step_flops import flops_of_a_sample
+        from exp.construct import build_objective, build_phases
+
+        # An objective of its own: the run's may lie on another device by then.
+        objective, phases, network = build_objective(self.plain), build_phases(self.plain), self.shapes.network
+        if network is None:
+            raise RunError("the network cannot be built without numbers, and so its FLOPs are not counted")
+        return flops_of_a_sample(data, network=network, objective=objective, phases=phases)
+
+    @functools.cached_property
+    def resuming(self) -> Resuming:
+        """What the checkpoint comes to that the config names."""
+        from exp.check.continuation import Resuming, examine_resume
+
+        if self.plain["resume"] is None:
+            return Resuming()
+        return examine_resume(self.plain, network=self.shapes.network)
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be looked at, and why; what would train badly without a fault; and what a resume changes."""
+        from exp.check.training_notes import training_notes
+
+        seen, notes = self.shapes, [*self.resolved.notes, *self.shapes.notes, *self.resuming.notes]
+        if seen.network is not None:
+            notes += training_notes(
+                self.plain, network=seen.network, traces=seen.traces, objective=self.objective, phases=self.phases
+            )
+        return tuple(notes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What the check found: all faults, or the plan. notes: as the Plan's."""
+    """What the check found: all faults, or the plan."""
 
     faults: tuple[Fault, ...]
-    notes: tuple[str, ...]
     plan: Plan | None
 
 
@@ -180,24 +262,10 @@ def adopt(resolved: Resolved, *, rank: Rank) -> Plan:
 
     Raises: ConfigError where the launcher started other ranks than the config asks for.
     """
-    from exp.construct import build_entries, build_objective, build_phases, build_strategy
-
-    plain = resolved.plain
-    strategy = build_strategy(plain)
-    placement = place(plain, strategy, rank=rank)
-    spec, objective, phases = DataSpec.of(plain["data"]), build_objective(plain), tuple(build_phases(plain))
-    shapes = functools.cache(lambda: _examine_shapes(resolved, spec, objective, phases))
-    return Plan(
-        resolved=resolved,
-        placement=placement,
-        strategy=strategy,
-        spec=spec,
-        objective=objective,
-        phases=phases,
-        metrics=build_entries(plain, "metrics"),
-        hooks=_hooks(resolved, placement, shapes),
-        shapes=shapes,
-    )
+    decided = Plan(resolved=resolved, rank=rank)
+    for part in ("placement", "objective", "phases", "metrics", "hooks"):
+        getattr(decided, part)  # in the order in which the check asks for them: some are drawn at random
+    return decided
 
 
 def validate(config: DictConfig) -> None:
@@ -210,33 +278,38 @@ def validate(config: DictConfig) -> None:
 
 def examine(resolved: Resolved) -> Examination:
     """All faults of a config, or the plan of its run."""
-    draft = _Draft(resolved)
-    draft.place()
-    draft.look_at_the_network()
-    draft.look_at_the_length()
-    draft.look_at_the_checkpoint()
-    draft.note_what_is_in_vain()
-    faults = tuple(located(resolved.config, once(draft.faults)))
-    return Examination(faults=faults, notes=tuple(draft.notes), plan=None if faults else draft.plan())
+    found = _Findings(Plan(resolved=resolved))
+    found.look_at_the_placement()
+    found.look_at_the_network()
+    found.look_at_the_length()
+    found.look_at_the_checkpoint()
+    faults = tuple(located(resolved.config, once(found.faults)))
+    return Examination(faults=faults, plan=None if faults else found.decided)
 
 
-def compare_with_data(resolved: Resolved) -> tuple[list[Fault], tuple[str, ...]]:
-    """What the config declares of its data, held against the data, where that is on this machine. A run does it, too.
+def compare_with_data(decided: Plan) -> tuple[list[Fault], tuple[str, ...]]:
+    """What the config says of its data, held against the data, where that is on this machine.
 
     Returns: the faults; and why nothing could be compared, where that is so.
     """
-    from exp.construct import build_data
-
     try:
-        build_data(resolved.plain)
-    except ExpError as error:
-        faults = error.faults if isinstance(error, ConfigError) else ()
-        declared = [fault for fault in faults if fault.key in DECLARED_KEYS]
-        if declared:
-            return located(resolved.config, declared), ()
-        reason = faults[0] if faults else error
-        return [], (f"the data was not compared with what the config declares of it: {reason}",)
+        refuse_other_data(decided)
+    except ConfigError as error:
+        faults = [fault for fault in error.faults if not fault.key.startswith(DATA_SETS)]
+        if faults:
+            return faults, ()
+        return [], (f"the data was not compared with what the config declares of it: {error.faults[0]}",)
     return [], ()
+
+
+def refuse_other_data(decided: Plan) -> None:
+    """Raise ConfigError where the data set cannot be built, or is not what the config says of it."""
+    try:
+        decided.data  # noqa: B018
+    except ConfigError as error:
+        raise ConfigError(located(decided.resolved.config, error.faults)) from error
+    except RunError:
+        return  # what the user's own code raises: the run meets it, and keeps it in its report
 
 
 def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, rank: Rank | None = None) -> Placement:
@@ -259,106 +332,56 @@ def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, r
     return placement(name, **where) if rank is None else adopted(rank, name, **where)
 
 
-class _Draft:
-    """A plan in the making: what is decided so far, and the faults that were found."""
+class _Findings:
+    """The faults of a plan, found by asking for its parts one by one.
 
-    def __init__(self, resolved: Resolved) -> None:
-        self.resolved, self.plain = resolved, resolved.plain
-        self.faults = list(resolved.faults)
-        self.notes = list(resolved.notes)
-        self.strategy: Strategy | LightningStrategy | None = None
-        self.placement: Placement | None = None
-        self.objective: Objective | None = None
-        self.phases: tuple[Phase, ...] = ()
-        self.metrics: Mapping[str, Metric] = {}
-        self.hooks: Mapping[str, Hook] = {}
-        self.seen: ShapeExamination | None = None
+    decided: an attribute, the plan; without a fault all of it is decided.
+    """
 
-    def plan(self) -> Plan:
-        """The plan of a draft without faults."""
-        if self.strategy is None or self.placement is None or self.objective is None or self.seen is None:
-            raise RuntimeError("a draft without faults has decided everything")
-        seen = self.seen
-        return Plan(
-            resolved=self.resolved,
-            placement=self.placement,
-            strategy=self.strategy,
-            spec=DataSpec.of(self.plain["data"]),
-            objective=self.objective,
-            phases=self.phases,
-            metrics=self.metrics,
-            hooks=self.hooks,
-            shapes=lambda: seen,
-            notes=tuple(self.notes),
-        )
+    def __init__(self, decided: Plan) -> None:
+        self.decided, self.plain = decided, decided.plain
+        self.faults = list(decided.resolved.faults)
+        self._is_placed = False
 
-    def place(self) -> None:
-        """Decide the strategy and where it puts the ranks; then whether the precision is at home there."""
-        from exp.construct import build_strategy
+    def look_at_the_placement(self) -> None:
+        """Where the strategy puts the ranks; then whether the precision is at home there."""
         from exp.precision.words import WORDS
 
         if not self._is_known(PLACEMENT_KEYS):
             return
-        try:
-            self.strategy = build_strategy(self.plain)
-            placement = place(self.plain, self.strategy)
-        except ConfigError as error:
-            self.faults += error.faults
+        placement = self._try(lambda: self.decided.placement)
+        if placement is None or _touched(self.faults, ("precision", "phases")):
             return
-        if _touched(self.faults, ("precision", "phases")):
-            return
-        self.placement, precision = placement, self.plain["precision"]
+        self._is_placed, precision = True, self.plain["precision"]
         word = WORDS[precision["word"]]
         self.faults += [*word.device_faults(placement.accelerator), *word.scaler_faults(precision["scaler"])]
 
     def look_at_the_network(self) -> None:
         """Build what is trained without memory, run it once, and ask every part what it refuses."""
-        from exp.construct import build_entries, build_objective, build_phases
-
         if not self._is_known(SHAPE_KEYS):
             return
-        found = len(self.faults)
-        self.objective = self._try(lambda: build_objective(self.plain))
-        self.metrics = self._try(lambda: build_entries(self.plain, "metrics")) or {}
-        if len(self.faults) > found or self.objective is None:
+        objective, metrics = self._try(lambda: self.decided.objective), self._try(lambda: self.decided.metrics)
+        if objective is None or metrics is None:
             return
-        # Phases may take the optimizer and the schedule at the top.
-        if not _touched(self.faults, OPTIMIZATION_KEYS):
-            self.phases = tuple(build_phases(self.plain))
         # Faults that are found here hide nothing from each other.
         known = tuple(self.faults)
-        self.seen = _examine_shapes(self.resolved, DataSpec.of(self.plain["data"]), self.objective, self.phases)
+        # Phases may take the optimizer and the schedule at the top.
+        has_phases = not _touched(known, OPTIMIZATION_KEYS)
+        seen = self.decided.shapes if has_phases else _examine_shapes(self.decided, ())
         # A network that does not fit what the config says of its data may fit the data.
-        declared = compare_with_data(self.resolved)[0] if self.seen.faults else []
-        self.faults += declared or self.seen.faults
-        self.notes += self.seen.notes
-        if not self.seen.faults and self.seen.network is not None:
-            self._look_at_the_parts(known, self.objective, self.seen, self.seen.network)
+        declared = compare_with_data(self.decided)[0] if seen.faults else []
+        self.faults += declared or seen.faults
+        if not seen.faults and seen.network is not None:
+            self._look_at_the_parts(known, objective, seen, seen.network)
 
     def look_at_the_checkpoint(self) -> None:
         """Whether a config that is right by itself goes with the checkpoint that it names."""
-        from exp.check.continuation import examine_resume
-
-        if self.faults or self.plain["resume"] is None:
+        if self.faults:
             return
         try:
-            resuming = examine_resume(self.plain, network=None if self.seen is None else self.seen.network)
+            self.faults += self.decided.resuming.faults
         except RunError as error:
             self.faults.append(Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote"))
-            return
-        self.faults += resuming.faults
-        self.notes += resuming.notes
-
-    def note_what_is_in_vain(self) -> None:
-        """Note what a run without a fault would train badly by."""
-        from exp.check.training_notes import training_notes
-
-        seen = self.seen
-        if self.faults or self.objective is None or seen is None or seen.network is None:
-            return
-        self.notes += training_notes(
-            self.plain, network=seen.network, traces=seen.traces, objective=self.objective, phases=self.phases
-        )
 
     def _look_at_the_parts(
         self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module
@@ -374,17 +397,18 @@ class _Draft:
             word = WORDS[precision["word"]]
             self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
             self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
-            self.faults += term_faults(objective, network, DataSpec.of(self.plain["data"]), word=precision["word"])
-        for forward, part in objectives_by_forward(self.phases, objective).items():
+            self.faults += term_faults(objective, network, self.decided.spec, word=precision["word"])
+        phases = () if _touched(known, OPTIMIZATION_KEYS) else self.decided.phases
+        for forward, part in objectives_by_forward(phases, objective).items():
             if forward in seen.traces:
                 self.faults += double_backward_faults(seen.traces[forward], part)
         planned = self._planned(objective, seen, network)
         if planned is not None and not _touched(known, ("runtime", "trainer")):
             self.faults += switch_faults(planned)
         self._look_at_the_callbacks(known)
-        self._look_at_the_hooks(known, seen, network, planned)
+        hooks = self._look_at_the_hooks(known, network, planned)
         if planned is not None:
-            self._look_at_the_strategy(known, dataclasses.replace(planned, hooks=self.hooks))
+            self._look_at_the_strategy(known, dataclasses.replace(planned, hooks=hooks))
 
     def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
         """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""
@@ -398,8 +422,8 @@ class _Draft:
         # How many steps an epoch has the data alone knows, which is asked where a schedule may end too soon.
         trainer = self.plain["trainer"]
         steps, epochs = _limit(trainer, "max_steps"), _limit(trainer, "max_epochs")
-        if self.phases:
-            self.faults += phase_faults(self.phases, network, steps=steps, epochs=epochs, made=made)
+        if phases := self.decided.phases:
+            self.faults += phase_faults(phases, network, steps=steps, epochs=epochs, made=made)
             return made
         optimization = build_optimization(self.plain)
         found = self._try(lambda: optimization.make(network, total_steps=steps, total_epochs=epochs))
@@ -414,19 +438,20 @@ class _Draft:
         """What parts may know of the run; None where nobody knows where it goes."""
         from exp.strategies.strategy import Blueprint, Strategy, traits_of
 
-        if self.strategy is None or self.placement is None:
+        if not self._is_placed:
             return None
+        strategy = self.decided.strategy
         return Blueprint(
             network=network,
             trace=seen.traces.get(None),
-            placement=self.placement,
+            placement=self.decided.placement,
             batch_size=self.plain["data"]["batch_size"],
             precision=self.plain["precision"]["word"],
             config=self.plain,
             needs=objective.needs,
-            meets=self.strategy.meets if isinstance(self.strategy, Strategy) else frozenset(),
+            meets=strategy.meets if isinstance(strategy, Strategy) else frozenset(),
             weighed=objective.weighed,
-            traits=traits_of(self.strategy),
+            traits=traits_of(strategy),
             callbacks=self._classes_of(self.plain.get("callbacks")),
             optimizers=tuple(self._optimizer_classes()),
         )
@@ -465,32 +490,33 @@ class _Draft:
         if _touched(known, STRATEGY_KEYS) or not has_optimizer:
             return
         self.faults += compatibility_faults(other_parts(planned), planned)
-        if isinstance(self.strategy, Strategy):
-            self.faults += self.strategy.faults(planned)
+        strategy = self.decided.strategy
+        if isinstance(strategy, Strategy):
+            self.faults += strategy.faults(planned)
 
     def _look_at_the_hooks(
-        self, known: Iterable[Fault], seen: ShapeExamination, network: nn.Module, planned: Blueprint | None
-    ) -> None:
+        self, known: Iterable[Fault], network: nn.Module, planned: Blueprint | None
+    ) -> Mapping[str, Hook]:
         """What the hooks cannot do with this run; where what they read is wrong, patterns that match nothing alone."""
         from exp.check.compatibility import compatibility_faults, hook_parts
         from exp.construct import build_entries
         from exp.models.matching import matching
 
         if _touched(known, HOOK_KEYS) or self._holds_unknown(HOOK_KEYS):
-            return
+            return {}
         is_hidden = _touched(known, KEYS_OF_HOOKS) or self._holds_unknown(KEYS_OF_HOOKS)
         if planned is None or is_hidden:
-            self.hooks = self._try(lambda: build_entries(self.plain, "hooks")) or {}
-            for name, hook in self.hooks.items():
+            hooks: Mapping[str, Hook] = self._try(lambda: build_entries(self.plain, "hooks")) or {}
+            for name, hook in hooks.items():
                 self._try(functools.partial(matching, network, hook.modules, key=f"hooks.{name}.modules"))
-            return
-        placement = planned.placement
-        self.hooks = self._try(lambda: _hooks(self.resolved, placement, lambda: seen)) or {}
-        planned = dataclasses.replace(planned, hooks=self.hooks)
-        self.faults += compatibility_faults(hook_parts(self.hooks), planned)
-        for name, hook in self.hooks.items():
+            return hooks
+        hooks = self._try(lambda: self.decided.hooks) or {}
+        planned = dataclasses.replace(planned, hooks=hooks)
+        self.faults += compatibility_faults(hook_parts(hooks), planned)
+        for name, hook in hooks.items():
             hook.name = name
             self.faults += hook.faults(planned)
+        return hooks
 
     def look_at_the_length(self) -> None:
         """Whether an epoch is long enough for the validation in it."""
@@ -504,10 +530,8 @@ class _Draft:
     @functools.cached_property
     def _batches(self) -> int | None:
         """Global batches of an epoch of training; None where the data do not say, or are not on this machine."""
-        from exp.construct import build_data
-
         try:
-            return len(build_data(self.plain).loader("train"))
+            return len(self.decided.data.loader("train"))
         except (ExpError, TypeError):
             return None
 
@@ -580,46 +604,19 @@ def _fill_in(config: DictConfig) -> bool:
     return True
 
 
-def _examine_shapes(
-    resolved: Resolved, spec: DataSpec, objective: Objective, phases: tuple[Phase, ...]
-) -> ShapeExamination:
+def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExamination:
     from exp.check.shapes import examine_shapes
     from exp.construct import build_unsized_network
     from exp.models.syntax import ProgramError
 
     def network() -> nn.Module:
         try:
-            return build_unsized_network(resolved.plain, device="meta")
+            return build_unsized_network(decided.plain, device="meta")
         except ProgramError as error:
             key = error.key or "model.forward"
-            raise ConfigError([program_fault(resolved.config, key, error)]) from error
+            raise ConfigError([program_fault(decided.resolved.config, key, error)]) from error
 
-    return examine_shapes(network_factory=network, spec=spec, objective=objective, phases=phases)
-
-
-def _hooks(
-    resolved: Resolved,
-    placement: Placement,
-    shapes: Callable[[], ShapeExamination],
-) -> Mapping[str, Hook]:
-    """The hooks by name, each with what it may ask of the run: the FLOPs of a step, and what the run was made from."""
-    from exp.check.step_flops import flops_of_a_sample
-    from exp.construct import build_entries, build_objective, build_phases
-    from exp.hooks.hook import Origin, Workload
-
-    plain = resolved.plain
-
-    def flops(data: object) -> FlopCount:
-        # An objective of its own: the run's may lie on another device by then.
-        objective, phases, network = build_objective(plain), build_phases(plain), shapes().network
-        if network is None:
-            raise RunError("the network cannot be built without numbers, and so its FLOPs are not counted")
-        return flops_of_a_sample(data, network=network, objective=objective, phases=phases)
-
-    devices = placement.world_size * placement.devices_per_rank
-    workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=flops)
-    origin = Origin(read=lambda: resolved.yaml, allow=tuple(plain["security"]["allow"]))
-    return build_entries(plain, "hooks", workload=workload, origin=origin)
+    return examine_shapes(network_factory=network, spec=decided.spec, objective=decided.objective, phases=phases)
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:

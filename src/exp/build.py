@@ -32,6 +32,7 @@ from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
 from exp.engine.step_watch import StepWatch
 from exp.engine.stopping import Stopping
+from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import outlive
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
@@ -120,7 +121,8 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
     if seconds is None:
         return None
     # In the one log that all ranks share.
-    return StepWatch(seconds=seconds, path=directory / "train.log", rank=rank.global_rank)
+    path, hang = directory / "train.log", hang_path(directory, rank=rank)
+    return StepWatch(seconds=seconds, path=path, hang_path=hang, rank=rank.global_rank)
 
 
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -63,7 +64,7 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
                 log.warning("%s", note)
     placement, plain = decided.placement, decided.plain
     settings = plain["launch"]
-    if in_process(placement, max_restarts=settings["max_restarts"]):
+    if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
         return run(directory, decided=decided, resume=start)
     del decided  # with its data, which the ranks read themselves
     ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=placement.world_size)
@@ -149,9 +150,13 @@ def _watched_work(decided: Plan, parts: Parts, resume: Path | None, *, ongoing: 
 
 def _give_up(ongoing: Ongoing, parts: Parts, rank: Rank, error: RunError) -> NoReturn:
     """Ends the process of a run whose main thread hangs where no exception reaches it."""
-    if rank.is_first:
-        write_report(ongoing.ended("failed", parts=parts, error=error))
-    end_at_once(error, rank=rank)
+    try:
+        if rank.is_first:
+            write_report(ongoing.ended("failed", parts=parts, error=error))
+    except RunError as second:  # nobody is above this thread to hear it
+        print(second, file=sys.stderr)
+    finally:
+        end_at_once(error, rank=rank)
 
 
 def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:

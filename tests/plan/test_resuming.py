@@ -118,6 +118,24 @@ EDITS = {
         lambda held: held["state_dict"].update({"network.head.bias": torch.zeros(11)}),
         "state_dict.network.head.bias is float32[11] and was float32[10]",
     ),
+    "other_numbers": (
+        lambda held: held["state_dict"]["network.conv1.weight"][0, 0, 0].add_(1e-3),
+        "state_dict.network.conv1.weight holds other numbers",
+    ),
+    "another_order": (
+        lambda held: held["state_dict"].update({"network.head.bias": held["state_dict"]["network.head.bias"].flip(0)}),
+        "state_dict.network.head.bias holds other numbers",
+    ),
+    "another_ones_momenta": (
+        lambda held: held["optimizer_states"][0]["state"][1].update(exp_avg=torch.zeros(6)),
+        "optimizer_states.0.state.1.exp_avg holds other numbers",
+    ),
+    "no_average": (
+        lambda held: held["callbacks"].pop("ExponentialMovingAverage"),
+        "callbacks is a mapping of 0",
+    ),
+    "before_the_start": (lambda held: held["exp_position"].update(step=-1), "exp_position.step is -1 and was 40"),
+    "no_checksums": (lambda held: held["exp_manifest"].pop("checksums"), "its exp_manifest is no manifest"),
     "more": (lambda held: held.update(mine=1), "mine is 1 and was not there"),
     "elsewhere": (lambda held: held["exp_position"].update(step=99), "exp_position.step is 99 and was 40"),
     "another_config": (lambda held: held.update(exp_config=held["exp_config"] + "#"), "exp_config is 'name: train"),
@@ -172,3 +190,23 @@ def test_a_checkpoint_that_does_not_say_what_it_held_is_noted(finished):
     torch.save(held, "older.ckpt")
     (note,) = notes("resume=older.ckpt", "model=lenet", "trainer.max_epochs=4")
     assert "older.ckpt does not say what it held" in note
+
+
+def test_what_a_hand_changed_on_purpose_is_taken_without_its_manifest(scheduled):
+    path, words = scheduled
+    held = torch.load(path, weights_only=True)
+    held["state_dict"]["network.head.bias"].zero_()
+    torch.save(held, "edited.ckpt")
+    told = faults("resume=edited.ckpt", *words, "trainer.max_epochs=4")["resume"]
+    assert "If it was you, and it is meant: delete its exp_manifest" in told
+    held.pop("exp_manifest")
+    torch.save(held, "edited.ckpt")
+    (note,) = notes("resume=edited.ckpt", *words, "trainer.max_epochs=4")
+    assert "edited.ckpt does not say what it held" in note
+
+
+def test_a_checkpoint_of_before_there_were_checksums_is_read(finished):
+    held = torch.load(finished, weights_only=True)
+    held["exp_manifest"] = {"format": 1, "entries": held["exp_manifest"]["entries"]}
+    torch.save(held, "older.ckpt")
+    assert not notes("resume=older.ckpt", "model=lenet", "trainer.max_epochs=4")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -31,12 +32,13 @@ class StepWatch(Callback):
     first compilation count.
 
     seconds: how long one may take. path: where the stacks of all threads are written, of every rank: train.log.
+    hang_path: where they are written when no Python runs any more, because somebody holds its lock.
     give_up: an attribute, called with the error where the thread that hangs does not raise it; it ends the process.
     """
 
-    def __init__(self, *, seconds: float, path: Path, rank: int) -> None:
+    def __init__(self, *, seconds: float, path: Path, hang_path: Path, rank: int) -> None:
         super().__init__()
-        self.seconds, self.path, self.rank = seconds, path, rank
+        self.seconds, self.path, self.hang_path, self.rank = seconds, path, hang_path, rank
         self.give_up: Callable[[RunError], object] | None = None
         self._beat = 0.0
         self._step = 0
@@ -78,7 +80,9 @@ class StepWatch(Callback):
         self._watched, self._ended = threading.get_ident(), threading.Event()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGALRM, self._raise)
-        threading.Thread(target=self._watch, args=(self._ended,), name="step_timeout", daemon=True).start()
+        hang_file = self.hang_path.open("a", encoding="utf-8")
+        self._arm(hang_file)  # the first step may hang before the thread comes to anything
+        threading.Thread(target=self._watch, args=(self._ended, hang_file), name="step_timeout", daemon=True).start()
 
     def end(self) -> None:
         """Watch no longer. Safe to call twice."""
@@ -90,22 +94,29 @@ class StepWatch(Callback):
 
     # --- what does not ---
 
-    def _watch(self, ended: threading.Event) -> None:
+    def _arm(self, hang_file: IO[str]) -> None:
+        """End the process where nobody comes here again in time; sooner than ranks give up that wait for this one."""
+        faulthandler.dump_traceback_later(self.seconds + SETTLE_SECONDS, exit=True, file=hang_file)
+
+    def _watch(self, ended: threading.Event, hang_file: IO[str]) -> None:
         pause = min(1.0, self.seconds / 4)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file, hang_file:
             while not ended.wait(pause):
                 if time.monotonic() - self._beat > self.seconds:
                     break
-                # Where nothing of Python's goes on, this thread included, because somebody holds its lock.
-                faulthandler.dump_traceback_later(self.seconds + 2 * GRACE_SECONDS, exit=True, file=file)
+                self._arm(hang_file)
+            # `end` may have come between the two lines above.
+            faulthandler.cancel_dump_traceback_later()
             if ended.is_set():
                 return
-            faulthandler.cancel_dump_traceback_later()
             place = self._place()
             # Past the logging module, whose lock may be what the other waits for.
             file.write(f"rank {self.rank}: {place}. All of its threads:\n")
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
+            self._end_run(ended, place, hang_file)
+
+    def _end_run(self, ended: threading.Event, place: str, hang_file: IO[str]) -> None:
         time.sleep(SETTLE_SECONDS)
         self._error = RunError(
             f"{place}. The stacks of all threads are in {self.path.name}. Where it is slow and does not hang, give it "
@@ -114,6 +125,8 @@ class StepWatch(Callback):
         if self._before is not None:
             signal.pthread_kill(self._watched, signal.SIGALRM)
         if not ended.wait(GRACE_SECONDS) and self.give_up is not None:
+            # Asking a device for its memory, or writing, may hang as well.
+            faulthandler.dump_traceback_later(2 * GRACE_SECONDS, exit=True, file=hang_file)
             self.give_up(self._error)
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:

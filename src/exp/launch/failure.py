@@ -29,7 +29,7 @@ NEIGHBOUR = re.compile(
 )
 # The exit status of a rank that could not even write its failure down: EX_IOERR of sysexits.h.
 UNWRITABLE = 74
-Kind = Literal["config", "known", "bug", "neighbour", "death", "interrupted"]
+Kind = Literal["config", "known", "bug", "neighbour", "death", "hang", "interrupted"]
 TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -39,7 +39,8 @@ class Failure:
 
     time: seconds since the epoch, of this machine's clock.
     kind: config (a fault in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
-        failed because of another rank), death (a signal, or an exit without a word), interrupted.
+        failed because of another rank), death (a signal, or an exit without a word), hang (in code that holds Python's
+        lock, so that the rank could not say so itself), interrupted.
     detail: a traceback, a stack or the end of a log; empty for known errors.
     """
 
@@ -128,16 +129,34 @@ def read_failure(directory: Path, *, rank: int) -> Failure | None:
     return Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
+def hang_file(directory: Path, *, rank: int) -> Path:
+    """The file into which faulthandler writes the stacks of a rank in which no Python runs any more."""
+    return directory / f"rank{rank}.hang"
+
+
+def read_hang(directory: Path, *, rank: int) -> Failure | None:
+    """Return what is known of a rank that ended because no Python ran in it any more; None where it did not."""
+    path = hang_file(directory, rank=rank)
+    stacks = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else ""
+    if not stacks:
+        return None
+    reason = (
+        "failed: it hangs where no Python runs any more, as in code that holds Python's lock (GIL), for longer than "
+        "runtime.step_timeout allows a step. The stacks of its threads are in train.log"
+    )
+    return Failure(rank=rank, time=path.stat().st_mtime, kind="hang", reason=reason, detail=stacks)
+
+
 def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
     """Find the failure that the others follow from.
 
-    A death beats a report, because neighbours report it before the parent can see it; the earliest report wins among
-    the others; a neighbour's complaint counts where there is nothing else. Where it is a complaint that a rank did not
-    come, one of those that were still running is to blame.
+    A death or a hang beats a report, because neighbours report it before the parent can see it; the earliest report
+    wins among the others; a neighbour's complaint counts where there is nothing else. Where it is a complaint that a
+    rank did not come, one of those that were still running is to blame.
 
     silent: the ranks that had not ended, nor reported, when the first failure was seen.
     """
-    deaths = [failure for failure in failures if failure.kind == "death"]
+    deaths = [failure for failure in failures if failure.kind in ("death", "hang")]
     reports = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if deaths or reports:
         return min(deaths or reports, key=lambda failure: failure.time)

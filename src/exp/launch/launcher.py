@@ -25,14 +25,17 @@ from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 # A fault that a second start would meet again.
-FINAL = ("config", "known", "interrupted")
+FINAL = ("config", "known", "hang", "interrupted")
 
 log = logging.getLogger(__name__)
 
 
-def in_process(placement: Placement, *, max_restarts: int = 0) -> bool:
-    """Return whether a run needs no process of its own: one rank, no process group, nobody who would restart it."""
-    return placement.world_size == 1 and placement.backend is None and max_restarts == 0
+def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
+    """Return whether a run needs no process of its own: one rank, no process group, nobody who would restart it.
+
+    step_timeout: with one, somebody must be there to say that it hangs where it cannot say so itself.
+    """
+    return placement.world_size == 1 and placement.backend is None and max_restarts == 0 and step_timeout is None
 
 
 def launch(
@@ -143,6 +146,9 @@ def _once(
             if failure is None and received:
                 # The run was done before the signal came to it; whoever sent it asked for the end all the same.
                 raise Interrupted(signum=received[0], checkpoint=saved)
+            if failure is not None and failure.kind == "hang" and directory.is_dir():
+                with (directory / "train.log").open("a", encoding="utf-8") as file:
+                    file.write(f"rank {failure.rank} {failure.reason}\n{failure.detail}\n")
             if failure is not None and failure.kind == "interrupted" and failure.checkpoint is None:
                 return dataclasses.replace(failure, checkpoint=saved)
             return failure

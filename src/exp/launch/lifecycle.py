@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from exp.errors import Interrupted
-from exp.launch.failure import UNWRITABLE, Failure, failure_of, write_failure
+from exp.launch.failure import UNWRITABLE, Failure, failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.output import outliving_output
 from exp.signals import SUPERVISED, heed
@@ -40,14 +41,22 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
             if PARENT in os.environ:
                 end_with_parent(int(os.environ[PARENT]))
             status = _status_of(body)
-            if status == 0:
-                # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
-                atexit._run_exitfuncs()
         finally:
-            logging.shutdown()
+            leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process by os._exit, with what libraries do at the exit of one that did well (an upload, a flush)."""
+    try:
+        if status == 0:
+            # Private to Python, and tested (3.11).
+            atexit._run_exitfuncs()
+    finally:
+        logging.shutdown()
+        with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)
+        os._exit(status)
 
 
 def _status_of(body: Callable[[Rank], None]) -> int:
@@ -61,14 +70,19 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         body(rank)
         meet()
     except BaseException as error:
-        failure = failure_of(error, rank=rank.global_rank)
-        try:
-            _tell(failure, error)
-        except OSError as second:
-            print(f"rank {failure.rank} {failure.reason}\nIt cannot write that down: {second}", file=sys.stderr)
-            return UNWRITABLE
-        return failure.exit_status
+        return _told(error, rank=rank)
     return 0
+
+
+def _told(error: BaseException, *, rank: Rank) -> int:
+    """Tell why this rank ends, and return its exit status."""
+    failure = failure_of(error, rank=rank.global_rank)
+    try:
+        _tell(failure, error)
+    except OSError as second:
+        print(f"rank {failure.rank} {failure.reason}\nIt cannot write that down: {second}", file=sys.stderr)
+        return UNWRITABLE
+    return failure.exit_status
 
 
 def _tell(failure: Failure, error: BaseException) -> None:
@@ -88,12 +102,19 @@ def _tell(failure: Failure, error: BaseException) -> None:
 
 def end_at_once(error: BaseException, *, rank: Rank) -> NoReturn:
     """End this process by an error, from a thread beside the one that hangs."""
-    failure = failure_of(error, rank=rank.global_rank)
+    status = 1
     try:
-        _tell(failure, error)
+        status = _told(error, rank=rank)
         sys.stderr.flush()
     finally:
-        os._exit(failure.exit_status)
+        os._exit(status)
+
+
+def hang_path(directory: Path, *, rank: Rank) -> Path:
+    """Where the stacks belong of a rank that hangs with Python's lock held: exp's launcher reads them, or train.log."""
+    if EXCHANGE in os.environ:
+        return hang_file(Path(os.environ[EXCHANGE]), rank=rank.global_rank)
+    return directory / "train.log"
 
 
 def _install_first_handlers() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from exp.launch.failure import Failure, Kind, death, first_cause, read_failure
+from exp.launch.failure import Failure, Kind, death, first_cause, read_failure, read_hang
 from exp.launch.spawn import RankProcess
 from exp.signals import heeding
 
@@ -161,7 +161,7 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
         returncode = rank.process.poll()
         if returncode in (None, 0):
             continue
-        failure = read_failure(exchange, rank=rank.rank)
+        failure = read_failure(exchange, rank=rank.rank) or read_hang(exchange, rank=rank.rank)
         found.append(failure or death(rank=rank.rank, returncode=returncode, detail=_tail(rank.log)))
     return found
 

@@ -11,12 +11,10 @@ environment, what it compiled, its end) reaches no other one. No CUDA is initial
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import gc
 import importlib
 import io
-import logging
 import multiprocessing
 import os
 import pickle
@@ -32,7 +30,7 @@ from typing import IO, NoReturn, TypeVar
 
 from exp.errors import Interrupted
 from exp.launch.failure import death
-from exp.launch.lifecycle import end_with_parent
+from exp.launch.lifecycle import end_with_parent, leave
 from exp.launch.spawn import import_path
 from exp.launch.supervision import POLL_SECONDS, collected_signals
 from exp.signals import SUPERVISED, Handler, heed, heeded
@@ -188,16 +186,10 @@ def _work(request: bytes, result: IO[bytes], *, parent: int, handlers: dict[int,
         result.write(pickle.dumps(()))  # that was all
         result.flush()
         status = 0
-        # What libraries do at exit (an upload, a flush) still happens. Private to Python, and tested (3.11).
-        atexit._run_exitfuncs()
     except BaseException as error:
         traceback.print_exception(error)  # into the job's own output, of which the sweep tells the last words
     finally:
-        logging.shutdown()
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        leave(status)
 
 
 def _alone(function: Callable[..., Result], arguments: Sequence[object]) -> Iterator[Result]:

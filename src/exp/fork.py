@@ -14,9 +14,6 @@ from exp.errors import ConfigError, Fault, RunError, exit_status
 if TYPE_CHECKING:
     from exp.engine.checkpoint import State
 
-# Beside the checkpoints of the run itself.
-START = "start.ckpt"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a child of a run: its command with other values, from its state at a step, with the parent recorded.
@@ -96,9 +93,28 @@ def _chosen(run: Path, step: int | None, *, allow: Sequence[str]) -> tuple[Path,
     if not 0 < wanted < max(found):
         expected = f"one from 1 to {max(found)}, where its last checkpoint is"
         raise ConfigError([Fault(key="RUN@STEP", got=f"step {wanted}", expected=expected)])
+    before, began = _beginning(run)
+    if wanted < began:
+        expected = f"one from {began} on, where it goes on with {before}"
+        cure = f"Before that it was that run: python -m exp.fork {before}@{wanted}"
+        raise ConfigError([Fault(key="RUN@STEP", got=f"step {wanted}", expected=expected, cure=cure)])
     _, state = train_again(run, to={"step": wanted, "validation_due": False}, allow=allow)
     path, last = found[max(found)]
     return path, {**state, CONFIG: last[CONFIG]}
+
+
+def _beginning(run: Path) -> tuple[Path, int]:
+    """The run that this one goes on with, or is a fork of, and the step at which it does; itself and 0 for others."""
+    from exp.config.freeze import read_frozen, read_parent
+    from exp.engine.checkpoint import read_checkpoint
+    from exp.engine.checkpointing import POSITION
+
+    parent, resume = read_parent(run), read_frozen(run).resume
+    if parent is not None:
+        return Path(parent["run"]), int(parent["step"])
+    if resume is None:
+        return run, 0
+    return Path(resume).parent.parent, int(read_checkpoint(resume)[POSITION]["step"])
 
 
 def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[Fault]:
@@ -121,6 +137,7 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Map
     from exp.config.freeze import record_parent
     from exp.engine.checkpoint import CHECKPOINTS, AtomicCheckpointIO, copy_checkpoint, read_checkpoint
     from exp.engine.checkpointing import BEST, CONFIG, POSITION
+    from exp.resume import START
 
     beside = path.with_name("best.ckpt")
     start = directory / CHECKPOINTS / START

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from exp.engine.checkpoint import State
 
 EXACT, DIFFERS = 0, 1
+# Among the checkpoints of a fork: the state that it began with.
+START = "start.ckpt"
 # What differs by itself: the time it took, the config of the second run, which files are left, and counters that no run
 # goes on from.
 BESIDE = ("exp_seconds", "exp_config", "exp_manifest", "exp_kept", "loops")
@@ -134,11 +136,18 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     config = read_frozen(run)
     own = positions_of(run)
     earlier = [path for path in own if own[path]["step"] < to["step"]]
-    before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else config.resume
+    # A fork began there; and may have had nothing left to do.
+    start = [str(path) for path in own if path.name == START] or [config.resume]
+    before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else start[0]
     with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
         again = Path(place) / "run"
-        fit(_replayed(config, again, before=before, to=to, allow=allow))
         reached = again / CHECKPOINTS / STATE
+        try:
+            fit(_replayed(config, again, before=before, to=to, allow=allow))
+        except RunError:
+            # Behind it one batch is taken, which may be the one that the run itself failed at.
+            if not reached.is_file():
+                raise
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
     if any(found[POSITION][name] != value for name, value in to.items()):
         raise RunError(f"trained again from {before or 'the start'}, {run} does not come to step {to['step']}")

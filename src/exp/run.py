@@ -230,7 +230,8 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
     if path.is_file():
         return str(path)
     if decided.plain["checkpoint"]["save_best"]:
-        log.warning("%s was never measured, so no best.ckpt: the last weights are tested", decided.plain["monitor"])
+        why = "was never measured, so no" if parts.checkpointing.best is None else "has no longer a"
+        log.warning("%s %s best.ckpt: the last weights are tested", decided.plain["monitor"], why)
     return None
 
 

@@ -255,13 +255,39 @@ def test_a_run_whose_directory_is_taken_away_saves_its_state_and_says_so(tmp_pat
     taken = small_run.At("on_train_batch_end", 9, lambda: shutil.rmtree(tmp_path / "run"))
     run = small_run.Small(tmp_path / "run", callbacks=(taken,))
     run.values.path = tmp_path / "values.jsonl"  # opened again for each value
-    with pytest.raises(RunError, match=r"run was removed while .* at step 12 is in .*last\.ckpt"):
+    with pytest.raises(RunError, match=r"run was removed or renamed while .* at step 12 is in .*last\.ckpt"):
         run.fit()
     whole = small_run.Small(tmp_path / "whole")
     whole.fit()
     again = small_run.Small(tmp_path / "again")
     again.fit(resume=run.last)
     assert all(torch.equal(tensor, whole.weights()[name]) for name, tensor in again.weights().items())
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("name", ["", "last.ckpt", "best.ckpt", "best-7.ckpt"])
+def test_checkpoints_that_somebody_removes_are_named_and_the_run_goes_on(
+    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture, name: str, threaded: bool
+) -> None:
+    def take() -> None:
+        run.checkpointing.settle(run.trainer)
+        path = run.last.parent / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    saving = {"keep": 4}  # more than there are epochs
+    take_at = small_run.At("on_train_batch_end", 17, take)
+    run = small_run.Small(tmp_path / "run", callbacks=(take_at,), saving=saving, threaded=threaded)
+    run.fit()
+    (told,) = [record.getMessage() for record in caplog.records if "removed while the run goes on" in record.message]
+    assert str(run.last.parent / name) in told
+    assert read_checkpoint(run.last)["global_step"] == 28
+    named = [run.checkpointing.best_path] if run.checkpointing.best is not None else []
+    named += [run.last.with_name(f"best-{entry['step']}.ckpt") for entry in run.checkpointing.kept]
+    assert len(named) > 2
+    assert all(path.is_file() for path in named)
+    whole = small_run.Small(tmp_path / "whole", saving=saving)
+    whole.fit()
+    assert all(torch.equal(tensor, whole.weights()[name]) for name, tensor in run.weights().items())
 
 
 def test_what_a_killed_run_left_half_written_goes_with_the_next_one(tmp_path: Path, small_run: ModuleType) -> None:

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from exp.engine.checkpoint import read_checkpoint
+
 MINE = """
 import os
 import torch
@@ -35,3 +39,43 @@ def test_the_report_names_the_rank_that_failed_first(tmp_path, commands):
     assert "rank 1" in report["error"]["message"]
     assert "the third step" in report["error"]["message"]
     assert report["world_size"] == 2
+
+
+TAKES = """
+import shutil
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Takes(Callback):
+    def __init__(self, *, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_end(self, trainer, *_):
+        run = Path(trainer.default_root_dir)
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            run.rename(f"{run}-moved") if self.what == "run" else shutil.rmtree(run / self.what)
+"""
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoints"])
+def test_what_is_taken_away_under_ranks_is_named_and_no_rank_hangs(tmp_path, commands, what):
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    (tmp_path / "conf" / "callbacks" / "takes.yaml").write_text(f"takes: {{_target_: taking.Takes, what: {what}}}\n")
+    (tmp_path / "taking.py").write_text(TAKES)
+    short = ["trainer.limit_train_batches=3", "trainer.limit_val_batches=1", "trainer.max_epochs=3", "test=false"]
+    saving = ["checkpoint.every_n_steps=1", "hooks=[]", "trainer.enable_progress_bar=false"]
+    where = ["strategy=ddp", "launch.devices=2", "launch.accelerator=cpu"]
+    done = commands.run("callbacks=[takes]", *where, *short, *saving, cwd=tmp_path)
+    (path,) = tmp_path.glob("outputs/train/*/*/report.json")
+    report = json.loads(path.read_text())
+    last = read_checkpoint(path.parent / "checkpoints" / "last.ckpt")
+    if what == "run":
+        assert done.returncode == 1
+        assert f"{path.parent} was removed or renamed while the run wrote into it" in done.stderr
+        assert report["status"] == "failed"
+        assert "was removed or renamed" in report["error"]["message"]
+        assert last["global_step"] == 3
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "last.ckpt: removed while the run goes on" in done.stderr
+        assert last["global_step"] == 9

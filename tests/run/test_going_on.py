@@ -36,6 +36,19 @@ class Sends(Callback):
             os.kill(os.getpid(), self.signum)
 """
 
+SPOILS = """
+from lightning.pytorch import Callback
+
+class Spoils(Callback):
+    def __init__(self, *, step: int):
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_step == self.step:
+            for parameter in module.parameters():
+                parameter.grad.fill_(float("nan"))
+"""
+
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
@@ -47,12 +60,17 @@ def fit(*overrides):
     return Path(report.directory)
 
 
-def write_sender(signum):
-    """callbacks=[sends], of one's own: once, at step 5."""
-    name = f"sender_{uuid.uuid4().hex}"  # this process imports a module once
-    Path(f"{name}.py").write_text(SIGNALS)
+def write_callback(text, call):
+    """callbacks=[own], of one's own: what follows the module's name in its YAML."""
+    name = f"own_{uuid.uuid4().hex}"  # this process imports a module once
+    Path(f"{name}.py").write_text(text)
     Path("conf/callbacks").mkdir(parents=True)
-    Path("conf/callbacks/sends.yaml").write_text(f"sends: {{_target_: {name}.Sends, step: 5, signum: {signum}}}\n")
+    Path("conf/callbacks/own.yaml").write_text(f"own: {{_target_: {name}.{call}}}\n")
+
+
+def write_sender(signum):
+    """callbacks=[own]: once, at step 5."""
+    write_callback(SIGNALS, f"Sends, step: 5, signum: {signum}")
 
 
 def weights(run, name="last"):
@@ -106,7 +124,7 @@ def test_auto_in_a_sweep_is_refused():
 
 def test_the_same_command_goes_on_with_its_own_run_and_begins_anew_behind_a_completed_one(caplog):
     write_sender(signal.SIGTERM)
-    command = ["runtime.autoresume=true", "callbacks=[sends]"]
+    command = ["runtime.autoresume=true", "callbacks=[own]"]
     fit("trainer.max_epochs=1")  # of another command
     with pytest.raises(Interrupted):
         fit(*command)
@@ -118,35 +136,42 @@ def test_the_same_command_goes_on_with_its_own_run_and_begins_anew_behind_a_comp
     assert_equal_weights(second, third)
 
 
-@pytest.mark.parametrize("is_requeued", [True, False])
-def test_sigusr1_saves_and_has_slurm_start_the_job_again(monkeypatch, caplog, is_requeued):
+# What srun sets for the only task of a job, as its manual says.
+SRUN = {"SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+SRUN |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "1"}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+@pytest.mark.parametrize(("more", "job"), [({}, "42"), (ARRAY, "40_2"), ({}, None)])
+def test_sigusr1_saves_and_has_slurm_start_the_job_again(monkeypatch, caplog, more, job):
     write_sender(signal.SIGUSR1)
     scontrol = Path("bin/scontrol")
     scontrol.parent.mkdir()
     scontrol.write_text('#!/bin/sh\necho "$@" > called\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{scontrol.parent.absolute()}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    for name, value in {**SRUN, **more}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(Interrupted) as caught:
-        fit("callbacks=[sends]", f"runtime.autoresume={str(is_requeued).lower()}")
+        fit("callbacks=[own]", f"runtime.autoresume={str(job is not None).lower()}")
     assert caught.value.exit_status == 128 + signal.SIGUSR1
     (run,) = Path("outputs/train").glob("*/*")
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 5
     assert json.loads((run / "report.json").read_text())["status"] == "interrupted"
-    assert Path("called").exists() == is_requeued
-    if is_requeued:
-        assert Path("called").read_text() == "requeue 42\n"
-        assert "SLURM's job 42 is queued again" in caplog.text
+    assert Path("called").exists() == (job is not None)
+    if job is not None:
+        assert Path("called").read_text() == f"requeue {job}\n"
+        assert f"SLURM's job {job} is queued again" in caplog.text
 
 
 def test_a_frozen_run_that_a_scheduler_starts_again_goes_on_from_its_own_directory():
     write_sender(signal.SIGTERM)
     with pytest.raises(Interrupted):
-        fit("runtime.autoresume=true", "callbacks=[sends]")
+        fit("runtime.autoresume=true", "callbacks=[own]")
     (frozen,) = Path("outputs/train").glob("*/*")
     # As torchrun and srun do it: exp.worker RUN_DIR.
     assert run_again(frozen).steps == 9
-    assert_equal_weights(frozen, fit("callbacks=[sends]"))
+    assert_equal_weights(frozen, fit("callbacks=[own]"))
 
 
 def test_resume_goes_on_by_the_runs_own_command_and_others_beside_it(capsys):
@@ -180,10 +205,19 @@ def test_verify_says_exact_or_the_first_tensor_that_differs(capsys):
 def test_verify_stops_at_a_checkpoint_within_the_run(capsys):
     write_sender(signal.SIGTERM)
     with pytest.raises(Interrupted):
-        fit("callbacks=[sends]")
+        fit("callbacks=[own]")
     (run,) = Path("outputs/train").glob("*/*")
     assert resume.main([str(run), "--verify"]) == 0
     assert "last.ckpt, step 5, trained again from" in capsys.readouterr().out
+
+
+def test_verify_of_a_run_that_failed_at_its_next_step_is_exact(capsys):
+    write_callback(SPOILS, "Spoils, step: 6")
+    with pytest.raises(exp.RunError, match="nan"):
+        fit("callbacks=[own]")
+    (run,) = Path("outputs/train").glob("*/*")
+    assert resume.main([str(run), "--verify"]) == 0
+    assert "last.ckpt, step 6, trained again from" in capsys.readouterr().out
 
 
 def children():
@@ -241,6 +275,26 @@ def test_what_the_parents_state_does_not_fit_is_refused(change, said, capsys):
     assert fork.main([f"{whole}@3", change, "trainer.max_epochs=2"]) == 2
     assert said in capsys.readouterr().err
     assert children() == [whole.relative_to(Path.cwd())]
+
+
+def test_a_step_before_a_run_began_is_one_of_the_run_before_it(capsys):
+    first = fit("trainer.max_epochs=1")
+    second = fit("trainer.max_epochs=2", f"resume={first}/checkpoints/last.ckpt")
+    assert fork.main([f"{second}@2"]) == 2
+    said = capsys.readouterr().err
+    assert f"step 2; expected one from 3 on, where it goes on with {first}" in said
+    assert f"python -m exp.fork {first}@2" in said
+    assert fork.main([f"{second}@5", "optimizer.lr=0.01"]) == 0
+    child = children()[-1]
+    assert fork.main([f"{child}@4"]) == 2
+    assert f"expected one from 5 on, where it goes on with {second}" in capsys.readouterr().err
+
+
+def test_verify_of_a_fork_that_had_nothing_left_to_do_is_exact(capsys):
+    whole = fit("trainer.max_epochs=1")
+    assert fork.main([f"{whole}@3", "optimizer.lr=0.01"]) == 0
+    assert resume.main([str(children()[-1]), "--verify"]) == 0
+    assert "start.ckpt" in capsys.readouterr().out
 
 
 def test_a_fork_asks_for_a_step_of_the_parent_and_for_trust(capsys):

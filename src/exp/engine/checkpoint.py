@@ -80,6 +80,11 @@ class AtomicCheckpointIO(CheckpointIO):
         """Copy a file that was saved, whole or not at all."""
         copy_checkpoint(source, target)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was asked for is done."""
+        return True
+
     def settle(self) -> None:
         """Return when everything that was asked for is done.
 
@@ -115,6 +120,10 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         self._submit(super().copy_checkpoint, source, target)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(future.done() for future in self._pending)
 
     def settle(self) -> None:
         while self._pending:

@@ -80,6 +80,7 @@ class Checkpointing(Callback):
         self._is_restored = False
         # What the run goes on from lies elsewhere: its own last.ckpt is written in any case.
         self._owes_last = False
+        self._has_last = False
         self._home: os.stat_result | None = None
         self._saved_step = 0
         self._position: Position | None = None
@@ -122,9 +123,9 @@ class Checkpointing(Callback):
             self._position = None
         if is_gone:
             raise RunError(
-                f"{self.directory.parent} was removed while the run wrote into it: its config, log and curves are "
-                f"gone. The run ends here; the state at step {position.step} is in {path}, from which its command "
-                f"goes on with resume={path}"
+                f"{self.directory.parent} was removed or renamed while the run wrote into it: its config, log and "
+                f"curves are gone from there. The run ends here; the state at step {position.step} is in {path}, from "
+                f"which its command goes on with resume={path}"
             )
         _module_of(trainer).saved = f"checkpoints/{path.name} is of step {position.step}, and good"
 
@@ -135,6 +136,33 @@ class Checkpointing(Callback):
             return not os.path.samestat(self._home, self.directory.parent.stat())
         except FileNotFoundError:
             return True
+
+    def _notice_losses(self, trainer: Trainer) -> None:
+        """Say which of its files somebody has removed, and do without them. Every rank must call it."""
+        lost: list[Path] = []
+        if trainer.is_global_zero and _io(trainer).is_idle and not self._is_gone():
+            lost = [path for path in self._files(trainer) if not path.is_file()]
+        lost = trainer.strategy.broadcast(lost)
+        if not lost:
+            return
+        if self.last_path in lost:
+            self._has_last, self._owes_last = False, self.is_saving_last
+        if self.best_path in lost:
+            self.best = None
+        self.kept = [entry for entry in self.kept if self._kept_path(entry["step"]) not in lost]
+        log.warning(
+            "%s: removed while the run goes on, by another program or by hand. %s",
+            ", ".join(str(path) for path in lost),
+            "The best is sought anew from here" if self.best is None else "The run goes on, and writes it anew",
+        )
+
+    def _files(self, trainer: Trainer) -> list[Path]:
+        """What this run has written, or brought along, and has not given up."""
+        step = trainer.global_step
+        files = [self.last_path] if self._has_last else []
+        files += [self.best_path] if self.best is not None and not self._is_better else []
+        kept = [entry["step"] for entry in self.kept]
+        return files + [self._kept_path(one) for one in kept if self.keep > 1 and not (self._is_kept and one == step)]
 
     # --- when ---
 
@@ -169,6 +197,7 @@ class Checkpointing(Callback):
             self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._notice_losses(trainer)
         if trainer.global_step != self._saved_step or self._is_better or self._is_kept or self._owes_last:
             self._write(trainer, after_fit(trainer), is_due=True)
         self.settle(trainer)
@@ -184,6 +213,7 @@ class Checkpointing(Callback):
                 copy_checkpoint(source, self.last_path)
 
     def _write(self, trainer: Trainer, position: Position, *, is_due: bool) -> None:
+        self._notice_losses(trainer)
         if is_due:
             self._saved_step, self._saved_at = position.step, time.monotonic()
             self.is_wanted = False
@@ -193,7 +223,7 @@ class Checkpointing(Callback):
         if not paths:
             return
         if paths[0] == self.last_path:
-            self._owes_last = False
+            self._owes_last, self._has_last = False, True
         self._is_better = self._is_kept = False
         self.save(trainer, position, paths[0])
         if trainer.is_global_zero:

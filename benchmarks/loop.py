@@ -1,9 +1,10 @@
 """How many optimizer steps a second a small network makes: by hand, in plain Lightning, and here.
 
-    python benchmarks/loop.py [--repetitions 5] [--steps 3000]
+    python benchmarks/loop.py [--repetitions 5] [--steps 3000] [--non-finite]
 
 The network is an MLP 64-128-10 on digits, batch 64, AdamW, one thread, without validation and checkpoints. All take
 turns in one process; a ratio is the median of the ratios of the repetitions, each against its neighbour in time.
+--non-finite: what it costs a step of exp's to look for numbers that are not finite, instead.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import exp
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
+from exp.engine import module, recording
 
 BATCH_SIZE = 64
 Times = tuple[float, float]
@@ -124,14 +126,24 @@ def plain_lightning(steps: int, epochs: int, *, with_norms: bool) -> Times:
     return module.measured
 
 
-def here(steps: int, epochs: int) -> Times:
-    """exp with gradient norms at every step, memory every 50, throughput, and TensorBoard."""
+def here(steps: int, epochs: int, *more: str) -> Times:
+    """exp with gradient norms at every step, memory every 50, throughput, and TensorBoard. more: overrides."""
     with tempfile.TemporaryDirectory(dir=".", prefix="loop-") as folder:
         inputs, target = samples(steps // epochs)
         path = Path(folder).resolve() / "digits.pt"
         torch.save({"input": inputs, "target": target}, path)
-        exp.fit(exp.compose(_overrides(path, folder, epochs)))
+        exp.fit(exp.compose([*_overrides(path, folder, epochs), *more]))
     return ClockHook.measured
+
+
+def unguarded(steps: int, epochs: int) -> Times:
+    """The same without a look at any number."""
+    looks = module.require_finite, recording.refuse_lost
+    module.require_finite = recording.refuse_lost = lambda *_, **__: None
+    try:
+        return here(steps, epochs)
+    finally:
+        module.require_finite, recording.refuse_lost = looks
 
 
 def _overrides(path: Path, folder: str, epochs: int) -> list[str]:
@@ -173,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--non-finite", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -184,6 +197,12 @@ def main() -> None:
         "(b') the same with Lightning's grad_norm": lambda *args: plain_lightning(*args, with_norms=True),
         "(c) exp: norms, memory, throughput, TensorBoard": here,
     }
+    if arguments.non_finite:
+        contenders = {
+            "(a) no number is looked at": unguarded,
+            "(a') runtime.non_finite=stop, the default": here,
+            "(b) runtime.non_finite=skip": lambda *args: here(*args, "runtime.non_finite=skip"),
+        }
     for epochs in (1, arguments.steps // 20):
         measure(contenders, arguments.steps, epochs, arguments.repetitions)
 

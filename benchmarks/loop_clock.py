@@ -1,8 +1,9 @@
-"""The clock of benchmarks/loop.py, and the hook that turns it in a run of exp."""
+"""The clocks of benchmarks/loop.py and benchmarks/checkpoints.py, and the hooks that turn them in a run of exp."""
 
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 from exp.hooks.hook import Hook
 from exp.hooks.step import Step
@@ -45,3 +46,19 @@ class ClockHook(Hook):
         if self._clock.steps > WARM_UP:
             ClockHook.measured = self._clock.microseconds()
             self._clock = Clock()
+
+
+class StepTimes(Hook):
+    """Leaves what each step took in `times`: [wall, processor] in seconds, with all that came before it."""
+
+    times: ClassVar[list[tuple[float, float]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        StepTimes.times = []
+        self._before = (time.perf_counter(), time.process_time())
+
+    def after_step(self, step: Step) -> None:
+        now = (time.perf_counter(), time.process_time())
+        StepTimes.times.append((now[0] - self._before[0], now[1] - self._before[1]))
+        self._before = now

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from exp.engine.phased_module import PhasedModule
 from exp.errors import RunError
+from exp.hooks.hook import Hook
 from exp.objectives.loss_inputs import Values
 from exp.objectives.objective import Objective, Term
 from exp.objectives.term import AbstractTerm
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.optim.optimizer import Optimization
+from exp.optim.phase import Phase
 
 pytestmark = [
     pytest.mark.numeric,
@@ -120,6 +124,50 @@ def test_accumulated_batches_and_phases(tmp_path: Path, small_run: ModuleType) -
     # Both phases have the term, and the loss is the sum of theirs.
     expected = 2 * in_one_call(small, terms, "val")["loss/val"]
     assert small.recording.metrics["loss/val"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_training_loss_of_phases_is_the_sum_of_their_means(tmp_path: Path, small_run: ModuleType) -> None:
+    terms: dict[str, nn.Module] = {
+        "ce": CrossEntropy(class_weights=[1.0, 5.0]),
+        "ignored": CrossEntropy(ignore_index=1),
+    }
+    still = Optimization(optimizer_factory=functools.partial(torch.optim.SGD, lr=0.0))
+    phases = [
+        Phase(name="both", terms=["ce", "ignored"], parameters=["weight"], optimization=still, repeats=2),
+        Phase(name="one", terms=["ignored"], parameters=["bias"], optimization=still),
+    ]
+    small = small_run.Small(
+        tmp_path, terms=terms, word="fp64", plain_network=True, metrics={}, max_epochs=1, batch_size=7,
+        accumulate_grad_batches=3, module=functools.partial(PhasedModule, phases=phases),
+    )  # fmt: skip
+    small.fit()
+    found = in_one_call(small, terms, "train")
+    expected = found["loss/train"] + found["loss/train/ignored"]
+    assert small.recording.metrics["loss/train"] == pytest.approx(expected, rel=1e-12)
+
+
+class Again(Hook):
+    """Runs each micro-batch of a step again, before the step."""
+
+    def before_update(self, step: Any, update: Any) -> None:
+        look = SimpleNamespace(forward=contextlib.nullcontext, backward=lambda loss: None)
+        for place in range(len(update.window.batches)):
+            update.again(update.window, place, look)
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 3}, {"phases": True}], ids=str)
+def test_a_step_that_is_run_again_counts_once(tmp_path: Path, small_run: ModuleType, more: Any) -> None:
+    def train(name: str, hooks: dict[str, Hook]) -> Any:
+        terms = copy.deepcopy(CASES["several"])
+        small = small_run.Small(tmp_path / name, terms=terms, max_epochs=2, hooks=hooks, **more)
+        small.fit()
+        return small
+
+    once, again = train("once", {}), train("again", {"again": Again()})
+    for tag in ("loss/train", "accuracy/train"):
+        assert again.recording.metrics[tag] == once.recording.metrics[tag]
+    shown = [value for (tag, _), value in once.values.seen.items() if tag == "loss/train"]
+    assert [value for (tag, _), value in again.values.seen.items() if tag == "loss/train"] == shown
 
 
 def test_a_batch_in_which_nothing_counts_has_no_gradient() -> None:

@@ -49,9 +49,10 @@ class TooFast(nn.Module):
 class SlowDisk(Callback):
     def setup(self, trainer, pl_module, stage):
         write = AtomicCheckpointIO.save_checkpoint
-        def slowly(*arguments, **named):
-            time.sleep(0.2)
-            write(*arguments, **named)
+        def slowly(io, checkpoint, *arguments):
+            if checkpoint["global_step"] == 5:
+                time.sleep(2)
+            write(io, checkpoint, *arguments)
         AtomicCheckpointIO.save_checkpoint = slowly
 '''
 SHORT = [
@@ -129,8 +130,8 @@ def test_it_ends_where_lower_rates_do_not_help(tmp_path: Path) -> None:
 
 
 def test_ranks_go_back_together(tmp_path: Path) -> None:
-    """To the same checkpoint, which rank 0 is still writing then."""
-    slow = ["checkpoint.async=true", "+callbacks.slow={_target_: too_fast.SlowDisk}"]
+    """To their first checkpoint, which rank 0 is still writing then."""
+    slow = ["checkpoint.async=true", "checkpoint.every_n_steps=null", "+callbacks.slow={_target_: too_fast.SlowDisk}"]
     report = exp.fit(exp.compose([*SHORT, *slow, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]))
     directory = tmp_path / "one"
     assert report.status == "completed"

@@ -191,8 +191,11 @@ class EpochValues(nn.Module):
         # A number of samples is known here, and costs the device nothing.
         self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
 
-    def add(self, means: Sequence[Mean]) -> None:
-        """Adds a batch: each term's mean, and what it divided by. Where nothing counts, nothing is added."""
+    def add(self, means: Sequence[Mean], *, first: int = 0) -> None:
+        """Adds a batch: each term's mean, and what it divided by. Where nothing counts, nothing is added.
+
+        first: the place among `summed` of the first of them; those before it and behind the last are left alone.
+        """
         if self.leaves_out_lost:
             means = [(mean.where(mean.isfinite(), 0.0), divisor * mean.isfinite()) for mean, divisor in means]
         dtype = summing_dtype(means[0][0].device)
@@ -200,8 +203,10 @@ class EpochValues(nn.Module):
         for place, (_, divisor) in enumerate(means):
             if isinstance(divisor, Tensor):
                 totals[place] = totals[place].where(divisor > 0, 0.0)
-            self._divisors[place] = self._divisors[place] + divisor
+            self._divisors[first + place] = self._divisors[first + place] + divisor
         sums = torch.stack(totals)
+        if len(means) < len(self.summed):
+            sums = nn.functional.pad(sums, (first, len(self.summed) - first - len(means)))
         self._sums = sums if self._sums is None else self._sums + sums
 
     def update_metrics(self, output: object, target: object) -> None:

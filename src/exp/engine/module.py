@@ -136,19 +136,7 @@ class TrainingModule(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the objective of this rank's share of a batch, 0-d."""
-        trainer = self._trainer
-        reseed(seed=self.seed, rank=self.rank, epoch=trainer.current_epoch, batch=batch_idx, turn=self.turn)
-        observer = self.observer
-        if observer.watches_forward:
-            with observer.around_forward(batch.data):
-                values, loss, parts = self._forward(batch)
-        else:
-            values, loss, parts = self._forward(batch)
-        observer.after_forward(values)
-        weight = batch.weight
-        if weight != 1.0:
-            loss = loss * weight
-            parts = {name: part * weight for name, part in parts.items()}
+        values, loss, parts = self._share(batch, batch_idx)
         if self._is_weighed:
             self._train_values.add(self.objective.shared_means(parts, batch))
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
@@ -160,6 +148,22 @@ class TrainingModule(LightningModule):
             else:
                 self.halving.seen.append(seen)
         return loss
+
+    def _share(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
+        """Compute the values by name, the objective and its terms; nothing is counted."""
+        reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx, turn=self.turn)
+        observer = self.observer
+        if observer.watches_forward:
+            with observer.around_forward(batch.data):
+                values, loss, parts = self._forward(batch)
+        else:
+            values, loss, parts = self._forward(batch)
+        observer.after_forward(values)
+        weight = batch.weight
+        if weight != 1.0:
+            loss = loss * weight
+            parts = {name: part * weight for name, part in parts.items()}
+        return values, loss, parts
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch, batch_idx)
@@ -255,7 +259,7 @@ class TrainingModule(LightningModule):
         """Compute again what the backward of the micro-batch at this place began with, 0-d, with its graph."""
         trainer = self._trainer
         with trainer.precision_plugin.train_step_context():
-            loss = self.training_step(*window.batches[place])
+            loss = self._share(*window.batches[place])[1]
         loss = loss / trainer.accumulate_grad_batches
         precision = trainer.precision_plugin
         return precision.scale(loss) if isinstance(precision, RunPrecision) else loss

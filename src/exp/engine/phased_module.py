@@ -17,6 +17,7 @@ would refuse accumulate_grad_batches, and count each optimizer's step as one of 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -56,6 +57,10 @@ class PhasedModule(TrainingModule):
         self.phases = tuple(phases)
         # In a plain mapping: their terms are those of the objective, which is registered already.
         self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
+        counts = [len(self._objectives[phase.name].terms) for phase in self.phases]
+        # Where the terms of each stand among those that are summed.
+        ends = itertools.accumulate(counts, initial=0)
+        self._places = {phase.name: end for phase, end in zip(self.phases, ends, strict=False)}
         for stage in STAGES:
             values = self.values_of(stage)
             values.summed = [term for one in self._objectives.values() for term in one.terms.items()]
@@ -166,7 +171,7 @@ class PhasedModule(TrainingModule):
                 turn = Turn(phase.name, (index, repeat) if index + repeat else (), repeat == phase.repeats - 1)
                 self.observer.begin_turn(turn)
                 together.zero_grad()
-                losses[phase.name], found = self._backward_phase(phase, window, turn=turn.places)
+                losses[phase.name], found = self._backward_phase(phase, window, turn=turn)
                 self.__dict__["last"] = StepResult(losses[phase.name], found)
                 self._step_phase(phase, optimizer)
                 self._metrics_wait = self._metrics_wait and phase.forward is not None
@@ -177,7 +182,7 @@ class PhasedModule(TrainingModule):
         self.__dict__["last"] = StepResult(torch.stack(list(losses.values())).sum(), ordered)
 
     def _backward_phase(
-        self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: tuple[int, ...]
+        self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: Turn
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the gradients of a phase's loss over a window; return the loss, 0-d, and its terms."""
         precision = self._precision
@@ -186,7 +191,12 @@ class PhasedModule(TrainingModule):
         part_sums: dict[str, Tensor] = {}
         with self._training_only(self._trained[phase.name]):
             for batch, batch_idx in window:
-                loss, parts = self._share(phase, batch, batch_idx, turn, size=size)
+                values, loss, parts = self._share_of(phase, batch, batch_idx, turn.places)
+                self._count(phase, batch, values, parts, is_last=turn.is_recorded)
+                # As many equal ones divide by their number, as Lightning does.
+                shares = size / batch.global_size
+                if shares != 1.0:
+                    loss, parts = loss / shares, {name: part / shares for name, part in parts.items()}
                 precision.scale(loss).backward()
                 self.observer.after_backward()
                 loss = loss.detach()
@@ -196,10 +206,10 @@ class PhasedModule(TrainingModule):
         assert loss_sum is not None
         return loss_sum, part_sums
 
-    def _share(
-        self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...], *, size: int
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compute a micro-batch's loss and terms as its share of a window of `size` samples."""
+    def _share_of(
+        self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...]
+    ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
+        """Compute the values by name, a phase's loss and its terms over a micro-batch; nothing is counted."""
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
             if self.observer.watches_forward:
@@ -207,24 +217,26 @@ class PhasedModule(TrainingModule):
             stack.enter_context(self.trainer.precision_plugin.train_step_context())
             values, loss, parts = self._forward_phase(phase, batch)
         self.observer.after_forward(values)
-        # The metrics of training look at the first phase of a step that gives the network's own output.
-        if self._metrics_wait and phase.forward is None and batch.size:
-            self._train_values.update_metrics(detached(values["output"]), target_of(values))
-        # As many equal ones divide by their number, as Lightning does.
-        shares = size / batch.global_size
         if batch.weight != 1.0:
             loss = loss * batch.weight
             parts = {name: part * batch.weight for name, part in parts.items()}
-        if shares != 1.0:
-            loss = loss / shares
-            parts = {name: part / shares for name, part in parts.items()}
-        return loss, parts
+        return values, loss, parts
+
+    def _count(self, phase: Phase, batch: Batch, values: Values, parts: Mapping[str, Tensor], *, is_last: bool) -> None:
+        """Add a micro-batch to the epoch's metrics and losses. is_last: of the phase's repeats."""
+        # Metrics look at the first phase of a step that gives the network's own output.
+        if self._metrics_wait and phase.forward is None and batch.size:
+            self._train_values.update_metrics(detached(values["output"]), target_of(values))
+        if self._is_weighed and is_last:
+            means = self._objectives[phase.name].shared_means(parts, batch)
+            self._train_values.add(means, first=self._places[phase.name])
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
         phase = next(phase for phase in self.phases if phase.name == window.phase)
         size = sum(batch.global_size for batch, _ in window.batches)
-        loss, _ = self._share(phase, *window.batches[place], window.turn, size=size)
-        return self._precision.scale(loss)
+        batch, batch_idx = window.batches[place]
+        loss = self._share_of(phase, batch, batch_idx, window.turn)[1]
+        return self._precision.scale(loss / (size / batch.global_size))
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
         phase = next(phase for phase in self.phases if phase.name == window.phase)

@@ -267,7 +267,7 @@ class Recording(Callback):
         self._step_hooks.pause()
         values = self._module.values_of("train")
         # Weighed terms are summed by what they divide by; without them the steps say what the epoch's mean is.
-        weighed = self._module.objective.weighed and not self._module.phases
+        weighed = self._module.objective.weighed
         found = values.finish(trainer.strategy) if values.names or weighed else {}
         metrics = {tag: value for tag, value in found.items() if not tag.startswith("loss/")}
         if weighed and "loss/train" in found:

@@ -52,6 +52,19 @@ def test_a_resume_keeps_the_rows_before_it_and_writes_the_others_anew(tmp_path):
     assert [row["loss/val"] for row in rows(tmp_path)] == [""] * 5 + ["0.5"] * 5
 
 
+def test_a_test_that_is_made_again_has_one_row(tmp_path):
+    for loss in (0.5, 0.25):
+        logger = CsvLogger(directory=tmp_path)
+        if loss == 0.5:
+            logger.log_metrics({"loss/train": 1.0}, 6)
+            logger.save()
+            logger.log_metrics({"loss/train": 1.0, "loss/val": 2.0}, 7)
+        logger.save()  # before the test
+        logger.log_metrics({"loss/test": loss}, 7)
+        logger.end("completed")
+    assert [list(row.values()) for row in rows(tmp_path)] == [["6", "1.0", "", ""], ["7", "1.0", "2.0", "0.25"]]
+
+
 def test_what_a_table_cannot_hold_is_said_once(tmp_path, caplog):
     logger = CsvLogger(directory=tmp_path)
     with caplog.at_level(logging.WARNING):

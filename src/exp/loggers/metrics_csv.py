@@ -37,6 +37,8 @@ class CsvLogger(RunLogger):
         self.flush_seconds = flush_seconds
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
+        # The last row of the file.
+        self._last: dict[str, Any] | None = None
         self._last_write = time.time()
         self._left_out = LeftOut(name="csv", kinds=())
         self._failed = False
@@ -120,12 +122,20 @@ class CsvLogger(RunLogger):
         if not self._columns and self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 self._columns = next(csv.reader(file), [])
+            for row in self._read():
+                self._last = dict(row)
+        step, last = rows[0][STEP], self._last or {STEP: -1}
+        # What comes behind a write, and a test that is made again: a step has one row.
+        is_split = int(last[STEP]) == step
+        if is_split:
+            rows = [{**{tag: value for tag, value in last.items() if value != ""}, **rows[0]}, *rows[1:]]
         columns = dict.fromkeys(self._columns or [STEP])
         for row in rows:
             columns.update(dict.fromkeys(row))
-        if list(columns) != self._columns:
+        if is_split or list(columns) != self._columns:
             self._columns = list(columns)
-            self._rewrite(lambda row: True)
+            self._rewrite(lambda row: not is_split or int(row[STEP]) != step)
+        self._last = rows[-1]
         text = io.StringIO()
         csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
         with self.path.open("a", newline="", encoding="utf-8") as file:

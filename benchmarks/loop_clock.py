@@ -49,16 +49,21 @@ class ClockHook(Hook):
 
 
 class StepTimes(Hook):
-    """Leaves what each step took in `times`: [wall, processor] in seconds, with all that came before it."""
+    """Leaves what each step took in `times`, with all that came before it: by each of `now`, in seconds."""
 
-    times: ClassVar[list[tuple[float, float]]] = []
+    times: ClassVar[list[tuple[float, ...]]] = []
 
     def __init__(self) -> None:
         super().__init__()
         StepTimes.times = []
-        self._before = (time.perf_counter(), time.process_time())
+        self._before = self.now()
 
     def after_step(self, step: Step) -> None:
-        now = (time.perf_counter(), time.process_time())
-        StepTimes.times.append((now[0] - self._before[0], now[1] - self._before[1]))
+        now = self.now()
+        StepTimes.times.append(tuple(end - begin for begin, end in zip(self._before, now, strict=True)))
         self._before = now
+
+    @staticmethod
+    def now() -> tuple[float, ...]:
+        """The wall's clock, the processor's, and the processor's of this thread alone."""
+        return time.perf_counter(), time.process_time(), time.thread_time()

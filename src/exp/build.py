@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
 
 from exp.check.plan import Plan
 from exp.construct import (
@@ -33,7 +35,7 @@ from exp.engine.runtime import switch_on
 from exp.engine.step_watch import StepWatch
 from exp.engine.stopping import Stopping
 from exp.launch.lifecycle import hang_path
-from exp.loggers.run_logger import outlive
+from exp.loggers.run_logger import has_begun, made
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
@@ -146,14 +148,14 @@ def _trainer(
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
     runtime = plan.plain["runtime"]
     checkpoint_io = ThreadedCheckpointIO() if plan.plain["checkpoint"]["async"] else AtomicCheckpointIO()
-    loggers = build_entries(plan.plain, "logger", directory=str(directory), save_dir=str(directory))
+    loggers = _loggers(plan, directory)
     # The bar is ours: Lightning's redraws at every batch.
     shown = progress(arguments["enable_progress_bar"], rank=rank)
     trainer = Trainer(
         **{**arguments, "enable_progress_bar": False},
         **{**placed, "plugins": [*placed["plugins"], precision, checkpoint_io]},
         callbacks=[*callbacks, *shown],
-        logger=[outlive(logger, name=f"logger.{name}") for name, logger in loggers.items()],
+        logger=list(loggers.values()),
         # Lightning's own checkpoints only where the user's callbacks ask for them.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
@@ -161,7 +163,22 @@ def _trainer(
         benchmark=runtime["cudnn_benchmark"],
     )
     run_several_at_once(trainer, steps_per_execution=runtime["steps_per_execution"])
+    # Now that Lightning knows the rank: on others than the first a store is not opened.
+    trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
     return trainer
+
+
+def _loggers(plan: Plan, directory: Path) -> dict[str, Logger]:
+    """Those that can be made, by name."""
+    offers = {"directory": str(directory), "save_dir": str(directory)}
+    found: dict[str, Logger] = {}
+    for name, node in plan.plain["logger"].items():
+        key = f"logger.{name}"
+        make = partial(construct, node, key=key, allow=plan.plain["security"]["allow"], **offers)
+        logger = made(make, name=key)
+        if logger is not None:
+            found[name] = logger
+    return found
 
 
 def _trainer_values(plain: Mapping[str, Any]) -> dict[str, Any]:

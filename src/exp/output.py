@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 # The attribute of a record of the log that says what could not be written.
 NOT_WRITTEN = "not_written"
+# What of the system's words says that room is the cure.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def tell_not_written(what: str, error: BaseException) -> None:
@@ -27,6 +29,13 @@ def tell_not_written(what: str, error: BaseException) -> None:
     log.warning(
         "%s: %s. The run goes on without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
     )
+
+
+def unwritable(place: object, error: OSError) -> str:
+    """Return what is wrong with a place that cannot be written, in the system's own words, and the cure as far as they
+    say it."""
+    cure = "Make room there" if error.errno in NO_SPACE else "Mend that"
+    return f"{place}: {error.strerror or error}. {cure}"
 
 
 class NotWritten(logging.Handler):

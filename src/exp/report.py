@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ from exp.config.freeze import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, own_frames
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
+from exp.output import NO_SPACE
 from exp.types import compared_tag
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The modules of exp that write files.
 WRITERS = ("files.py", "report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
@@ -42,7 +41,7 @@ Status = Literal["completed", "failed", "interrupted"]
 class Report:
     """One run's result. The fields are the keys of report.json, a public contract.
 
-    metrics: tag to last value, such as {"accuracy/val": 0.98}.
+    metrics: tag to last value, such as {"accuracy/val": 0.98}; of a run that goes on, of the processes before, too.
     best: {metric, value, step, checkpoint} of the best checkpoint; None where none was written.
     steps: optimizer steps of the whole run, those before a resume included.
     step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 import exp
 from exp.engine.console import Lines
+from exp.hooks import landscape, operators
 from exp.hooks.panels import Histogram
 from exp.loggers.metrics_csv import CsvLogger
 from exp.output import Outlived, lost_streams, outliving_output
@@ -122,16 +123,35 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[exp.Repo
     return report, (directory / "train.log").read_text()
 
 
-@pytest.mark.parametrize("word", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT])
-def test_an_event_file_that_cannot_be_written_is_told_once(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OTHERS = (errno.EIO, errno.EPIPE, errno.EACCES, errno.EROFS, errno.ESTALE, errno.ENOENT)
+
+
+@pytest.mark.parametrize("word", [*FULL, *OTHERS], ids=errno.errorcode.get)
+def test_a_file_of_values_that_cannot_be_written_is_told_once_in_the_systems_words(
+    monkeypatch: pytest.MonkeyPatch, word: int
+) -> None:
     monkeypatch.setattr(EventFile, "_append", once(word))
-    report, log = in_a_run(monkeypatch, "trainer.log_every_n_steps=1")
-    (entry,) = report.not_written
-    assert entry["what"] == "logger.tensorboard"
-    assert os.strerror(word) in entry["error"]
-    assert log.count("The run goes on without it") == 1
-    assert f"- logger.tensorboard: {entry['error']}" in as_markdown(report)
+    monkeypatch.setattr(CsvLogger, "_append", once(word))
+    monkeypatch.setattr(Lines, "milestone", once(word))
+    report, log = in_a_run(monkeypatch, "trainer.log_every_n_steps=1", "+logger=csv")
+    told = {entry["what"]: entry["error"] for entry in report.not_written}
+    assert told.keys() == {"logger.tensorboard", "logger.csv", "the progress display"}
+    assert log.count("The run goes on without it") == 3
+    for what, said in told.items():
+        assert os.strerror(word) in said
+        assert f"- {what}: {said}" in as_markdown(report)
+        assert ("Make room" in said) == (word in FULL and what != "the progress display")
     assert report.metrics["loss/train"] > 0
+
+
+@pytest.mark.parametrize("word", [errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_figure_in_a_file_is_no_reason_either(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    monkeypatch.setattr(operators, "write_whole", once(word))
+    monkeypatch.setattr(landscape, "write_whole", once(word))
+    report, _ = in_a_run(monkeypatch, "+hooks=[operators,landscape]", "hooks.landscape.every_n_steps=1")
+    told = {Path(entry["what"]).parent.name: entry["error"] for entry in report.not_written}
+    assert told == {"operators": os.strerror(word), "landscape": os.strerror(word)}
 
 
 def test_a_table_and_a_store_fail_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +171,57 @@ def test_a_table_and_a_store_fail_each_for_itself(monkeypatch: pytest.MonkeyPatc
     assert list(Path(report.directory).glob("tensorboard/events*"))
 
 
+class Closed(Unreachable):
+    """A store that is gone when it is made, or when it is opened."""
+
+    def __init__(self, *, at: str = "made", error: str = "ConnectionError", days: int = 1) -> None:
+        super().__init__()
+        self.at = at
+        self.error = {"ConnectionError": ConnectionError(errno.ESTALE, os.strerror(errno.ESTALE)),
+                      "RuntimeError": RuntimeError("no key was given"), "Own": StoreError("gone")}[error]  # fmt: skip
+        if days < 1:
+            raise ValueError(f"days is {days}; expected 1 or more")
+        if at == "made":
+            raise self.error
+
+    @property
+    def experiment(self) -> object:
+        if self.at == "opened":
+            raise self.error
+        return None
+
+
+class StoreError(Exception):
+    pass
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(sys.modules, "closed", sys.modules[__name__])
+    monkeypatch.setattr(Closed, "__module__", "closed")
+    return ["+logger.store={_target_: closed.Closed}", "security.allow=[closed]"]
+
+
+@pytest.mark.parametrize("at", ["made", "opened"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [("ConnectionError", os.strerror(errno.ESTALE)), ("RuntimeError", "no key was given"), ("Own", "gone")],
+)
+def test_a_store_that_is_gone_when_the_run_begins_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, closed: list[str], at: str, error: str, words: str
+) -> None:
+    report, log = in_a_run(monkeypatch, *closed, f"+logger.store.at={at}", f"+logger.store.error={error}")
+    assert list(report.not_written) == [{"what": "logger.store", "error": words}]
+    assert log.count("The run goes on without it") == 1
+    assert list(Path(report.directory).glob("tensorboard/events*"))
+
+
+@pytest.mark.parametrize(("setting", "told"), [("days=0", "days: 0; expected 1 or more"), ("dayz=1", "store.dayz")])
+def test_a_wrong_parameter_of_a_store_is_a_fault(closed: list[str], setting: str, told: str) -> None:
+    with pytest.raises(exp.ConfigError, match=told):
+        exp.fit(exp.compose([*SMALL, *closed, f"+logger.store.{setting}"]))
+
+
 def test_a_picture_that_cannot_be_drawn_is_told_once_for_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(self: Histogram) -> Histogram:
         raise ValueError("no font")
@@ -164,12 +235,6 @@ def test_a_picture_that_cannot_be_drawn_is_told_once_for_its_tag(monkeypatch: py
     assert len(told) == len(set(told))
     assert all(what.startswith("the picture gradients/") for what in told)
     assert "ValueError: no font" in log  # where it came from is in the log
-
-
-def test_lines_and_the_log_are_no_reason_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lines, "milestone", once(errno.EIO))
-    report, _ = in_a_run(monkeypatch)
-    assert list(report.not_written) == [{"what": "the progress display", "error": "Input/output error"}]
 
 
 # --- what a run does end for ---

@@ -19,6 +19,7 @@ from exp.hooks.isolated_forward import apart, objective_faults, running
 from exp.hooks.norms import joined, norm
 from exp.hooks.panels import Image
 from exp.hooks.step import Step
+from exp.output import tell_not_written
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
@@ -103,10 +104,13 @@ class Landscape(Hook):
     def _write(self, step: Step, distances: Sequence[float], down: Sequence[float], across: Sequence[float]) -> None:
         if self.directory is None or step.rank:
             return
-        place = self.directory / self.name
-        place.mkdir(parents=True, exist_ok=True)
+        path = self.directory / self.name / f"step_{step.index:06d}.csv"
         rows = [f"{at!r},{one!r},{other!r}" for at, one, other in zip(distances, down, across, strict=True)]
-        write_whole(place / f"step_{step.index:06d}.csv", "\n".join(["distance,against_gradient,random", *rows, ""]))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, "\n".join(["distance,against_gradient,random", *rows, ""]))
+        except OSError as error:
+            tell_not_written(str(path), error)
 
 
 def random_direction(parameters: Mapping[str, Tensor], *, generator: torch.Generator) -> dict[str, Tensor]:

@@ -14,13 +14,13 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.errors import RunError
 from exp.files import write_whole
 from exp.hooks.hook import OBSERVING, Boundary, OnChosenSteps, Values
 from exp.hooks.module_calls import ModuleCalls, running_node
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in
+from exp.output import tell_not_written
 from exp.types import dtype_name
 
 # A panel is read on one page; the file has all of them.
@@ -86,9 +86,7 @@ class Operators(OnChosenSteps):
                 path.parent.mkdir(exist_ok=True)
                 write_whole(path, f"# Operators of step {step.index}\n\n{table(calls, rows=None)}\n")
             except OSError as error:
-                raise RunError(
-                    f"{path} cannot be written: {error.strerror}. Make room, or leave the hook out"
-                ) from error
+                tell_not_written(str(path), error)
         return {self.name: Text(table(calls, rows=PANEL_ROWS))}
 
 

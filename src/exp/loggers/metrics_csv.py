@@ -16,6 +16,7 @@ from exp.errors import RunError
 from exp.files import replacing
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, LeftOut, RunLogger
+from exp.output import unwritable
 
 STEP = "step"
 
@@ -114,8 +115,7 @@ class CsvLogger(RunLogger):
         except OSError as error:
             self._failed = True
             raise RunError(
-                f"{self.path} cannot be written: {error.strerror}; expected a folder that can be written and has "
-                "space. Make room there, or take out csv from the loggers"
+                f"the table cannot be written to {unwritable(self.path, error)}, or take out csv from the loggers"
             ) from error
 
     def _append(self, rows: list[dict[str, Any]]) -> None:

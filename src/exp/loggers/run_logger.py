@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from exp.config.freeze import read_overrides
-from exp.errors import Interrupted, RunError
+from exp.errors import ConfigError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
 from exp.models.forward_trace import ForwardTrace
@@ -64,15 +64,51 @@ class RunLogger(Logger):
 
 
 # What the engine and Lightning ask of a logger.
-ASKED = ("describe", "log_metrics", "log_panels", "log_hyperparams", "purge", "save", "finalize", "end")
+ASKED = (
+    *("describe", "log_metrics", "log_panels", "log_hyperparams", "log_graph", "log_image", "after_save_checkpoint"),
+    *("purge", "save", "finalize", "end"),
+)
+
+
+def made(make: Callable[[], Logger], *, name: str) -> Logger | None:
+    """Make a logger that a run outlives; None where it cannot be made, which is told.
+
+    name: as in the config, `logger.tensorboard`.
+    Raises: ConfigError where a parameter is wrong; MissingExtraError.
+    """
+    try:
+        return outlive(make(), name=name)
+    except (Interrupted, MissingExtraError):
+        raise
+    except ConfigError as error:
+        # What a store says that does not answer, and not of the values that it was given.
+        if not isinstance(error.__cause__, OSError | RuntimeError):
+            raise
+        tell_not_written(name, error.__cause__)
+    except Exception as error:
+        tell_not_written(name, error)
+    return None
+
+
+def has_begun(logger: Logger, *, name: str) -> bool:
+    """Whether a logger has its store open, as Lightning asks of each when a run begins; where it fails, that is told.
+
+    name: as in the config.
+    """
+    try:
+        getattr(logger, "experiment", None)
+    except Interrupted:
+        raise
+    except Exception as error:
+        tell_not_written(name, error)
+        return False
+    return True
 
 
 def outlive(logger: Logger, *, name: str) -> Logger:
     """Let a run go on where this logger fails: that is told once, and nothing is asked of it any more.
 
     A store that does not answer would cost minutes at every write, and a full disk stays full.
-
-    name: as in the config, `logger.tensorboard`.
     """
     has_failed = False
 

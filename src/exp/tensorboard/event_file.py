@@ -21,6 +21,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 
 from exp.errors import RunError
+from exp.output import unwritable
 
 
 class EventFile:
@@ -50,8 +51,8 @@ class EventFile:
             self.failed = True
             self.close()
             raise RunError(
-                f"TensorBoard events cannot be written to {self._path or self.directory}: {error.strerror}; "
-                "expected a folder that can be written and has space. Make room there, or turn it off: logger=[]"
+                f"TensorBoard events cannot be written to {unwritable(self._path or self.directory, error)}, "
+                "or turn it off: logger=[]"
             ) from error
 
     def close(self) -> None:

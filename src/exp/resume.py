@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 EXACT, DIFFERS = 0, 1
 # Among the checkpoints of a fork: the state that it began with.
 START = "start.ckpt"
-# What differs by itself: the time it took, the config of the second run, which files are left, and counters that no run
-# goes on from.
-BESIDE = ("exp_seconds", "exp_config", "exp_manifest", "exp_kept", "loops")
+# What differs by itself: the time it took, measured times and memory, the config of the second run, which files are
+# left, and counters that no run goes on from.
+BESIDE = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept", "loops")
 FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
 

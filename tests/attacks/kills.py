@@ -46,8 +46,9 @@ FULL = (
     *("trainer.max_epochs=4", "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", "precision=fp16"),
     *("data.num_workers=2", "trainer.accumulate_grad_batches=3", "callbacks=[ema]", "phases=[body_and_head]"),
 )
-# What two unbroken runs do not share either: the clock, the checksum of it, and the config, which names the resume.
-APART = ("exp_seconds", "exp_manifest", "exp_config")
+# What two unbroken runs do not share either: the clock, times and memory, their checksum, and the config, which names
+# the resume.
+APART = ("exp_seconds", "exp_latest", "exp_manifest", "exp_config")
 # What a kill between two saves may have cost, and steps that are done again give back.
 RANKING = ("exp_best", "exp_kept")
 # How often Lightning stepped and validated since the epoch began or the run went on; nothing is decided by it.

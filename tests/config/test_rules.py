@@ -26,6 +26,10 @@ def refusal(capsys, command: str) -> str:
     ("data.parts.val=0", "data.parts.val"),
     # The tag of a metric is its name, and loss/val is the objective's.
     ("+metrics.loss={_target_: torchmetrics.MeanMetric}", "metrics.loss"),
+    ("+metrics.confusion={_target_: torchmetrics.MeanMetric};+hooks=confusion", "metrics.confusion"),
+    ("+objective.train={_target_: torch.nn.CrossEntropyLoss}", "objective.train"),
+    ("+phases=body_and_head;+phases.max=${phases.head};strategy=ddp;launch.devices=2;launch.accelerator=cpu",
+     "phases.max"),
 ])  # fmt: skip
 def test_what_would_die_in_the_run_is_a_fault(capsys, command, key):
     text = refusal(capsys, command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Mult
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
-from exp.engine.first_steps import STEPS
+from exp.engine.first_steps import STEPS, Coverage
+from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.schedules import Constant, Cosine
 
@@ -119,6 +120,39 @@ def test_nothing_is_looked_at_behind_the_first_epoch(tmp_path: Path, small_run: 
     small = small_run.Small(tmp_path, max_epochs=1, metrics={})
     small.fit()
     assert not small.recording._first_steps.is_watching
+
+
+def told_of(*batches: Any, names: tuple[str, ...] = ("x",)) -> list[str]:
+    """What is said of the inputs of an epoch of these batches."""
+    namespace: dict[str, Any] = {}
+    exec(f"def forward(self, {', '.join(names)}): pass", namespace)
+    network = type("Network", (nn.Module,), {"forward": namespace["forward"]})()
+    module: Any = SimpleNamespace(
+        network=network, device=torch.device("cpu"), objective=Objective({"mse": nn.MSELoss()})
+    )
+    coverage = Coverage(module, None)
+    for batch in batches:
+        coverage.add(batch, is_due=True)
+    one_rank: Any = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda values, reduce_op: values))
+    return list(coverage.missing(one_rank))
+
+
+def test_features_that_never_change_are_told_of_every_kind_of_input() -> None:
+    torch.manual_seed(0)
+    sequence, picture, text = torch.randn(4, 7, 3), torch.randn(4, 3, 5, 5), torch.zeros(4, 6, dtype=torch.int64)
+    target = torch.randn(4, 1)
+    assert told_of((sequence, target)) == told_of((picture, target)) == told_of((text, target)) == []
+    # A pixel, or a place of a sequence, that is always the same is no feature.
+    picture[:, :, 2, 2] = 0.0
+    sequence[:, 4] = 0.0
+    assert told_of((sequence, target)) == told_of((picture, target)) == []
+    sequence[..., 1], picture[:, 2] = 5.0, 0.5
+    (line,) = told_of((sequence, target))
+    assert line.startswith("feature 1 of the inputs had one value")
+    (line,) = told_of({"left": picture, "right": torch.randn(4, 2), "other": torch.ones(4, 2)}, names=("left", "right"))
+    assert line.startswith("feature 2 of left had one value in all of training")
+    # Recordings of other lengths.
+    assert told_of((torch.zeros(4, 8), target), (torch.zeros(4, 9), target), (torch.zeros(4, 9), target)) == []
 
 
 class Counted(list[Any]):

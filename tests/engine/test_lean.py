@@ -37,6 +37,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
 
+# Of a checkpoint, and of its manifest.
+MEASURED = ("exp_seconds", "exp_latest")
 PLANS: dict[str, dict[str, Any]] = {
     "accumulated_fp16_clipped": {"accumulate_grad_batches": 3, "word": "fp16", "gradient_clip_val": 0.1},
     "cosine_averaged": {"schedule": "cosine", "callbacks": ("ema",)},
@@ -125,9 +127,9 @@ def computed(values: dict[Any, float]) -> dict[Any, float]:
 
 
 def flat(value: Any) -> Any:
-    """Something that compares, of a checkpoint; but not the seconds that the run took."""
+    """Something that compares, of a checkpoint; but not what was measured of the machine."""
     if isinstance(value, dict):
-        return {str(key): flat(part) for key, part in value.items() if key != "exp_seconds"}
+        return {str(key): flat(part) for key, part in value.items() if not str(key).startswith(MEASURED)}
     if isinstance(value, list | tuple):
         return [flat(part) for part in value]
     return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value

@@ -232,7 +232,7 @@ def dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("seed", "count"), [(1, 1), (2, 1), (3, 1), (11, 2)])
+@pytest.mark.parametrize(("seed", "count"), [(1, 1), (11, 2)])
 def test_each_tag_is_what_a_program_by_hand_computes_at_each_step_once(ranks, seed: int, count: int) -> None:
     settings = drawn(seed)
     run = ranks.train(*command(settings), *(["strategy=ddp"] if count > 1 else []), ranks=count)
@@ -253,6 +253,46 @@ def test_each_tag_is_what_a_program_by_hand_computes_at_each_step_once(ranks, se
         assert report["metrics"][tag] == pytest.approx(last, rel=1e-6, nan_ok=True), tag
         # What Lightning's other loggers were given is the same, at the same steps.
         assert run.values[tag] == pytest.approx(values, rel=1e-6, nan_ok=True), tag
+
+
+UNEQUAL = """
+import time
+from types import SimpleNamespace
+
+import psutil
+import torch.distributed as dist
+from exp.hooks.hook import Hook
+
+psutil.Process.memory_info = lambda self: SimpleNamespace(rss=(100 + 50 * dist.get_rank()) * 2**20)
+
+
+class Unequal(Hook):
+    def after_forward(self, step, values):
+        time.sleep(0.05 * dist.get_rank())
+"""
+
+
+def test_memory_and_times_are_those_of_all_ranks(ranks, tmp_path: Path) -> None:
+    (tmp_path / "unequal.py").write_text(UNEQUAL)
+    run = ranks.train(
+        "strategy=ddp", "hooks=[memory,throughput]", "+hooks.unequal={_target_: unequal.Unequal}",
+        "security.allow=[unequal]", "hooks.memory.every_n_steps=4", "hooks.throughput.every_n_steps=4",
+        "trainer.max_epochs=1", "trainer.limit_train_batches=8", "data.batch_size=32", "test=false", ranks=2,
+    )  # fmt: skip
+    shown = points(run.directory)
+    held = {word: shown[f"memory/host_rss_mib{word}"] for word in ("", "/min", "/mean", "/max")}
+    assert held == {
+        word: dict.fromkeys((1, 4, 8), size) for word, size in {"": 100, "/min": 100, "/mean": 125, "/max": 150}.items()
+    }
+    for tag, values in shown.items():
+        if tag.endswith("/max"):
+            own, least, mean = (shown[tag[:-4] + word] for word in ("", "/min", "/mean"))
+            assert all(least[step] <= mean[step] <= most for step, most in values.items()), tag
+            assert all(least[step] <= own[step] <= most for step, most in values.items()), tag
+    # A step is over when the slower rank is through with it, and its samples are those of both.
+    for step, taken in shown["throughput/step_ms"].items():
+        assert taken >= 40
+        assert shown["throughput/samples_per_second"][step] * taken / 1000 == pytest.approx(32, rel=1e-5)
 
 
 def consistent(run: Any) -> dict[str, dict[int, float]]:

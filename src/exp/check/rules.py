@@ -104,16 +104,22 @@ def objective_is_not_empty(values: Values) -> Iterator[Fault]:
         yield Fault(key="objective", got="no term", expected="at least one", cure="Add objective=[cross_entropy]")
 
 
-def no_metric_is_called_loss(values: Values) -> Iterator[Fault]:
-    """Its tag, `loss/val`, is the objective's."""
-    if isinstance(values["metrics"], dict) and "loss" in values["metrics"]:
-        cure = "Give it another name"
-        yield Fault(
-            key="metrics.loss",
-            got="a metric whose tag is loss/val, the objective's",
-            expected="a tag of its own",
-            cure=cure,
-        )
+def names_make_tags_of_their_own(values: Values) -> Iterator[Fault]:
+    """A metric's tags are `<metric>/<stage>`, a term's `loss/<stage>/<term>`; a hook's often begin with its name."""
+    hooks = values["hooks"] if isinstance(values["hooks"], dict) else {}
+    for group in ("objective", "metrics"):
+        for name in map(str, values[group] if isinstance(values[group], dict) else {}):
+            got = None
+            if "/" in name:
+                got = "a name with a slash, which parts a tag"
+            elif name in STAGES:
+                got = "the name of a stage, with which its tags are read wrongly"
+            elif group == "metrics" and name == "loss":
+                got = "a metric whose tag is loss/val, the objective's"
+            elif group == "metrics" and name in hooks:
+                got = f"a metric of the same name as hooks.{name}, whose tags may be the same"
+            if got is not None:
+                yield Fault(key=f"{group}.{name}", got=got, expected="a tag of its own", cure="Give it another name")
 
 
 def monitors_are_logged(values: Values) -> Iterator[Fault]:
@@ -369,7 +375,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     data_names_its_sets,
     parts_are_shares,
     objective_is_not_empty,
-    no_metric_is_called_loss,
+    names_make_tags_of_their_own,
     monitors_are_logged,
     mode_fits_a_loss,
     task_fits_data,

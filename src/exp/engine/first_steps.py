@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.engine.datamodule import RunTrainer
+from exp.engine.forward import input_names
 from exp.engine.module import TrainingModule
 from exp.objectives.objective import ByWeight, Term
 from exp.optim.optimizer import Optimization
@@ -186,7 +187,8 @@ class FirstSteps:
 class Coverage:
     """Which classes the targets have shown, and which features of the inputs have had more than one value.
 
-    Samples that are tables `[B, F]` are looked at by column, pictures `[B, C, H, W]` by channel.
+    Every input of floating numbers is looked at: tables `[B, F]` by column, sequences `[B, T, C]` by feature, pictures
+    `[B, C, H, W]` and videos by channel. Of a text nothing is: a rare character is no fault.
     """
 
     def __init__(self, module: TrainingModule, num_classes: int | None) -> None:
@@ -196,8 +198,10 @@ class Coverage:
         is_classified = any(isinstance(loss, ByWeight) for loss in losses)
         self._classes = num_classes if is_classified and num_classes is not None else 0
         self._shown: Tensor | None = None
-        self._lowest: Tensor | None = None
-        self._highest: Tensor | None = None
+        self._names, self._device = input_names(module.network), module.device
+        # Of each input and feature the highest value, and the highest of their opposites; None where batches differ
+        # in their number of features.
+        self._ranges: dict[str, Tensor | None] = {}
         self._batches = 0
         self.is_full = False
 
@@ -215,15 +219,22 @@ class Coverage:
                 self._shown = torch.zeros(self._classes + 1, device=target.device)
             is_class = (target >= 0) & (target < self._classes)
             self._shown.index_fill_(0, target.where(is_class, self._classes).flatten(), 1.0)
-        is_table = isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.dim() in (2, 4)
-        if is_table and len(inputs) and self._batches <= FEATURE_BATCHES:
-            others = (0,) if inputs.dim() == 2 else (0, 2, 3)
-            low, high = inputs.amin(others), inputs.amax(others)
-            self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
-            self._highest = high if self._highest is None else torch.maximum(self._highest, high)
+        if self._batches <= FEATURE_BATCHES:
+            named = {name: data[name] for name in self._names if name in data} if isinstance(data, Mapping) else {}
+            for name, one in (named or {"": inputs}).items():
+                if isinstance(one, Tensor) and one.is_floating_point() and one.dim() > 1 and len(one):
+                    self._add_range(name, one)
         if is_due:
             classes, features = self._missing(None)
-            self.is_full = not classes and (not features or self._batches >= FEATURE_BATCHES)
+            self.is_full = not classes and (not any(features.values()) or self._batches >= FEATURE_BATCHES)
+
+    def _add_range(self, name: str, values: Tensor) -> None:
+        axis = 2 if values.dim() == 3 else 1
+        others = [one for one in range(values.dim()) if one != axis]
+        found = torch.stack([values.amax(others), -values.amin(others)])
+        known = self._ranges.setdefault(name, found)
+        is_alike = known is not None and known.shape == found.shape
+        self._ranges[name] = torch.maximum(known, found) if known is not None and is_alike else None
 
     def missing(self, trainer: RunTrainer) -> Iterator[str]:
         """Say what an epoch over all ranks has not shown. Every rank must call it."""
@@ -233,24 +244,30 @@ class Coverage:
                 f"training never showed {_counted(classes, 'class', 'classes')} of {self._classes}: the network cannot "
                 "learn what it never sees. Look at how the data is divided (data.parts), and at data.num_classes"
             )
-        if features:
+        for name, places in features.items():
+            if not places:
+                continue
             looked = "all" if self._batches <= FEATURE_BATCHES and not self.is_full else f"{FEATURE_BATCHES} batches"
             yield (
-                f"{_counted(features, 'feature', 'features')} of the inputs had one value in {looked} of training: "
-                "they say nothing, and may mislead where they change. Take them out of the data, or look at how they "
-                "are read"
+                f"{_counted(places, 'feature', 'features')} of {name or 'the inputs'} had one value in {looked} of "
+                "training: they say nothing, and may mislead where they change. Take them out of the data, or look at "
+                "how they are read"
             )
 
-    def _missing(self, trainer: RunTrainer | None) -> tuple[list[int], list[int]]:
+    def _missing(self, trainer: RunTrainer | None) -> tuple[list[int], dict[str, list[int]]]:
         reduce = functools.partial(trainer.strategy.reduce, reduce_op="max") if trainer is not None else _as_it_is
         classes: list[int] = []
-        features: list[int] = []
+        features: dict[str, list[int]] = {}
         if self._shown is not None:
             shown = reduce(self._shown)[:-1].tolist()
             classes = [place for place, is_shown in enumerate(shown) if not is_shown]
-        if self._lowest is not None and self._highest is not None:
-            low, high = -reduce(-self._lowest), reduce(self._highest)
-            features = (low == high).nonzero().flatten().tolist()
+        for name, ranges in self._ranges.items():
+            width = 0 if ranges is None else ranges.shape[1]
+            widest, opposite = reduce(torch.tensor([float(width), float(-width)], device=self._device)).tolist()
+            # Ranks may have met features of other numbers.
+            if ranges is not None and widest == -opposite:
+                high, low = reduce(ranges)
+                features[name] = (high == -low).nonzero().flatten().tolist()
         return classes, features
 
 

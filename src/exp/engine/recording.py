@@ -40,6 +40,8 @@ from exp.precision.plugin import RunPrecision
 from exp.types import EPOCH_LOSS, Batch, Stage
 
 STATE = "exp_recording"
+# The last point of each tag: for the report of a run that goes on, which may not give all of them again.
+LATEST = "exp_latest"
 
 
 class Recording(Callback):
@@ -49,7 +51,8 @@ class Recording(Callback):
 
     hooks: by name. directory: of the run, where hooks write files.
     skips: whether a loss that is not finite is left out, as its step is; else it ends the run.
-    latest: an attribute, the last point of each tag. metrics: an attribute, what callbacks compare: values of epochs.
+    latest: an attribute, the last point of each tag, of processes before this one too.
+    metrics: an attribute, what callbacks compare: values of epochs.
     """
 
     _module: TrainingModule
@@ -325,6 +328,7 @@ class Recording(Callback):
         for logger in trainer.loggers:
             logger.save()  # a process that goes on from here begins behind what they hold back
         self._step_hooks.pause()
+        checkpoint[LATEST] = dict(self.latest)
         checkpoint[STATE] = {
             "metrics": dict(self.metrics),
             "epoch_sum": self._epoch_sum,
@@ -338,6 +342,8 @@ class Recording(Callback):
             self.metrics.update(state["metrics"])
             self._epoch_sum, self._epoch_size = state["epoch_sum"], state["epoch_size"]
             self._epoch_has_loss = bool(self._epoch_size)
+        if trainer.state.fn == "fit" and LATEST in checkpoint:
+            self.latest.update(checkpoint[LATEST])
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:

@@ -262,7 +262,11 @@ class StepHooks(StepObserver):
             step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         ending = "" if phase is None else f"/{phase}"
         for hook in hooks:
-            into.update(given(hook, method, (step, *arguments), owners=self._owners, place="a step", ending=ending))
+            found = given(hook, method, (step, *arguments), owners=self._owners, place="a step", ending=ending)
+            if method != "after_forward" and not into.keys().isdisjoint(found):
+                twice = next(tag for tag in found if tag in into)
+                raise RunError(f"hooks.{hook.name} gives {twice} twice in a step; expected once. Rename one of the two")
+            into.update(found)
 
     # --- what the hooks see of it ---
 

@@ -61,8 +61,15 @@ class Gradients(Hook):
         self._ratio = UpdateRatio()
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        """Stage 3 of DeepSpeed has no gradients to look at, but their norms, and clips them itself."""
+        """A parameter called total; and stage 3 of DeepSpeed has no gradients to look at, but their norms, and clips
+        them itself."""
         yield from super().faults(planned)
+        if "total" in dict(planned.network.named_parameters()):
+            yield self.fault(
+                got=f"a parameter called total, and {NORM}total is of all together",
+                expected="a tag with one meaning",
+                cure=f"rename the parameter, or {self.leave_out}",
+            )
         if not {"owns_step", "shards_parameters"} <= planned.traits:
             return
         reasons = dict.fromkeys(

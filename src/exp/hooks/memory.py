@@ -32,6 +32,7 @@ NOTES = 100_000
 PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 # What has passed at a pipeline's backward: its schedule runs the forward of one micro-batch between those of others.
 TOGETHER = "forward_backward"
+OVER_RANKS = ("min", "mean", "max")
 
 
 class Memory(Hook):
@@ -75,8 +76,16 @@ class Memory(Hook):
         self._has_told = False
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        """A history of an allocator that there is not."""
+        """A history of an allocator that there is not, and phases that are called as a figure over ranks."""
         yield from super().faults(planned)
+        if planned.placement.world_size > 1:
+            for name in sorted({*OVER_RANKS}.intersection(planned.config["phases"])):
+                yield self.fault(
+                    key=f"phases.{name}",
+                    got=f"a phase whose tag memory/gradients_mib/{name} is a figure over ranks, too",
+                    expected=f"a name that is none of {', '.join(OVER_RANKS)}",
+                    cure=f"rename the phase, or {self.leave_out}",
+                )
         accelerator = planned.placement.accelerator
         if self.record_history and accelerator != "cuda":
             expected = "false: only the CUDA allocator has a history"

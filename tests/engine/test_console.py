@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import sys
 import warnings
@@ -29,6 +30,7 @@ def test_lines_elsewhere_than_on_a_terminal(
     tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LONG_SECONDS", math.inf)  # a slow epoch has a line within it, too
     with run_log(tmp_path, rank=ALONE) as path:
         small_run.Small(tmp_path, callbacks=tuple(progress(True, rank=ALONE))).fit()
     out, err = capsys.readouterr()
@@ -54,8 +56,10 @@ def _sorted(line: str) -> str:
 
 
 def test_many_short_epochs_give_few_lines(
-    tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("LINE_SECONDS", "LONG_SECONDS"):
+        monkeypatch.setattr(console, name, 1000.0)  # however busy the machine is
     small_run.Small(tmp_path, callbacks=tuple(progress(True, rank=ALONE)), max_epochs=20).fit()
     lines = capsys.readouterr().out.splitlines()
     assert 1 <= len(lines) <= 3

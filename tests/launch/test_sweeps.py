@@ -119,7 +119,7 @@ def test_f2_lightning_hangs_when_a_rank_fails_alone(place):
             time.sleep(0.1)
         assert Path("failed").exists()
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=5)  # a job of exp's ends within a second of it
+            process.wait(timeout=2)  # a job of exp's ends within a second of it
         assert not Path("records").exists()
     finally:
         os.killpg(process.pid, 9)

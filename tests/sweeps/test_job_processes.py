@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ENDS = Path(__file__).with_name("ends.py")
@@ -74,11 +75,10 @@ def test_ctrl_c_reaches_the_job_which_saves_and_the_rest_is_not_started(commands
 
 def test_a_killed_sweep_leaves_no_job_behind(commands):
     started = waiting(commands)
+    jobs = psutil.Process(started.process.pid).children(recursive=True)
+    assert jobs
     os.kill(started.process.pid, signal.SIGKILL)
-    time.sleep(1)
-    Path("found").unlink()
-    time.sleep(0.5)
-    assert not Path("found").exists()
+    assert psutil.wait_procs(jobs, timeout=60)[1] == []  # by itself none would end
 
 
 @pytest.fixture

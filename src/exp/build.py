@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -27,18 +27,18 @@ from exp.engine.datamodule import RunData
 from exp.engine.lean_loop import run_several_at_once
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import LowerRates, UndoneForward
-from exp.engine.phased_module import PhasedModule
-from exp.engine.pipelined_module import PipelinedModule
 from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
-from exp.engine.step_watch import StepWatch
 from exp.engine.stopping import Stopping
 from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import has_begun, made
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
+
+if TYPE_CHECKING:
+    from exp.engine.step_watch import StepWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,8 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
     seconds = plain["runtime"]["step_timeout"]
     if seconds is None:
         return None
+    from exp.engine.step_watch import StepWatch
+
     # In the one log that all ranks share.
     path, hang = directory / "train.log", hang_path(directory, rank=rank)
     return StepWatch(seconds=seconds, path=path, hang_path=hang, rank=rank.global_rank)
@@ -130,9 +132,14 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, Any]]:
     """Its class, and what this takes beside a TrainingModule's parameters."""
     if plan.phases:
+        from exp.engine.phased_module import PhasedModule
+
         return PhasedModule, {"phases": plan.phases}
-    is_scheduled = isinstance(plan.strategy, Strategy) and plan.strategy.schedules_step
-    return PipelinedModule if is_scheduled else TrainingModule, {}
+    if isinstance(plan.strategy, Strategy) and plan.strategy.schedules_step:
+        from exp.engine.pipelined_module import PipelinedModule
+
+        return PipelinedModule, {}
+    return TrainingModule, {}
 
 
 def _trainer(

@@ -127,12 +127,13 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     to: fields of the position, its step among them.
     Returns: where it began; the state there. Raises: RunError where the run does not come there.
     """
-    from exp.config.freeze import read_frozen
+    from exp.config.freeze import read_frozen, refuse_more_than
     from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
     from exp.engine.checkpointing import POSITION
     from exp.engine.state_at import STATE
     from exp.run import fit
 
+    refuse_more_than(allow, run)
     config = read_frozen(run)
     own = positions_of(run)
     earlier = [path for path in own if own[path]["step"] < to["step"]]
@@ -143,7 +144,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
         again = Path(place) / "run"
         reached = again / CHECKPOINTS / STATE
         try:
-            fit(_replayed(config, again, before=before, to=to, allow=allow))
+            fit(_replayed(config, again, before=before, to=to))
         except RunError:
             # Behind it one batch is taken, which may be the one that the run itself failed at.
             if not reached.is_file():
@@ -154,20 +155,12 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     return before or "the start", found
 
 
-def _replayed(
-    config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any], allow: Sequence[str]
-) -> DictConfig:
+def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any]) -> DictConfig:
     """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
     from omegaconf import OmegaConf, open_dict
 
     from exp.config.freeze import COMPOSITION
-    from exp.config.groups import PRIMARY
 
-    asked = [package for package in config.security.allow if package not in allow]
-    if asked:
-        cure = "If you trust them, add " + " ".join(f"--allow {package}" for package in asked)
-        fault = Fault(key="security.allow", got=f"{asked} in {config.name}'s run", expected="--allow", cure=cure)
-        raise ConfigError([fault])
     with open_dict(config):
         config.resume, config.test, config.logger = before, False, {}
         config.runtime.autoresume = False
@@ -178,8 +171,7 @@ def _replayed(
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
         config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
-        where = {"config_dir": None, "config_name": PRIMARY}
-        config[COMPOSITION] = OmegaConf.create({"directory": str(directory), "overrides": [], **where})
+        config[COMPOSITION] = OmegaConf.create({"directory": str(directory), "overrides": [], "layers": []})
     return config
 
 

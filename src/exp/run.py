@@ -37,7 +37,6 @@ from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
 from exp.launch.lifecycle import end_at_once
 from exp.loggers.run_logger import Description, RunLogger, texts
-from exp.precision.advice import report_precision
 from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
 from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
@@ -260,6 +259,8 @@ def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
 
 def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path | None) -> None:
     """On networks of its own, with the weights that training begins with: nothing of the run is touched."""
+    from exp.precision.advice import report_precision
+
     plain, start = decided.plain, resume or decided.plain["resume"]
 
     def network() -> nn.Module:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
 INTERPOLATION = re.compile(r"\$\{oc\.env:([^${},:]+)\}")
 # Shorter ones would be found in innocent words.
 MIN_REDACTED = 4
+MIN_EXPOSED = 8
 
 _shown: dict[str, str] = {}
 
@@ -45,6 +47,24 @@ def revealed(text: str) -> str:
         return value
 
     return INTERPOLATION.sub(value_of, text)
+
+
+def exposed(text: str) -> str | None:
+    """The variable of a secret whose value stands in a text, where a shell or a person has put it; None without one."""
+    return next((name for name, _ in _exposed(text)), None)
+
+
+def covered(text: str) -> str:
+    """The text with the names of secrets in the place of values that nobody has revealed: of a command, of a diff."""
+    for name, value in sorted(_exposed(text), key=lambda found: len(found[1]), reverse=True):
+        text = text.replace(value, interpolation(name))
+    return text
+
+
+def _exposed(text: str) -> Iterator[tuple[str, str]]:
+    for name, value in os.environ.items():
+        if len(value) >= MIN_EXPOSED and value in text and is_secret(name):
+            yield name, value
 
 
 def were_revealed() -> bool:

@@ -58,14 +58,13 @@ def _refuse_ranks() -> None:
 def _sweep(arguments: argparse.Namespace) -> int:
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.sweep import sweep
-    from exp.train import _validate, fit  # not of this module, which has another name where it is the program
+    from exp.train import fit, validate  # not of this module, which has another name where it is the program
 
-    with contextlib.closing(JobProcesses(fit, _validate)) as jobs:
+    with contextlib.closing(JobProcesses(fit, validate)) as jobs:
         return sweep(
             arguments.overrides,
             run=jobs,
             check=jobs.check,
-            prepare=jobs.start,
             config_dir=arguments.config_dir,
             config_name=arguments.config_name,
         )
@@ -78,13 +77,10 @@ def fit(config: DictConfig) -> Report:
     return run.fit(config)
 
 
-def _validate(config: DictConfig) -> None:
-    from exp.check.stages import refuse_early
+def validate(config: DictConfig) -> None:
+    from exp.check import plan
 
-    refuse_early(config)
-    from exp.check.plan import validate
-
-    validate(config)
+    plan.validate(config)
 
 
 def _run(arguments: argparse.Namespace) -> int:

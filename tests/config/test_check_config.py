@@ -18,10 +18,12 @@ from exp.check.plan import examine, plan, resolve, validate
 from exp.check.schema import SCHEMA
 from exp.check.stages import compose, first_stage, second_stage
 from exp.config.freeze import COMPOSITION
+from exp.config.hydra_adapter import Loader
 from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault
 from exp.strategies.deepspeed import is_installed
+from exp.train import main as train
 
 CONF = Path(exp.__file__).parent / "conf"
 NEWCOMER = Path(exp.__file__).parents[2] / ".ci" / "newcomer"
@@ -341,3 +343,52 @@ def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
         validate(OmegaConf.create(plain))
     (fault,) = caught.value.faults
     assert (fault.key, fault.source) == ("optimizer.lr", None)
+
+
+@pytest.mark.parametrize("command", [["optimizer.lrr=1", "seed=-1"], ["seed=-1"], ["-m", "optimizer.lrr=1,2"]])
+def test_a_wrong_command_is_composed_once(command, monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    composed = []
+    whole = Loader.compose
+    monkeypatch.setattr(Loader, "compose", lambda *given, **named: (composed.append(1), whole(*given, **named))[1])
+    assert train(command) == 2
+    assert "[command line]" in capfd.readouterr().err
+    assert composed == [1]
+
+
+def test_what_a_sweep_needs_torch_for_waits_until_the_rest_is_right(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    command = ["-m", "seed=0,-1", "model.layers.head.out_features=7"]
+    assert check(command) == 2
+    early = capfd.readouterr().err
+    assert early.startswith("1 fault in")
+    assert "  seed: -1" in early
+    assert check(["--all", *command]) == 2
+    told = capfd.readouterr().err
+    assert "  seed: -1" in told
+    assert "  model.layers.head" in told
+
+
+def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    relu = "{repeat: TIMES, layer: {_target_: torch.nn.ReLU}}"
+    inner = f"{{_target_: exp.models.containers.ModuleListModel, layers: {{a: {relu}}}}}"
+    command = f"+model.layers.deep={{repeat: 1000, layer: {inner}}}"
+    assert check(["model=mlp", command.replace("TIMES", "1000")]) == 2
+    told = capfd.readouterr().err
+    assert "model.layers.deep.repeat: 1000, which makes 1,0" in told
+    assert "expected 100,000 layers at most" in told
+    assert first_stage(compose(["model=mlp", command.replace("TIMES", "2")])) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.batch_size=1e99", "data.batch_size=99999999999999999999", "trainer.max_epochs=99999999999999999999",
+     "trainer.limit_train_batches=99999999999999999999", "scheduler=step scheduler.step_size=99999999999999999999",
+     "launch.nodes=1000000000", "phases=[adversarial] phases.generator.repeats=1000000000",
+     "model=rnn model.layers.recurrent.num_layers=1000000"],
+)  # fmt: skip
+def test_a_number_that_nothing_can_count_to_is_told(override, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert check(override.split()) == 2
+    assert f"  {override.split()[-1].partition('=')[0]}: " in capfd.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 
 import exp
 from exp.check.__main__ import main as check
+from exp.config import env_file
 from exp.config.env_file import STEERING, names_read
 from exp.errors import ConfigError
 
@@ -123,3 +124,14 @@ def test_a_folder_or_pipe_called_env_is_not_read():
 def test_names_read_are_found_by_text(tmp_path):
     (tmp_path / "a.yaml").write_text("a: ${oc.env:ONE}\nb: \"${oc.env:'TWO',x}\"\nc: ${oc.decode:${oc.env: THREE}}\n")
     assert names_read([tmp_path], ["x=${oc.env:FOUR}"]) == {"ONE", "TWO", "THREE", "FOUR"}
+
+
+def test_the_jobs_of_a_sweep_read_it_once(monkeypatch):
+    read = []
+    kept = env_file.read_env_file
+    monkeypatch.setattr(env_file, "read_env_file", lambda *given, **named: (read.append(1), kept(*given, **named))[1])
+    Path(".env").write_text("MINE=2\n")
+    for seed in range(3):
+        config = exp.compose([f"seed={seed}", "name=${oc.env:MINE}"])
+    assert config.name == "2"
+    assert read == [1]

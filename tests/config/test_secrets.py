@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from omegaconf import OmegaConf
 
 import exp
 from exp import secrets
-from exp.config.freeze import read_frozen
+from exp.config.freeze import freeze, read_frozen
+from exp.config.reading import secrets_kept
 from exp.construct import plain_config
 from exp.launch.failure import failure_of
 from exp.secrets import is_secret, redacted, revealed
@@ -211,3 +213,29 @@ def test_a_rank_that_fails_writes_its_secret_nowhere():
     failure = failure_of(RuntimeError(f"401: {CANARY}"), rank=1)
     assert CANARY not in repr(failure)
     assert KEPT in failure.reason
+
+
+def test_what_keeps_secrets_may_be_called_by_what_keeps_them():
+    config = OmegaConf.create({"a": KEPT})
+    with secrets_kept():
+        with secrets_kept():
+            assert config.a == KEPT
+        assert config.a == KEPT
+    assert config.a == CANARY
+
+
+@pytest.mark.parametrize("command", ["tags=[{}]", "name={}", "-m tags=[{}],[b]", "optimizer.lr={}", "{}=1", "[{}"])
+def test_a_value_that_the_shell_put_into_a_command_is_refused_before_it_is_written(command, place, capfd):
+    assert train(command.format(CANARY).split()) == 2
+    told = capfd.readouterr().err
+    assert f"the value of {NAME}" in told
+    assert CANARY not in told
+    assert not (place / "outputs").exists()
+
+
+def test_provenance_covers_what_a_program_was_started_with(place, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mine.py", f"--token={CANARY}"])
+    directory = freeze(exp.compose(list(SMALL)))
+    written = (directory / "provenance.json").read_text()
+    assert CANARY not in written
+    assert f"--token={KEPT}" in written

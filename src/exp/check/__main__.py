@@ -78,12 +78,12 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from hydra.errors import HydraException
 
-    from exp.check.plan import validate
+    from exp.check.stages import config_faults, early_faults
     from exp.config.compose import composition_of
     from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.sweep import Sweep, job_faults, refuse_size
-    from exp.train import fit
+    from exp.train import fit, validate
 
     class Checked(Sweep):
         """Composes and checks its jobs, and reports each as done with the value 0."""
@@ -103,18 +103,27 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     # The command line's own launcher would start the jobs.
     overrides = [text for text in arguments.overrides if not text.lstrip("+").startswith("hydra/launcher=")]
     master = composition_of(
-        overrides, config_dir=arguments.config_dir, config_name=arguments.config_name, multirun=True
+        overrides,
+        config_dir=arguments.config_dir,
+        config_name=arguments.config_name,
+        multirun=True,
+        check=config_faults if arguments.all else early_faults,
     )
     refuse_size(master)
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
-    jobs = Checked(master=master, directory=Path.cwd() / "check", run=processes, check=processes.check)
+    jobs = Checked(
+        master=master,
+        directory=Path.cwd() / "check",
+        run=processes,
+        check=processes.check,
+        everything=arguments.all,
+    )
     # Hydra would compose every job by itself first, and stop at the first fault.
     master.loader.tries_jobs = False
     try:
         # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
         with contextlib.closing(processes), tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
-            processes.start()
             run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
     except HydraException as error:
         raise ConfigError([fault_of(error)]) from error

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MinLen
 
 from exp.check.kinds import worded
-from exp.check.schema import Count, Node, Positive, Text
+from exp.check.schema import Count, Node, Positive, Repeats, Text
 from exp.check.structure import kind_faults
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.errors import Fault
@@ -28,7 +28,7 @@ PHASE: dict[str, Any] = {
     "gradient_clip_val": Positive | None,
     "gradient_clip_algorithm": Literal["norm", "value"],
     "every_n_steps": Count,
-    "repeats": Count,
+    "repeats": Repeats,
     "forward": Text | None,
 }
 # What a phase that leaves them out has.

@@ -34,7 +34,7 @@ def compose(
     """The config of one job, as `python -m exp.train OVERRIDES` composes it.
 
     config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
-    The reserved node `_composition_` says where it came from: overrides, directory, config_dir, config_name.
+    The reserved node `_composition_` says where it came from: overrides, directory, layers.
     everything: where overrides have faults, look for those of targets, too, which takes seconds for torch.
     Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
     """

@@ -16,6 +16,11 @@ from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
 
+# Of one repeat it is schema.Repeats, whose layers may be blocks of several.
+MAX_LAYERS = 100_000
+# No library counts further.
+MAX_INTEGER = 2**63
+
 
 def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
@@ -46,7 +51,13 @@ def _key_faults(key: str, value: Any, annotation: Any) -> Iterator[Fault]:
 def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = ()) -> Fault:
     """One wrong value, with the cure that its look suggests."""
     cure = did_you_mean(value, words) if isinstance(value, str) else None
-    if cure is None and isinstance(value, float) and value.is_integer() and "integer" in expected:
+    if (
+        cure is None
+        and isinstance(value, float)
+        and value.is_integer()
+        and abs(value) < MAX_INTEGER
+        and "integer" in expected
+    ):
         cure = f"Write {int(value)}"
     if cure is None and isinstance(value, str) and value.lower() in ("none", "nil"):
         cure = "Write null"
@@ -150,6 +161,8 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
 
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
     for key, value in leaves(plain):
+        if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
+            yield Fault(key=key, got=show(value), expected="an integer of 64 bits")
         for pattern, rule in VALUES.items():
             if _matches(key, pattern):
                 yield from _key_faults(key, value, rule)
@@ -158,6 +171,7 @@ def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
 def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
     """Entries of `layers`: each a node, `{repeat: n, layer: node}`, or a list or mapping of these."""
     model = plain.get("model")
+    yield from _too_many(model)
     for key, value in leaves(model, "model"):
         if key.rpartition(".")[2] == "layers" and isinstance(value, dict) and not is_node(value):
             for name, layer in value.items():
@@ -191,6 +205,27 @@ def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
         if name not in value:
             yield Fault(key=f"{key}.{name}", got="no such key", expected=expected)
     yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Repeats)
+
+
+def _too_many(model: Any) -> Iterator[Fault]:
+    """Repeats within repeats, whose product nobody meant; each of them has its own bound."""
+    if _count(model) <= MAX_LAYERS:
+        return
+    repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
+    # The innermost that has them all: what is around it counts each of them, too.
+    key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
+    got = f"{value['repeat']}, which makes {_count(model):,} layers with those around and in it"
+    yield Fault(key=f"{key}.repeat", got=got, expected=f"{MAX_LAYERS:,} layers at most in all")
+
+
+def _count(value: Any) -> int:
+    """Nodes with a `_target_` that a part of a model becomes."""
+    if isinstance(value, list):
+        return sum(map(_count, value))
+    if not isinstance(value, dict):
+        return 0
+    times = value.get("repeat") if "layer" in value else 1
+    return is_node(value) + (times if isinstance(times, int) else 1) * sum(map(_count, value.values()))
 
 
 def _matches(key: str, pattern: str) -> bool:

@@ -11,7 +11,7 @@ from exp.config.freeze import COMPOSITION, literal
 from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
-from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices
+from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices, swept_key_faults
 from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 
@@ -50,10 +50,11 @@ def composition_of(
         config = loader.compose(config_name=config_name, overrides=given, multirun=multirun)
         faults += recorded_override_faults(config, given)
         faults += _after_faults(config, lines, loader, multirun=multirun)
+        faults += swept_key_faults(loader, config, lines)
     except ConfigError as error:
         faults += error.faults
     except HYDRA_ERRORS as error:
-        found = diagnose(loader, vocabulary, lines, config_name=config_name, multirun=multirun)
+        found = diagnose(loader, lines)
         faults += found.faults or (fault_of(error),)
         config, lines = found.config, list(found.healthy)
     if config is None:
@@ -95,8 +96,8 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
         config[COMPOSITION] = {
             "overrides": [literal(text) for text in tasks],
             "directory": literal(directory),
-            "config_dir": composition.config_dir,
-            "config_name": composition.config_name,
+            # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
+            "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
         }
     return config
 

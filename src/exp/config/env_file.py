@@ -11,7 +11,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,12 @@ OWN_PREFIX = "EXP_"
 # Of the interpreter, the loader, shells, git, compilers, libraries that load plug-ins or talk to other machines, and
 # of launchers; some of exp's own go from a run to its ranks.
 STEERING = re.compile(
-    r"(LD|DYLD|PYTHON|GIT|SSH|BASH|NODE|JAVA|JDK|GCONV|GLIBC|MALLOC|XDG|DBUS|CUDA|CUDNN|NVIDIA|NCCL|GLOO|UCX|"
-    r"OMPI|OPAL|PMIX?|MPI|TORCH|PYTORCH|TORCHELASTIC|TORCHINDUCTOR|TRITON|ATEN|MKL|KMP|OMP|ONEDNN|DNNL|OPENBLAS|NUMBA|"
-    r"XLA|JAX|TF|SLURM|SBATCH|SRUN|PL|LIGHTNING|HYDRA|DS|DEEPSPEED|PIP|UV|CONDA|CMAKE|NINJA|SSL|OPENSSL|CURL|REQUESTS|"
+    r"(LD|DYLD|GIT|SSH|BASH|NODE|JAVA|JDK|GCONV|GLIBC|MALLOC|XDG|DBUS|CUDA|CUDNN|NVIDIA|NCCL|GLOO|UCX|"
+    r"OMPI|OPAL|PMIX?|MPI|PYTORCH|TRITON|ATEN|MKL|KMP|OMP|ONEDNN|DNNL|OPENBLAS|NUMBA|"
+    r"XLA|JAX|TF|SLURM|SBATCH|SRUN|PL|LIGHTNING|HYDRA|DS|DEEPSPEED|PIP|UV|CONDA|CMAKE|NINJA|OPENSSL|CURL|REQUESTS|"
     r"KRB5|AWS_CA|MLFLOW)(_.*)?"
     r"|PYTHON.*|PERL.*|RUBY.*|TORCH.*|.*OPTS?|.*OPTIONS|LC_.*|LANG|LANGUAGE|LOCPATH|NLSPATH|PATH|HOME|USER|SHELL|ENV|IFS|PS4|PROMPT_COMMAND|CDPATH|TERM"
-    r"|TERMINFO|TMPDIR|TEMP|TMP|EDITOR|VISUAL|PAGER|BROWSER|LESS.*|DISPLAY|CC|CXX|CPP|LD|AR|.*FLAGS|VIRTUAL_ENV|SSL.*"
+    r"|TERMINFO|TMPDIR|TEMP|TMP|EDITOR|VISUAL|PAGER|BROWSER|LESS.*|DISPLAY|CC|CXX|CPP|AR|.*FLAGS|VIRTUAL_ENV|SSL.*"
     r"|RANK|NODE_RANK|GROUP_.*|ROLE_.*|LOCAL_RANK|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|.*_PROXY"
     r"|.*PRELOAD.*|WANDB_+(?!API_KEY$).*",
     re.IGNORECASE,
@@ -52,14 +52,14 @@ def load_env_file(configs: Iterable[Path], *, overrides: Sequence[str] = ()) -> 
     """
     path = Path.cwd() / ".env"
     if path.is_file():
-        _load(path, path.stat().st_mtime_ns, tuple(configs), tuple(overrides))
+        _load(path, path.stat().st_mtime_ns, tuple(configs), frozenset(names_read((), overrides)))
 
 
 # Once for each version of the file: a sweep composes many jobs, and none may bring back what a job unset.
 @functools.cache
-def _load(path: Path, _changed: int, configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+def _load(path: Path, _changed: int, configs: tuple[Path, ...], typed: frozenset[str]) -> None:
     try:
-        values, faults = read_env_file(path, configs=configs, overrides=overrides)
+        values, faults = read_env_file(path, configs=configs, typed=typed)
     except ImportError:
         print("exp: .env is not read, python-dotenv is missing: pip install 'exp-framework[env]'", file=sys.stderr)
         return
@@ -71,17 +71,18 @@ def _load(path: Path, _changed: int, configs: tuple[Path, ...], overrides: tuple
 
 
 def read_env_file(
-    path: Path, *, configs: Sequence[Path], overrides: Sequence[str] = ()
+    path: Path, *, configs: Sequence[Path], typed: Set[str] = frozenset()
 ) -> tuple[dict[str, str | None], list[Fault]]:
     """The variables of a .env, of which none is set, and its faults; see load_env_file.
 
+    typed: the variables that the command line reads.
     Raises: ImportError without python-dotenv; ConfigError where the file is no text.
     """
     from dotenv import dotenv_values
     from dotenv.parser import parse_stream
 
     text = _text(path)
-    faults = list(_faults(parse_stream(io.StringIO(text)), configs, overrides))
+    faults = list(_faults(parse_stream(io.StringIO(text)), configs, typed))
     return dotenv_values(stream=io.StringIO(text)), faults
 
 
@@ -101,8 +102,8 @@ def _text(path: Path) -> str:
         raise ConfigError([_fault(".env", line, got, "text in UTF-8", "Save the file as UTF-8")]) from error
 
 
-def _faults(bindings: Iterable[Binding], configs: Sequence[Path], overrides: Sequence[str]) -> Iterator[Fault]:
-    read: set[str] | None = None
+def _faults(bindings: Iterable[Binding], configs: Sequence[Path], typed: Set[str]) -> Iterator[Fault]:
+    read: Set[str] | None = None
     for binding in bindings:
         name, value, lines = binding.key, binding.value, binding.original
         # What stands before it, empty lines and comments, belongs to a binding, too.
@@ -119,7 +120,7 @@ def _faults(bindings: Iterable[Binding], configs: Sequence[Path], overrides: Seq
         elif not is_secret(name) and any(map(is_secret, REFERENCE.findall(value))):
             yield _fault(name, line, "a secret under a name that does not say so", "a name such as EXP_..._TOKEN")
         elif not name.startswith(OWN_PREFIX):
-            read = names_read(configs, overrides) if read is None else read
+            read = typed | names_read(configs) if read is None else read
             if name not in read:
                 cure = f"Let a config read it, as ${{oc.env:{name}}}, or write {name}=... before the command"
                 yield _fault(name, line, "a variable that no config reads", f"{OWN_PREFIX}*, or one that is read", cure)

@@ -18,7 +18,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import write_whole
+from exp.secrets import covered
 
 COMPOSITION = "_composition_"
 DISTRIBUTIONS = (
@@ -59,7 +60,7 @@ def freeze(config: DictConfig) -> Path:
         directory = make_exclusively(wanted)
         write_whole(directory / "config.yaml", frozen_yaml(config))
         write_whole(directory / "overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True))
-        write_whole(directory / "provenance.json", json.dumps(provenance(list(composition.overrides)), indent=2) + "\n")
+        write_whole(directory / "provenance.json", _as_json(provenance(list(composition.overrides))))
     except OSError as error:
         raise RunError(
             f"the run directory {wanted} cannot be written: {error.strerror or error}. "
@@ -114,15 +115,15 @@ def read_frozen(directory: Path | str) -> DictConfig:
     if not path.is_file():
         raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
-    return cast(DictConfig, OmegaConf.create(_as_text(OmegaConf.to_container(OmegaConf.load(path)))))
+    return cast(DictConfig, OmegaConf.create(_with_texts(OmegaConf.to_container(OmegaConf.load(path)), literal)))
 
 
-def _as_text(value: Any) -> Any:
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
-        return {name: _as_text(inner) for name, inner in value.items()}
+        return {name: _with_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_as_text(inner) for inner in value]
-    return literal(value) if isinstance(value, str) else value
+        return [_with_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def literal(text: str) -> str:
@@ -162,7 +163,7 @@ def read_overrides(directory: Path | str) -> list[str]:
 def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:
     """Adds to provenance.json of which run, and of which step of it, this one is a fork."""
     path = directory / "provenance.json"
-    write_whole(path, json.dumps({**json.loads(path.read_text(encoding="utf-8")), "parent": parent}, indent=2) + "\n")
+    write_whole(path, _as_json({**json.loads(path.read_text(encoding="utf-8")), "parent": parent}))
 
 
 def read_parent(directory: Path) -> Mapping[str, Any] | None:
@@ -172,6 +173,11 @@ def read_parent(directory: Path) -> Mapping[str, Any] | None:
         return None
     parent: Mapping[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("parent")
     return parent
+
+
+def _as_json(found: Mapping[str, Any]) -> str:
+    # The diff may be of a file with secrets, the command of a program that was started with one.
+    return json.dumps(_with_texts(dict(found), covered), indent=2) + "\n"
 
 
 def provenance(overrides: list[str]) -> dict[str, Any]:

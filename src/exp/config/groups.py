@@ -8,8 +8,8 @@ axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from exp.config.env_file import load_env_file
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
 from exp.config.search_path import search_places
@@ -76,6 +76,9 @@ def open_search_path(
     overrides: those that may read variables of .env.
     """
     places = search_places(config_dir=config_dir)
-    load_env_file([place.directory for place in places], overrides=overrides)
+    if (Path.cwd() / ".env").is_file():
+        from exp.config.env_file import load_env_file
+
+        load_env_file([place.directory for place in places], overrides=overrides)
     loader = Loader(places)
     return loader, Vocabulary(loader, config_name=config_name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -68,6 +69,18 @@ class Layer:
     package: str
     file: Path | None
 
+    @property
+    def text(self) -> str:
+        """As Hydra writes it in a defaults list, with its file: `model/mlp@model=/conf/model/mlp.yaml`."""
+        return f"{self.config_path}@{self.package}={self.file}"
+
+    @classmethod
+    def of(cls, text: str) -> Layer:
+        """The layer of a `text`."""
+        place, _, file = text.partition("=")
+        config_path, _, package = place.partition("@")
+        return cls(config_path=config_path, package=package, file=Path(file))
+
 
 class BoundedFileSource(FileConfigSource):
     """Hydra's reader of files, with our bounds on a YAML file and our messages."""
@@ -112,7 +125,11 @@ class _Repository(ConfigRepository):
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's own loader on our search path. It remembers the layers of its last composition."""
+    """Hydra's own loader on our search path.
+
+    Of its last composition it remembers the layers, and the config as it was before values were set in it; None where
+    not even the choices of groups compose.
+    """
 
     def __init__(self, places: Sequence[Place]) -> None:
         with hydra_base():
@@ -124,6 +141,7 @@ class Loader(ConfigLoaderImpl):
             super().__init__(path)
             self.repository = _Repository(path)
         self.layers: list[Layer] = []
+        self.chosen: DictConfig | None = None
         self.tries_jobs = True
         self._overrides: list[Override] = []
 
@@ -136,6 +154,9 @@ class Loader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]
         config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+        # A fifteenth of what it takes to compose once more, where a value cannot be set.
+        self.chosen = copy.deepcopy(config)
+        OmegaConf.set_struct(self.chosen, True)
         for override in self._overrides:
             declare_parameter(config, override)
         return config
@@ -152,6 +173,7 @@ class Loader(ConfigLoaderImpl):
     def compose(self, *, config_name: str, overrides: Sequence[str], multirun: bool = False) -> DictConfig:
         """The whole config, the hydra node included. Raises one of HYDRA_ERRORS or ConfigError."""
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        self.chosen = None
         with hydra_base(), _warnings_as_faults():
             setup_globals()
             return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)

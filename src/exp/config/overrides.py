@@ -5,6 +5,7 @@ Most is said before anything is composed. Hydra stops at the first that it stumb
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys, fault_of, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault
+from exp.secrets import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
 
 MAX_CHARACTERS = 20_000
@@ -51,6 +53,10 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
     """The overrides that can be read, and a fault for each that cannot."""
     lines, faults = [], []
     for text in overrides:
+        secret = exposed(text)
+        if secret is not None:
+            faults.append(_exposed_fault(text, secret))
+            continue
         try:
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"{len(text)} characters")
@@ -277,18 +283,12 @@ class Diagnosis:
     healthy: tuple[Line, ...]
 
 
-def diagnose(
-    loader: Loader, vocabulary: Vocabulary, lines: Sequence[Line], *, config_name: str, multirun: bool
-) -> Diagnosis:
-    """Composes with the choices of groups alone, then applies the values one by one, and says which of them fail."""
-    choices = [line for line in lines if line.group]
-    try:
-        config = loader.compose(config_name=config_name, overrides=for_hydra(choices, vocabulary), multirun=multirun)
-    except ConfigError as error:
-        return Diagnosis(faults=error.faults, config=None, healthy=())
-    except HYDRA_ERRORS as error:
-        return Diagnosis(faults=(fault_of(error),), config=None, healthy=())
-    faults, healthy = [], list(choices)
+def diagnose(loader: Loader, lines: Sequence[Line]) -> Diagnosis:
+    """Applies the values one by one to what the choices of groups compose to, and says which of them fail."""
+    config = loader.chosen
+    if config is None:
+        return Diagnosis(faults=(), config=None, healthy=())
+    faults, healthy = [], [line for line in lines if line.group]
     for line in lines:
         if line.group or line.is_sweep:
             continue
@@ -298,6 +298,24 @@ def diagnose(
         except HYDRA_ERRORS as error:
             faults.append(_refused_fault(line, config, error))
     return Diagnosis(faults=tuple(faults), config=config, healthy=tuple(healthy))
+
+
+def swept_key_faults(loader: Loader, config: DictConfig, lines: Sequence[Line]) -> list[Fault]:
+    """What is wrong with the keys that are swept, told once and not for each job.
+
+    None where the options of a group are swept, too, for another option may have other keys.
+    """
+    swept = [line for line in lines if line.is_sweep]
+    if any(line.group for line in swept):
+        return []
+    tried = copy.deepcopy(config)
+    faults = []
+    for line in swept:
+        try:
+            loader.apply(parse_override(f"{line.sign}{line.key}=null"), tried)
+        except HYDRA_ERRORS as error:
+            faults.append(_refused_fault(line, tried, error))
+    return faults
 
 
 def _refused_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
@@ -369,6 +387,12 @@ def _near_habit(key: str) -> str | None:
     }
     found = nearest(word, words, likeness=0.81)
     return words[found[0]] if found else None
+
+
+def _exposed_fault(text: str, secret: str) -> Fault:
+    key = covered(text).lstrip("+~").partition("=")[0]
+    cure = f"Write it in single quotes, for the shell to leave it alone: '{covered(text)}'"
+    return _fault(key, f"the value of {secret}", "its name, for a command is written down", cure)
 
 
 def _syntax_fault(text: str, error: Exception) -> Fault:

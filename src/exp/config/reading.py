@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -43,17 +43,23 @@ UNKNOWN = Unknown()
 def secrets_kept() -> Iterator[None]:
     """Let interpolations give the name of a secret, `${oc.env:HF_TOKEN}`, and not its value; also as a decorator.
 
-    Whatever resolves a config to write or to show it does so in here; construct.py has the value.
+    Whatever resolves a config to write or to show it does so in here; construct.py has the value. Blocks may nest.
     """
-
-    def named(key: str, *default: Any) -> str | None:
-        return interpolation(key) if is_secret(key) and key in os.environ else oc.env(key, *default)
-
-    OmegaConf.register_new_resolver("oc.env", named, replace=True)
+    _resolvers.append(_named)
+    OmegaConf.register_new_resolver("oc.env", _resolvers[-1], replace=True)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        _resolvers.pop()
+        OmegaConf.register_new_resolver("oc.env", _resolvers[-1], replace=True)
+
+
+def _named(key: str, *default: Any) -> str | None:
+    return interpolation(key) if is_secret(key) and key in os.environ else oc.env(key, *default)
+
+
+# Of the blocks that are open, the innermost last.
+_resolvers: list[Callable[..., str | None]] = [oc.env]
 
 
 @secrets_kept()

@@ -12,9 +12,8 @@ from omegaconf import DictConfig
 
 from exp.config import yaml_files
 from exp.config.freeze import COMPOSITION
-from exp.config.groups import COMMAND_LINE, open_search_path
-from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, parse_override
-from exp.config.overrides import checked_lines, for_hydra
+from exp.config.groups import COMMAND_LINE
+from exp.config.hydra_adapter import Layer, parse_override
 from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import ConfigError
@@ -34,11 +33,6 @@ def source_of(config: DictConfig, key: str) -> str | None:
     Of a key that nobody set: of the nearest part of it that somebody did. None where nothing of it was set, or where
     the config was not composed by exp.compose.
     """
-    if COMPOSITION in config and "." in key:
-        # A dotted key is no group: who typed it has set it, and nothing need be composed again to say so.
-        typed = [str(text).lstrip("+").partition("=") for text in config[COMPOSITION].overrides]
-        if any(sign and name == key for name, sign, _ in typed):
-            return COMMAND_LINE
     setters = _setters_of(config)
     parts = split(key)
     for count in range(len(parts), 0, -1):
@@ -61,21 +55,18 @@ def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:
     if COMPOSITION not in config:
         return {}
     composition = config[COMPOSITION]
-    return _replay(tuple(composition.overrides), composition.config_dir, composition.config_name, str(Path.cwd()))
+    return _setters(tuple(composition.layers), tuple(composition.overrides))
 
 
 @functools.lru_cache(maxsize=16)
-def _replay(
-    overrides: tuple[str, ...], config_dir: str | None, config_name: str, _directory: str
-) -> dict[tuple[str, ...], _Setter]:
+def _setters(texts: tuple[str, ...], overrides: tuple[str, ...]) -> dict[tuple[str, ...], _Setter]:
     setters: dict[tuple[str, ...], _Setter] = {}
+    layers = [Layer.of(text) for text in texts]
     try:
-        layers = _layers_of(overrides, config_dir=config_dir, config_name=config_name)
-    except (ConfigError, *HYDRA_ERRORS):
-        # A file has changed since, or the config was put together by hand: the fault is told without its file.
-        return setters
-    for layer in layers:
-        setters.update(_of_layer(layer))
+        for layer in layers:
+            setters.update(_of_layer(layer))
+    except ConfigError:
+        return {}  # one has changed since, and nobody knows what it set
     groups = {layer.config_path.rpartition("/")[0] for layer in layers}
     for text in overrides:
         line = parse_override(text)
@@ -85,19 +76,6 @@ def _replay(
         for below, _ in _walk(line.value(), ()):
             setters[(*key, *below)] = _Setter(file=None, keys=())
     return setters
-
-
-def _layers_of(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> list[Layer]:
-    """The files that a command without faults composes, in the order of merging.
-
-    Raises: ConfigError, or one of HYDRA_ERRORS, where it has some.
-    """
-    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
-    lines, faults = checked_lines(overrides, vocabulary, multirun=False)
-    if faults:
-        raise ConfigError(faults)
-    loader.compose(config_name=config_name, overrides=for_hydra(lines, vocabulary))
-    return loader.layers
 
 
 def _of_layer(layer: Layer) -> dict[tuple[str, ...], _Setter]:

@@ -72,12 +72,11 @@ class Halving:
             ", but for dropout, which draws other numbers" if drops else "",
         )
 
-
-def release_memory() -> None:
-    """Give back what the failed part held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def release_memory(self) -> None:
+        """Give back what the failed part held."""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _part(batch: Batch, start: int, end: int) -> Batch:

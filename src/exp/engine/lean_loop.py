@@ -25,7 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,7 +42,6 @@ from torch.optim import LBFGS, Optimizer
 from torch.overrides import has_torch_function_unary
 
 from exp.engine.datamodule import RunData, RunTrainer
-from exp.engine.halving import Halving, release_memory
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, StepResult
 from exp.engine.overhead import TRAINING_HOOKS, NoProfiler, overridden
@@ -52,6 +51,9 @@ from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
 from exp.strategies.ddp import ExpDDPStrategy
 from exp.types import Batch
+
+if TYPE_CHECKING:
+    from exp.engine.halving import Halving
 
 log = logging.getLogger(__name__)
 
@@ -381,7 +383,7 @@ class LeanStep:
                     raise
                 halving.halve(self._batch, error, step=self.trainer.global_step + 1, network=self.module.network)
             # Behind the error, whose traceback holds what was computed.
-            release_memory()
+            halving.release_memory()
             restarts = True
 
     def _compute_in_parts(self, halving: Halving, *, clears: bool, restarts: bool) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,7 +24,6 @@ from exp.engine.checkpoint import State, lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing, target_of
-from exp.engine.halving import Halving
 from exp.engine.non_finite import Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
@@ -37,6 +36,9 @@ from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local
 from exp.types import STAGES, Batch, Stage
+
+if TYPE_CHECKING:
+    from exp.engine.halving import Halving
 
 TRAIN_METRICS = "exp_train_metrics"
 TRAIN_LOSSES = "exp_train_losses"

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from exp.engine.compilation import compile_network
 from exp.engine.cuda_graphs import GraphedNetwork
-from exp.engine.halving import Halving
 from exp.engine.module import TrainingModule
 
 # Multiply-adds of one forward. Below it an operator is over before a second thread has begun: the digits MLP (52,000
@@ -31,6 +30,8 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
         # Past nn.Module: the state dict has the network once.
         vars(module)["run_network"] = GraphedNetwork(module.network)
     if runtime["out_of_memory"] == "halve":
+        from exp.engine.halving import Halving
+
         module.halving = Halving()
     if runtime["compile"]:
         for network, needs in module.runs():

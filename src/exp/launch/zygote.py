@@ -53,7 +53,6 @@ class Zygote:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
-        self._is_single_threaded = _is_single_threaded()
         self._connection: Connection | None = None
         self._pid = 0
         self._interpreter: subprocess.Popen[bytes] | None = None
@@ -68,7 +67,7 @@ class Zygote:
             return
         is_first, self._home = self._pid == 0, os.getpid()
         ours, theirs = multiprocessing.Pipe()
-        if is_first and self._is_single_threaded:
+        if is_first and _is_single_threaded():
             _import(self._modules)
             self._pid = _forked(theirs, other=ours)
         else:

@@ -93,10 +93,6 @@ class JobProcesses:
         self._fit, self._validate = fit, validate
         self._zygote = Zygote(MODULES)
 
-    def start(self) -> None:
-        """Make ready, before anything of a user's is imported."""
-        self._zygote.start()
-
     def close(self) -> None:
         """End what is left."""
         self._zygote.close()

@@ -20,7 +20,7 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import early_faults
+from exp.check.stages import config_faults, early_faults, refuse_early
 from exp.config.compose import Composition, composition_of, job_config
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
@@ -63,6 +63,7 @@ class Sweep:
     Plain data, so that a launcher of other processes can carry it.
 
     run: what runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
+    everything: where a job has faults that need no torch, look for the others, too.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Sweep:
         directory: Path,
         run: Callable[[DictConfig], Report],
         check: Check,
+        everything: bool = False,
     ) -> None:
-        self.directory, self.run, self.check = directory, run, check
+        self.directory, self.run, self.check, self.everything = directory, run, check, everything
         self.config_dir, self.config_name = master.config_dir, master.config_name
         self.hydra_overrides = unresolved(master.config.hydra.overrides.hydra)
         fixed = [parse_override(text) for text in task_overrides(master.config)]
@@ -153,9 +155,11 @@ class Sweep:
                 [*self.hydra_overrides, *overrides],
                 config_dir=self.config_dir,
                 config_name=self.config_name,
-                check=early_faults,
+                check=config_faults if self.everything else early_faults,
             )
             config = job_config(composition, job=number, sweep=str(self.directory))
+            if not self.everything:
+                refuse_early(config)
         except ConfigError as error:
             return Job(number=number, overrides=tuple(overrides), config=None, error=error)
         return Job(number=number, overrides=tuple(overrides), config=config, error=None)
@@ -163,6 +167,8 @@ class Sweep:
     def _checked(self, jobs: Sequence[Job]) -> list[Job]:
         """The same jobs; those with a fault have it in the place of a config."""
         configs = {job.number: job.config for job in jobs if job.config is not None}
+        if len(configs) < len(jobs) and not self.rows and not self.everything:
+            return list(jobs)  # the sweep does not start, and what needs torch is looked at when it might
         errors = dict(zip(configs, self.check(list(configs.values())), strict=True))
         found = ((job, errors.get(job.number)) for job in jobs)
         return [job if error is None else replace(job, config=None, error=error) for job, error in found]
@@ -318,18 +324,18 @@ def sweep(
     *,
     run: Callable[[DictConfig], Report],
     check: Check,
-    prepare: Callable[[], None] = lambda: None,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
 ) -> int:
     """Runs every job that the sweeper names.
 
     run: runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
-    prepare: called before anything of a job is imported.
     Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
-    master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
+    master = composition_of(
+        overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=early_faults
+    )
     refuse_size(master)
     with hydra_config(master.config):
         wanted = Path(master.config.hydra.sweep.dir)
@@ -338,7 +344,6 @@ def sweep(
         directory = make_exclusively(wanted)
     except OSError as error:
         raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
-    prepare()
     jobs = Sweep(master=master, directory=directory, run=run, check=check)
     master.loader.tries_jobs = master.config.hydra.launcher._target_ != OUR_LAUNCHER
     try:

@@ -386,9 +386,15 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
     ["data.batch_size=1e99", "data.batch_size=99999999999999999999", "trainer.max_epochs=99999999999999999999",
      "trainer.limit_train_batches=99999999999999999999", "scheduler=step scheduler.step_size=99999999999999999999",
      "launch.nodes=1000000000", "phases=[adversarial] phases.generator.repeats=1000000000",
-     "model=rnn model.layers.recurrent.num_layers=1000000"],
+     "model=rnn model.layers.recurrent.num_layers=1000000", "data.input_shape=[3000000000,3000000000,3000000]"],
 )  # fmt: skip
 def test_a_number_that_nothing_can_count_to_is_told(override, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert check(override.split()) == 2
     assert f"  {override.split()[-1].partition('=')[0]}: " in capfd.readouterr().err
+
+
+def test_a_network_that_no_memory_here_holds_is_noted(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert check(["model.layers.hidden.out_features=100000000000"]) == 0
+    assert "model: its parameters alone take 71,898 GiB, and this machine has" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -58,6 +59,12 @@ Duration = Annotated[
 ]
 Span = Annotated[str, "a time such as 90s, 30m or 1h30m", Predicate(_is_span)]
 Node = Annotated[dict[str, Any], "a node with a _target_", Predicate(is_node)]
+# A batch of more overflows torch's own numbers.
+Sample = Annotated[
+    list[Count],
+    "a list of integers, 1 or more, of which a sample has at most 1e12 numbers",
+    Predicate(lambda shape: math.prod(shape) <= 10**12),
+]
 Groups = Annotated[dict[str, dict[str, Any]], "a mapping of names to a mapping"]
 
 # A mapping here is a fixed node: it holds these keys and no others.
@@ -128,7 +135,7 @@ SCHEMA: dict[str, Any] = {
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
     "data.num_workers": Workers,
-    "data.input_shape": list[Count] | None,
+    "data.input_shape": Sample | None,
     "data.num_classes": Count | None,
     "data.num_outputs": Count | None,
     "data.input_mean": list[Number] | None,

@@ -7,6 +7,7 @@ What only the data and the first steps show is noted by engine/first_steps.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,24 @@ def training_notes(
 
     network, traces: as ShapeExamination has them. objective, phases: of the run.
     """
+    yield from _size(network)
     if not plain["train"]:
         return
     yield from _rates(plain)
     yield from _modes(plain)
     yield from _probabilities(traces, objective, phases)
     yield from _frozen_norms(network)
+
+
+def _size(network: nn.Module) -> Iterator[str]:
+    """A network that no memory of this machine holds: its ranks may lie on others, or a digit too many was typed."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        yield (
+            f"model: its parameters alone take {needed / 2**30:,.0f} GiB, and this machine has "
+            f"{there / 2**30:,.0f} GiB of memory. Look for a size with a digit too many"
+        )
 
 
 def _rates(plain: Mapping[str, Any]) -> Iterator[str]:

@@ -155,7 +155,7 @@ class Loader(ConfigLoaderImpl):
         self.layers = [self._layer(default, repo) for default in defaults]
         config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
         # A fifteenth of what it takes to compose once more, where a value cannot be set.
-        self.chosen = copy.deepcopy(config)
+        self.chosen = copy.deepcopy(config) if self._overrides else config
         OmegaConf.set_struct(self.chosen, True)
         for override in self._overrides:
             declare_parameter(config, override)

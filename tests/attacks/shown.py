@@ -959,8 +959,7 @@ def _differences(settings: dict[str, Any], directory: Path, by_hand: ByHand, *, 
     report = json.loads((directory / "report.json").read_text())
     yield from _of_report(report, scalars, by_hand)
     yield from _of_measured(settings, {tag: scalars[tag] for tag in measured}, seconds=seconds)
-    if settings["fails_at"] is None:
-        yield from _of_table(directory, scalars)
+    yield from _of_table(directory, scalars)
 
 
 def _of_report(report: dict[str, Any], scalars: Points, by_hand: ByHand) -> Iterator[str]:

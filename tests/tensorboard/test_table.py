@@ -65,6 +65,16 @@ def test_a_test_that_is_made_again_has_one_row(tmp_path):
     assert [list(row.values()) for row in rows(tmp_path)] == [["6", "1.0", "", ""], ["7", "1.0", "2.0", "0.25"]]
 
 
+def test_a_validation_that_a_resumed_run_makes_again_has_one_row(tmp_path):
+    for step in (1, 3):
+        logger = CsvLogger(directory=tmp_path)
+        logger.purge(step)
+        logger.log_metrics({"loss/val": 0.5}, 2)
+        logger.log_metrics({"loss/train": 1.0}, 3)
+        logger.end("completed")
+    assert [row["step"] for row in rows(tmp_path)] == ["2", "3"]
+
+
 def test_what_a_table_cannot_hold_is_said_once(tmp_path, caplog):
     logger = CsvLogger(directory=tmp_path)
     with caplog.at_level(logging.WARNING):

@@ -151,7 +151,10 @@ class CsvLogger(RunLogger):
             file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(row for row in [first, *rows] if row is not None and is_kept(row))
+            for row in [first, *rows]:
+                if row is not None and is_kept(row):
+                    writer.writerow(row)
+                    self._last = dict(row)
             file.detach()
 
     def _read(self) -> Iterator[dict[str, str]]:

@@ -18,6 +18,7 @@ RUN = (
     *("trainer.max_epochs=null", "trainer.max_steps=30", "trainer.log_every_n_steps=1"),
     *("hooks=[gradients,memory]", "metric_stages=[train,val,test]", "trainer.limit_val_batches=2", "test=false"),
 )
+NARROW = ("model.constants.width=16", "model.constants.hidden=32")  # where nothing depends on the size
 SINGLE = (*RUN, "strategy=single")
 TWO = (*RUN, "strategy=pipeline", "launch.devices=2")
 
@@ -47,13 +48,13 @@ def require_same_run(one, other, *, tolerance):
 
 @pytest.mark.any_processor
 def test_every_schedule_in_double_precision(ranks):
-    # One epoch of 20 steps, its short last batch, and some of the next.
-    run = ("precision=fp64", "trainer.max_steps=22")
+    # One epoch of 7 steps, its short last batch, and some of the next.
+    run = ("precision=fp64", "data.batch_size=200", "trainer.max_steps=9", *NARROW)
     one = ranks.train(*SINGLE, *run)
     for schedule in SCHEDULES:
         wanted = (f"strategy.schedule={schedule}", "strategy.microbatches=4")
         many = ranks.train(*TWO, *run, *wanted, ranks=2)
-        assert len(many.losses) == 22
+        assert len(many.losses) == 9
         require_same_run(one, many, tolerance=1e-10)
         # A rank holds its own layers alone, and what it needs to train them.
         for part in ("parameters", "gradients", "optimizer"):
@@ -113,17 +114,15 @@ def test_half_precision_skips_a_step_in_all_stages(ranks):
 
 @pytest.mark.any_processor
 def test_a_checkpoint_goes_on_and_goes_elsewhere(ranks):
-    fp64 = ("precision=fp64", "checkpoint.every_n_steps=13", "trainer.log_every_n_steps=1")
-    whole = ranks.train(*TWO, *fp64, "trainer.max_steps=26", ranks=2)
-    half = ranks.train(*TWO, *fp64, "trainer.max_steps=13", ranks=2)
+    fp64 = ("precision=fp64", "data.batch_size=200", "checkpoint.every_n_steps=5", *NARROW)
+    whole = ranks.train(*TWO, *fp64, "trainer.max_steps=10", ranks=2)
+    half = ranks.train(*TWO, *fp64, "trainer.max_steps=5", ranks=2)
     path = half.directory / "checkpoints" / "last.ckpt"
-    rest = ranks.train(*TWO, *fp64, "trainer.max_steps=26", f"resume={path}", ranks=2)
+    rest = ranks.train(*TWO, *fp64, "trainer.max_steps=10", f"resume={path}", ranks=2)
     assert half.losses + rest.losses == whole.losses
     last = whole.directory / "checkpoints" / "last.ckpt"
     evaluated = [
-        ranks.train(*RUN, "precision=fp64", "train=false", "test=true", f"resume={last}", *where, ranks=count).report[
-            "metrics"
-        ]
+        ranks.train(*RUN, *fp64, "train=false", "test=true", f"resume={last}", *where, ranks=count).report["metrics"]
         for count, where in (
             (1, ("strategy=single",)),
             (1, ("strategy=layer_split",)),

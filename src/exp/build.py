@@ -24,7 +24,7 @@ from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.console import progress
 from exp.engine.datamodule import RunData
-from exp.engine.lean_loop import run_several_at_once
+from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import LowerRates, UndoneForward
 from exp.engine.progress import take_limits
@@ -91,6 +91,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         **{key: value for key, value in plain["checkpoint"].items() if key != "async"},
     )
     own = build_entries(plain, "callbacks").values()
+    tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
     watched = [] if watch is None else [watch]

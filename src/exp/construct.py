@@ -18,12 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from exp.config.reading import secrets_kept
-from exp.config.slots import slot_of
+from exp.config.slots import nodes_in, slot_of
 from exp.config.targets import resolve
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
-from exp.errors import REFUSALS, ConfigError, ExpError, Fault, refusal
+from exp.errors import REFUSALS, ConfigError, ExpError, Fault, refusal, said
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.syntax import ProgramError
 from exp.objectives.objective import Objective
@@ -89,7 +89,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         fault = Fault(key=f"{key}._target_", got=f"{node['_target_']}: {error}", expected="an installed package")
         raise ConfigError([fault]) from error
     except (*REFUSALS, MisconfigurationException, SystemExit) as error:
-        got = f"{node['_target_']} refused its values ({type(error).__name__}: {error})"
+        got = f"{node['_target_']} refused its values ({type(error).__name__}: {said(error)})"
         # A part of exp's says itself what it refuses, and may read files.
         is_ours = target.__module__.startswith("exp.")
         make = None if is_ours else functools.partial(target, *positional, **arguments)
@@ -121,7 +121,11 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
 
 def build_data(plain: Plain) -> Data:
     """The data set with its parts; its samples are read where a loader asks for them."""
-    ignored = {IGNORED, *_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")])}
+    ignored = set(_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")]))
+    # exp's own leave nothing out unless told so; others may, as torch's do.
+    losses = [str(node["_target_"]) for _, node in nodes_in(plain["objective"])]
+    if not all(name.startswith("exp.objectives.") for name in losses):
+        ignored.add(IGNORED)
     offers = {"seed": plain["seed"], "ignored_labels": sorted(ignored)}
     data: Data = construct(plain["data"], key="data", allow=_allow(plain), **offers)
     return data

@@ -56,15 +56,15 @@ def refusal(
     make: the call. Of a class of a library the parameter is found that is to blame for any other message, too.
     """
     got = shortened(got)
-    said, is_worded, expected = str(error).partition("; expected ")
-    name, _, value = said.partition(" is ")
+    words, is_worded, expected = said(error).partition("; expected ")
+    name, _, value = words.partition(" is ")
     if is_worded and name in known:
         return Fault(key=f"{key}.{name}", got=value, expected=expected)
     if is_worded:
-        return Fault(key=key, got=said, expected=expected)
+        return Fault(key=key, got=words, expected=expected)
     # Code of the user's own is not called again: nobody knows what else it does.
     if make is not None and make.func.__module__.partition(".")[0] in LIBRARIES:
-        guilty = guilty_parameter(make.func, make) or _named(str(error), make)
+        guilty = guilty_parameter(make.func, make) or _named(said(error), make)
         if guilty is not None:
             told = f"{show(make.keywords[guilty])}, and {got}"
             return Fault(key=f"{key}.{guilty}", got=told, expected="a value that it accepts")
@@ -195,8 +195,16 @@ def words_of(error: BaseException) -> str:
     return _first_line(error) or type(error).__name__
 
 
+def said(error: BaseException) -> str:
+    """What an exception says, also where its own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its __str__ failed with {type(second).__name__})"
+
+
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+    return next(iter(said(error).strip().splitlines()), "")
 
 
 def own_frames(error: BaseException) -> str:

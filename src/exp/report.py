@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from exp.config.freeze import read_parent, versions
-from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, own_frames
+from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, own_frames, said
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE
@@ -265,12 +265,16 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     from exp.hooks.out_of_memory import explained, is_out_of_memory
 
     told: ExpError
-    if isinstance(error, ExpError) or not isinstance(error, Exception):
+    error = _first(error)
+    if isinstance(error, ExpError | KeyboardInterrupt | SystemExit):  # the last two are told by whoever called
         return error
     if is_out_of_memory(error):
         told = RunError(explained(error, is_built=parts is not None))
-    elif LOST_WORKER.search(str(error)):
-        told = RunError(f"{error} It was to read the data: with data.num_workers=0 its own error is told, and where")
+    elif LOST_WORKER.search(said(error)):
+        told = RunError(
+            f"{error} It was to read the data. The system kills one so when the memory is used up; else its code ended "
+            "its process. With data.num_workers=0 its own error is told, and where"
+        )
     elif isinstance(error, OSError) and _is_of_exps_writing(error):
         told = RunError(_unwritable(ongoing, error))
     elif (place := _place(error, parts)) is not None:
@@ -284,6 +288,12 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     return told
 
 
+def _first(error: BaseException) -> BaseException:
+    """The error that ended the run, and not what a callback's answer to it, on_exception, raised in its turn."""
+    answers = any(frame.f_code.co_name == "on_exception" for frame, _ in traceback.walk_tb(error.__traceback__))
+    return error if error.__context__ is None or not answers else _first(error.__context__)
+
+
 def _is_of_exps_writing(error: OSError) -> bool:
     """Whether exp was writing a file, whoever else stands in between, such as a file system of the user's own."""
     root = str(Path(__file__).parent)
@@ -292,22 +302,31 @@ def _is_of_exps_writing(error: OSError) -> bool:
     return bool(own) and own[-1].startswith(WRITERS)
 
 
-def _place(error: Exception, parts: Parts | None) -> str | None:
+def _place(error: BaseException, parts: Parts | None) -> str | None:
     """Which part of the user's own, or of a package, raised an error; None where it was neither."""
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torchmetrics import Metric
 
     from exp.hooks.hook import Hook
 
-    kinds = {Callback: "callback", Logger: "logger", Metric: "metric", Hook: "hook"}
+    kinds = {
+        Callback: "callback",
+        Logger: "logger",
+        Metric: "metric",
+        Hook: "hook",
+        Optimizer: "optimizer",
+        LRScheduler: "schedule",
+    }
     layers = {} if parts is None else {id(module): name for name, module in parts.module.network.named_modules()}
     is_own = bool(own_frames(error))
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         holder = frame.f_locals.get("self")
         method, kind = frame.f_code.co_name, type(holder)
         word = next((word for base, word in kinds.items() if isinstance(holder, base)), None)
-        if word is not None and kind.__module__.partition(".")[0] != "exp":
+        if word is not None and kind.__module__.partition(".")[0] not in ("exp", "torch"):
             return f"{word} {holder.name if isinstance(holder, Hook) else kind.__name__}, in {method},"
         if is_own and id(holder) in layers:
             name = layers[id(holder)]

@@ -53,13 +53,13 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
         signal ended with its state saved.
     """
     decided = plan(resolve(config))
-    refuse_other_data(decided)
+    notes = (*decided.notes, *refuse_other_data(decided))
     directory = freeze(decided.resolved.config)
     sweep_runs_beside(directory, str(decided.plain["name"]))
     start = None if begin is None else begin(directory)
-    if decided.notes:
+    if notes:
         with run_log(directory, rank=ALONE):
-            for note in decided.notes:
+            for note in notes:
                 log.warning("%s", note)
     placement, plain = decided.placement, decided.plain
     settings = plain["launch"]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 
 import torch
 from lightning.pytorch import Callback
@@ -18,6 +19,12 @@ ERRORS = {
     "stop": StopIteration,
     "key": lambda: KeyError("width"),
     "end": lambda: EOFError("of a compressed file"),
+    "exit": lambda: SystemExit(3),
+    "closed": GeneratorExit,
+    "interrupt": KeyboardInterrupt,
+    "base": lambda: BaseException("of no kind"),
+    "mute": lambda: Mute(),
+    "group": lambda: ExceptionGroup("many", [ValueError("first"), KeyError("second")]),
     "custom": lambda: Corrupted(40, reason="a header"),
 }
 
@@ -25,6 +32,11 @@ ERRORS = {
 class Corrupted(Exception):
     def __init__(self, number, *, reason):
         super().__init__(f"number {number}: {reason}")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("nothing to say")
 
 
 def fail(error):
@@ -38,9 +50,13 @@ class Rows(Dataset):
         self.error, self.label, self.width = error, label, width
 
     def __len__(self):
+        if self.error == "length":
+            fail("value")
         return 80
 
     def __getitem__(self, index):
+        if index == 40 and self.error == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if index != 40:
             return torch.ones(4), index % 3
         if self.error:
@@ -97,24 +113,56 @@ class Collate:
         return torch.utils.data.default_collate(samples)
 
 
+def failing(name):
+    """A hook of Lightning's that fails where the callback is to."""
+
+    def hook(self, *_, **__):
+        if self.at == name:
+            fail(self.error)
+        return {}
+
+    hook.__code__ = hook.__code__.replace(co_name=name)
+    return hook
+
+
 class Faulty(Callback):
     def __init__(self, *, at, error="value"):
         self.at, self.error = at, error
 
-    def on_train_batch_end(self, *_):
-        if self.at == "on_train_batch_end":
-            fail(self.error)
 
-    def on_validation_epoch_end(self, *_):
-        if self.at == "on_validation_epoch_end":
-            fail(self.error)
+for name in (
+    "setup",
+    "teardown",
+    "state_dict",
+    "on_exception",
+    "on_fit_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_sanity_check_start",
+    "on_validation_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_save_checkpoint",
+    "on_train_end",
+):
+    setattr(Faulty, name, failing(name))
 
 
 class Measure(Metric):
+    def __init__(self, *, at="update", error="value"):
+        super().__init__()
+        self.at, self.error = at, error
+
     def update(self, output, target):
-        fail("value")
+        if self.at == "update":
+            fail("value")
 
     def compute(self):
+        if self.at == "compute":
+            fail(self.error)
         return torch.tensor(0.0)
 
 

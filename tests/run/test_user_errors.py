@@ -46,6 +46,12 @@ def _place(tmp_path, monkeypatch):
 
 TRANSFORM = "+data.transforms={t: {_target_: faulty.Transform, error: %s}}"
 COLLATE = "+data.collate={_target_: faulty.Collate, error: %s}"
+
+
+def callback(at):
+    return "callbacks=[faulty]", f"callbacks.faulty.at={at}"
+
+
 PLACES = [
     # overrides, what is told of the place, the exception
     (["data.train.error=value"], "reading sample 40 of train", "ValueError: not a picture"),
@@ -74,6 +80,43 @@ PLACES = [
     (["hooks=[watch]"], "hook watch, in after_step", "ValueError: not a picture"),
     (["model=layer"], "layer 0 (Layer) in forward", "ValueError: not a picture"),
     (["model=layer", "+model._args_.0.error=stop"], "a step of training", "StopIteration"),
+    (["data.train.error=exit"], "reading sample 40 of train", "SystemExit: 3"),
+    (["data.train.error=exit", "data.num_workers=1"], "reading sample 40 of train", "SystemExit: 3"),
+    (["data.train.error=closed"], "reading sample 40 of train", "GeneratorExit"),
+    (["data.train.error=interrupt", "data.num_workers=1"], "reading sample 40 of train", "KeyboardInterrupt"),
+    (["data.train.error=base"], "reading sample 40 of train", "BaseException: of no kind"),
+    (["data.train.error=mute"], "reading sample 40 of train", "Mute: (its __str__ failed with RuntimeError)"),
+    (["data.train.error=group"], "reading sample 40 of train", "ExceptionGroup: many"),
+    (["data.train.error=length"], "the length of the data set Rows", "ValueError: not a picture"),
+    (
+        [*callback("on_train_batch_end"), "callbacks.faulty.error=base"],
+        "callback Faulty, in on_train_batch_end",
+        "Base",
+    ),
+    (
+        [*callback("on_train_batch_end"), "callbacks.faulty.error=mute"],
+        "callback Faulty, in on_train_batch_end",
+        "Mute",
+    ),
+    ([*callback("on_exception"), "data.train.error=key"], "reading sample 40 of train", "KeyError: 'width'"),
+    ([*callback("state_dict")], "callback Faulty, in state_dict", "ValueError"),
+    *(
+        ([*callback(place), "callbacks.faulty.error=stop"], f"callback Faulty, in {place}", "StopIteration")
+        for place in (
+            "on_train_epoch_start",
+            "on_train_epoch_end",
+            "on_validation_start",
+            "on_validation_batch_start",
+            "on_validation_batch_end",
+            "on_validation_epoch_end",
+        )
+    ),
+    (["metrics=[measure]", "metrics.measure.at=compute"], "metric Measure, in compute", "ValueError"),
+    (
+        ["metrics=[measure]", "metrics.measure.at=compute", "metrics.measure.error=stop"],
+        "metric Measure, in compute",
+        "StopIteration",
+    ),
 ]
 
 
@@ -96,5 +139,14 @@ def test_what_failed_where_and_the_users_own_frames(overrides, place, cause, com
     assert all("faulty.py" in line for line in frames), told
     assert "room" not in told.lower()
     assert "mend it there" in told
+    (report,) = Path("outputs").rglob("report.json")
+    assert read_report(report.parent).status == "failed"
+
+
+def test_a_worker_that_the_system_kills_is_named_with_the_likely_cause(commands):
+    done = commands.run(*SMALL, "data.train.error=killed", "data.num_workers=1", seconds=120)
+    assert done.returncode == 1
+    assert "DataLoader worker" in done.stderr
+    assert "when the memory is used up" in done.stderr
     (report,) = Path("outputs").rglob("report.json")
     assert read_report(report.parent).status == "failed"

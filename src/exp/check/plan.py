@@ -7,6 +7,7 @@
     5 shapes                         the network on the meta device, fed a batch of the data's shape
     6 parts                          what optimizer, schedule, precision, strategy, switches and hooks refuse
     7 resume                         whether the run goes with the checkpoint that it names
+    8 samples                        of data of the user's own the first ones, against the objective: refuse_other_data
 
 A later step runs only where the earlier ones left what it needs. Nothing here changes the config that it is given.
 """
@@ -31,7 +32,7 @@ from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.reading import UNKNOWN, is_node, leaves, read
 from exp.config.targets import resolve as resolve_target
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
-from exp.types import DataSpec
+from exp.types import DataSpec, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -273,7 +274,14 @@ def validate(config: DictConfig) -> None:
 
     Raises: ConfigError with all faults.
     """
-    plan(resolve(config))
+    from exp.check.first_samples import is_shipped
+
+    decided = plan(resolve(config))
+    # exp's own data are what they say, and a sweep checks many jobs.
+    if not is_shipped(decided.plain["data"]):
+        faults, _ = compare_with_data(decided)
+        if faults:
+            raise ConfigError(faults)
 
 
 def examine(resolved: Resolved) -> Examination:
@@ -290,26 +298,42 @@ def examine(resolved: Resolved) -> Examination:
 def compare_with_data(decided: Plan) -> tuple[list[Fault], tuple[str, ...]]:
     """What the config says of its data, held against the data, where that is on this machine.
 
-    Returns: the faults; and why nothing could be compared, where that is so.
+    Returns: the faults; and notes: of the samples, or why nothing could be compared, where that is so.
     """
     try:
-        refuse_other_data(decided)
+        return [], refuse_other_data(decided)
     except ConfigError as error:
         faults = [fault for fault in error.faults if not fault.key.startswith(DATA_SETS)]
         if faults:
             return faults, ()
         return [], (f"the data was not compared with what the config declares of it: {error.faults[0]}",)
-    return [], ()
 
 
-def refuse_other_data(decided: Plan) -> None:
-    """Raise ConfigError where the data set cannot be built, or is not what the config says of it."""
+def refuse_other_data(decided: Plan) -> tuple[str, ...]:
+    """Raise ConfigError where the data set cannot be built, is not what the config says of it, or no loss takes it.
+
+    Returns: what to say of its first samples that is no fault.
+    """
+    from exp.check.first_samples import is_shipped, sample_faults
+    from exp.data.faults import SampleError
+
+    plain = decided.plain
     try:
-        decided.data  # noqa: B018
+        data = decided.data
+        if is_shipped(plain["data"]):
+            return ()
+        at_work: dict[Stage, bool] = {"train": plain["train"], "val": plain["train"], "test": plain["test"]}
+        stages = [stage for stage in data.stages if at_work[stage]]
+        faults, notes = sample_faults(data, stages, decided.shapes.traces, decided.phases, decided.objective)
     except ConfigError as error:
         raise ConfigError(located(decided.resolved.config, error.faults)) from error
+    except SampleError as error:
+        raise ConfigError(located(decided.resolved.config, [error.fault])) from error
     except RunError:
-        return  # what the user's own code raises: the run meets it, and keeps it in its report
+        return ()  # what the user's own code raises: the run meets it, and keeps it in its report
+    if faults:
+        raise ConfigError(located(decided.resolved.config, once(faults)))
+    return tuple(notes)
 
 
 def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, rank: Rank | None = None) -> Placement:
@@ -387,7 +411,7 @@ class _Findings:
         self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module
     ) -> None:
         from exp.check.runtime_switches import switch_faults
-        from exp.check.shapes import double_backward_faults, objectives_by_forward, term_faults
+        from exp.check.shapes import double_backward_faults, double_faults, objectives_by_forward, term_faults
         from exp.precision.keep import keep_faults
         from exp.precision.words import WORDS
 
@@ -398,6 +422,8 @@ class _Findings:
             self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
             self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
             self.faults += term_faults(objective, network, self.decided.spec, word=precision["word"])
+            if self.decided.spec.input_dtype == "float64" and word.parameters is None and not precision["keep"]:
+                self.faults += double_faults(seen.traces.values())
         phases = () if _touched(known, OPTIMIZATION_KEYS) else self.decided.phases
         for forward, part in objectives_by_forward(phases, objective).items():
             if forward in seen.traces:

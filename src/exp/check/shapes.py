@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -386,6 +386,27 @@ def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | 
             cure="Let a term of your own find other values by name (AbstractTerm, docs/objectives.md)",
         )
     return None
+
+
+def double_faults(traces: Iterable[ForwardTrace]) -> list[Fault]:
+    """The fault of a float64 input that reaches a layer of float32, which refuses it, though not on the meta device."""
+    for trace in traces:
+        for call in trace.calls:
+            given = call.inputs[0] if call.inputs else None
+            is_product = isinstance(call.module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase)
+            if is_product and isinstance(given, Tensor) and given.dtype is torch.float64:
+                name = (
+                    f"{config_key(trace.network, path_of(trace.network, call.module))}, {type(call.module).__name__},"
+                )
+                return [
+                    Fault(
+                        key="data.input_dtype",
+                        got=f"float64, and {name} computes in float32",
+                        expected="float32",
+                        cure="Give float32 in the data set or in data.transforms, or write precision=fp64",
+                    )
+                ]
+    return []
 
 
 def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterator[Fault]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from annotated_types import Ge
 from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.faults import data_fault
-from exp.data.in_memory import Indexed, IndexedLoader, Tensors, gathered, samples_in
+from exp.data.in_memory import Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
 from exp.data.labels import IGNORED, Labels, input_and_target
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators
@@ -31,6 +32,9 @@ from exp.data.workers import (
 )
 from exp.errors import ConfigError, RunError
 from exp.types import DataSpec, SampleDtype, Stage
+
+# Of a part, that the check looks at before a run.
+SAMPLES = 64
 
 
 class Data:
@@ -109,7 +113,7 @@ class Data:
             num_classes=num_classes,
             num_outputs=num_outputs,
         )
-        self._labels = Labels(classes=None, ignored=tuple(ignored_labels or (IGNORED,)))
+        self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.spec = self._spec(declared)
         self._labels = replace(self._labels, classes=self.spec.num_classes)
         self._check_labels()
@@ -166,6 +170,31 @@ class Data:
         assembly = self._assembly(source.named)
         return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, assembly=assembly)
 
+    def first_samples(self, stage: Stage, *, seconds: float) -> object:
+        """What the check looks at: the first samples of a stage as a batch, at most one batch and `SAMPLES`.
+
+        Data in memory are given whole. None for a stream, which may be read once only.
+
+        seconds: when so many have passed, no further sample is read.
+        Raises: SampleError for a label outside the classes, and for samples that make no batch; UserCodeError.
+        """
+        part = self.part(stage)
+        if isinstance(part, IterableDataset):
+            return None
+        if self._by_index(stage) and isinstance(part, Tensors):
+            return part.entries
+        count = min(self.batch_size, SAMPLES, samples_in(part))
+        with preserve_generators():
+            if self._by_index(stage):
+                entries = gathered(part, torch.arange(count), stage=stage)
+                self._labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
+                return entries
+            source, ends = self._source(stage), time.monotonic() + seconds
+            read = [source[0, 0]]
+            while len(read) < count and time.monotonic() < ends:
+                read.append(source[0, len(read)])
+            return received(self._assembly(source.named)(read))
+
     def _source(self, stage: Stage) -> SampleSource:
         return SampleSource(
             dataset=self.part(stage), transforms=self._transforms_of(stage), seed=self.seed, stage=stage
@@ -211,7 +240,7 @@ class Data:
             wrong = self._labels.first_wrong(input_and_target(part.entries)[1]) if isinstance(part, Tensors) else None
             if wrong is not None:
                 index, label = wrong
-                raise ConfigError([self._labels.fault(label, of=f"sample {index} of {stage}")])
+                raise ConfigError([self._labels.fault(label, of=sample_name(part, index, stage=stage))])
 
     def _spec(self, declared: DeclaredSpec) -> DataSpec:
         stage, part = next(iter(self._parts.items()))

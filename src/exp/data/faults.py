@@ -5,9 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, RunError
 from exp.spelling import among, did_you_mean, show
 from exp.types import STAGES
+
+
+class SampleError(RunError):
+    """A sample that cannot be used. fault: at the key of the config where it is mended; the check tells it, too."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        super().__init__(str(fault))
 
 
 def data_fault(key: str, *, got: str, expected: str, cure: str | None = None) -> ConfigError:

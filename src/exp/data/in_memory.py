@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from exp.data.labels import Labels, input_and_target
+from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
-from exp.errors import RunError, UserCodeError
+from exp.errors import UserCodeError
 from exp.nested import mapped
 from exp.types import Batch, Stage
 
@@ -63,7 +63,10 @@ class Tensors(Dataset[Entries]):
     """Tensors of one length, a pair (input, target) or a mapping of names.
 
     num_classes: of a classification; None for a regression, and where it is not known.
+    indices: an attribute, of the samples in the data set of which this is a part; None where it is whole.
     """
+
+    indices: Tensor | None = None
 
     def __init__(self, *, entries: Entries, num_classes: int | None = None) -> None:
         self.entries = entries
@@ -85,6 +88,7 @@ class Tensors(Dataset[Entries]):
         """Copies these samples into a data set of their own, of the same kind."""
         part = copy.copy(self)
         part.entries = self.gather(indices)
+        part.indices = indices
         return part
 
 
@@ -152,10 +156,7 @@ class IndexedLoader(Loader):
         """The samples at indices as batches of `each`, which share one storage."""
         entries = gathered(dataset, indices, stage=self.stage)
         if self._labels is not None:
-            wrong = self._labels.first_wrong(input_and_target(entries)[1])
-            if wrong is not None:
-                place, label = wrong
-                raise RunError(str(self._labels.fault(label, of=f"sample {int(indices[place])} of {self.stage}")))
+            self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
         if self.pin_memory:
             entries = mapped(entries, Tensor.pin_memory)
         if isinstance(entries, Mapping):
@@ -176,6 +177,13 @@ def gathered(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entries:
         raise UserCodeError.of(error, what=f"gathering sample {int(indices[0])}{many} of {stage}") from error
 
 
+def sample_name(dataset: object, index: int, *, stage: Stage) -> str:
+    """A sample in words, with its number in the data set of which this is a part."""
+    indices = getattr(dataset, "indices", None) if isinstance(dataset, Tensors | Selection | Subset) else None
+    within = "" if indices is None else f" (sample {int(indices[index])} of data.dataset)"
+    return f"sample {index} of {stage}{within}"
+
+
 def as_indexed(dataset: AnyDataset) -> AnyDataset:
     """torch's TensorDataset, or a Subset of one, as ours; any other data set as it is."""
     if type(dataset) is TensorDataset:
@@ -188,8 +196,16 @@ def as_indexed(dataset: AnyDataset) -> AnyDataset:
 
 
 def samples_in(dataset: AnyDataset) -> int:
-    """The length of a data set, which torch's Dataset does not declare."""
-    return len(cast(Sized, dataset))
+    """The length of a data set, which torch's Dataset does not declare.
+
+    Raises: TypeError, NotImplementedError where it has none; UserCodeError.
+    """
+    try:
+        return len(cast(Sized, dataset))
+    except (TypeError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise UserCodeError.of(error, what=f"the length of the data set {type(dataset).__name__}") from error
 
 
 def tensors_of(entries: Entries) -> tuple[Tensor, ...]:

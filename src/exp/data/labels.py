@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from exp.data.faults import data_fault
+from exp.data.faults import SampleError, data_fault
 from exp.errors import Fault
 
 # The ignore_index of torch's losses.
@@ -44,12 +44,19 @@ class Labels:
             return None
         return int(places[0][0]) if outside.dim() else 0, int(targets[tuple(places[0])])
 
+    def refuse(self, batch: object, named: Callable[[int], str]) -> None:
+        """Raises: SampleError where a sample of a batch has a label outside. named: it in words, by its place."""
+        wrong = self.first_wrong(input_and_target(batch)[1])
+        if wrong is not None:
+            place, label = wrong
+            raise SampleError(self.fault(label, of=named(place)))
+
     def fault(self, label: int, *, of: str) -> Fault:
         """of: the sample, in words."""
         assert self.classes is not None
         cure = (
-            f"Its classes are 0 to {self.classes - 1}; correct the label, or add it to data.ignored_labels where the "
-            "losses leave it out"
+            f"Its classes are 0 to {self.classes - 1}; correct the label, or name it in ignore_index of the loss "
+            "(of a loss of your own that leaves it out, in data.ignored_labels)"
         )
         if label < 0:
             got, expected = f"{self.classes}, and {of} has the label {label}", "0 for the first class"
@@ -75,7 +82,10 @@ def input_and_target(batch: object) -> tuple[object, object]:
     if isinstance(batch, Mapping):
         if "input" not in batch:
             raise data_fault(
-                "dataset", got=f"samples with the entries {sorted(batch)}", expected="an entry named input among them"
+                "collate",
+                got=f"samples with the entries {sorted(batch)}",
+                expected="an entry named input among them",
+                cure="Name it so in the data set, or in data.collate",
             )
         return batch["input"], batch.get("target")
     if isinstance(batch, tuple | list):

@@ -45,7 +45,7 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
     values, target = input_and_target(batch)
     if not isinstance(values, Tensor):
         raise data_fault(
-            "dataset",
+            "transforms",
             got=f"samples whose input is {type(values).__name__}",
             expected="a tensor, an array or a number",
             cure="Turn it into one in data.transforms or in the data set",

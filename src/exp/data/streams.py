@@ -28,8 +28,9 @@ from exp.data.workers import (
     apply_transforms,
     isolate_generators,
     received,
+    told,
 )
-from exp.errors import ExpError, RunError, UserCodeError
+from exp.errors import ExpError, RunError
 from exp.types import Batch, Stage
 
 END = object()
@@ -96,8 +97,10 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
                     break
                 yield Sample(index=index, data=sample)
                 index += 1
-        except Exception as error:
-            yield UserCodeError.of(error, what=f"reading {self.assembly.named(index)}")
+        except GeneratorExit:
+            raise  # whoever reads the stream wants no more of it
+        except BaseException as error:
+            yield told(error, what=f"reading {self.assembly.named(index)}")
             return
         if wanted is not None and index < wanted:
             yield RunError(
@@ -128,8 +131,8 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         reseed_sample(seed=self.seed, epoch=self.epoch, index=position)
         try:
             return replace(sample, data=apply_transforms(sample.data, self.transforms))
-        except Exception as error:
-            return UserCodeError.of(error, what=f"transforming {self.assembly.named(sample.index)}")
+        except BaseException as error:
+            return told(error, what=f"transforming {self.assembly.named(sample.index)}")
 
 
 class StreamLoader(Loader):

@@ -11,13 +11,15 @@ from multiprocessing import util
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from exp.data.in_memory import samples_in
+from exp.data.faults import SampleError
+from exp.data.in_memory import sample_name, samples_in
 from exp.data.labels import Labels, input_and_target
 from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
-from exp.errors import ExpError, RunError, UserCodeError
+from exp.errors import ExpError, Fault, Interrupted, UserCodeError
 from exp.signals import heed
 from exp.types import Batch, Stage
 
@@ -87,29 +89,57 @@ class Assembly:
             read.append(sample)
         try:
             batch = self.collate([sample.data for sample in read])
-        except Exception as error:
-            if self.collate is default_collate and (told := self._unequal(read)):
-                return RunError(told)
+        except BaseException as error:
+            if self.collate is default_collate and (fault := self._misfit(read)):
+                return SampleError(fault)
             first, last = self.named(read[0].index), self.named(read[-1].index)
-            return UserCodeError.of(error, what=f"making a batch of {len(read)} samples, from {first} to {last},")
-        wrong = self.labels.first_wrong(input_and_target(batch)[1])
-        if wrong is not None:
-            place, label = wrong
-            return RunError(str(self.labels.fault(label, of=self.named(read[place].index))))
+            return told(error, what=f"making a batch of {len(read)} samples, from {first} to {last},")
+        try:
+            self.labels.refuse(batch, lambda place: self._place(read, place, batch))
+        except SampleError as error:
+            return error
         return batch
 
-    def _unequal(self, samples: Sequence[Sample]) -> str | None:
-        """What is said of samples that differ in size; None where they do not."""
+    def _place(self, samples: Sequence[Sample], place: int, batch: object) -> str:
+        target = input_and_target(batch)[1]
+        if isinstance(target, Tensor) and len(target) == len(samples):
+            return self.named(samples[place].index)
+        # A collate function of the user's own may put several samples into one row.
+        return f"one of the samples from {self.named(samples[0].index)} to {self.named(samples[-1].index)}"
+
+    def _misfit(self, samples: Sequence[Sample]) -> Fault | None:
+        """What keeps torch from making a batch of samples: what they hold, or that they differ in size."""
+        for sample in samples:
+            if (kind := unbatchable(sample.data)) is not None:
+                got = f"{self.named(sample.index)} is {kind}" if sample.data is None else None
+                return Fault(
+                    key="data.collate",
+                    got=got or f"{self.named(sample.index)} holds {kind}",
+                    expected="samples of tensors, arrays, numbers and texts, in tuples, lists or mappings",
+                    cure="Turn it into one in the data set, or name in data.collate what makes a batch of them",
+                )
         first, *others = samples
         sizes = sizes_in(first.data)
         for other in others:
             if (found := sizes_in(other.data)) != sizes:
-                return (
-                    f"{self.named(other.index)} has the sizes {found}, and {self.named(first.index)} {sizes}; expected "
-                    "one size for all samples. Bring them to one in data.transforms, or name in data.collate what "
-                    "makes a batch of them"
+                return Fault(
+                    key="data.collate",
+                    got=f"{self.named(other.index)} has the sizes {found}, and {self.named(first.index)} {sizes}",
+                    expected="one size for all samples",
+                    cure="Bring them to one in data.transforms, or name in data.collate what makes a batch of them",
                 )
         return None
+
+
+def unbatchable(data: object) -> str | None:
+    """What of a sample torch's own collate function does not take; None where it takes all."""
+    if isinstance(data, Mapping | tuple | list):
+        inside = data.values() if isinstance(data, Mapping) else data
+        return next((kind for value in inside if (kind := unbatchable(value)) is not None), None)
+    if data is None:
+        return "None"
+    is_batchable = isinstance(data, Tensor | int | float | complex | str | bytes) or hasattr(data, "__array__")
+    return None if is_batchable else f"a {type(data).__name__}"
 
 
 def sizes_in(data: object) -> list[object]:
@@ -129,6 +159,16 @@ def received(data: object) -> object:
     if isinstance(data, ExpError):
         raise data
     return as_batch(data)
+
+
+def told(error: BaseException, *, what: str) -> UserCodeError:
+    """The error that tells what the user's own code raised, SystemExit and GeneratorExit included.
+
+    Raises: the same where a signal may have raised it. Workers ignore those.
+    """
+    if isinstance(error, KeyboardInterrupt | Interrupted) and get_worker_info() is None:
+        raise error
+    return UserCodeError.of(error, what=what)
 
 
 class SampleSource(Dataset["Sample | ExpError"]):
@@ -154,13 +194,12 @@ class SampleSource(Dataset["Sample | ExpError"]):
         reseed_sample(seed=self.seed, epoch=epoch, index=index)
         try:
             return Sample(index=index, data=apply_transforms(self.dataset[index], self.transforms))
-        except Exception as error:
-            return UserCodeError.of(error, what=f"reading {self.named(index)}")
+        except BaseException as error:
+            return told(error, what=f"reading {self.named(index)}")
 
     def named(self, index: int) -> str:
-        """A sample in words, with its number in the data set of which this is a part."""
-        within = f" (sample {self.dataset.indices[index]} of data.dataset)" if isinstance(self.dataset, Subset) else ""
-        return f"sample {index} of {self.stage}{within}"
+        """A sample in words."""
+        return sample_name(self.dataset, index, stage=self.stage)
 
 
 class WorkerLoader(Loader):

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from exp.errors import RunError
+from exp.errors import RunError, UserCodeError
 from exp.functions.at_least_float32 import summing_dtype
 from exp.hooks.panels import Panel, on_host
 from exp.objectives.objective import Mean
@@ -285,7 +285,10 @@ class EpochValues(nn.Module):
     def _computed_here(self, device: torch.device) -> list[Tensor]:
         values = []
         for name, metric in zip(self.names, self._each, strict=True):
-            value = metric.compute()
+            try:
+                value = metric.compute()
+            except StopIteration as error:  # which Lightning would take for the end of the data
+                raise UserCodeError.of(error, what=f"metric {type(metric).__name__}, in compute,") from error
             metric.reset()
             if not isinstance(value, Tensor) or value.numel() != 1:
                 got = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

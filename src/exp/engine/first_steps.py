@@ -218,7 +218,7 @@ class Coverage:
                 # The last place is for targets that are no class, such as ignored ones.
                 self._shown = torch.zeros(self._classes + 1, device=target.device)
             is_class = (target >= 0) & (target < self._classes)
-            self._shown.index_fill_(0, target.where(is_class, self._classes).flatten(), 1.0)
+            self._shown.index_fill_(0, target.where(is_class, self._classes).flatten().long(), 1.0)
         if self._batches <= FEATURE_BATCHES:
             named = {name: data[name] for name in self._names if name in data} if isinstance(data, Mapping) else {}
             for name, one in (named or {"": inputs}).items():

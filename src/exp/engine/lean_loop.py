@@ -21,9 +21,10 @@ Private of torch (2.13): `_engine_run_backward`; `_optimizer_step_pre_hooks` of 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +203,27 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress = self.batch_progress
         done = progress.total.ready if trainer.check_val_every_n_epoch is None else progress.current.ready
         return every - done % every
+
+
+def tell_stop_iterations(callbacks: Iterable[Callback]) -> None:
+    """Let a StopIteration in a callback, or in what it calls, end the run as any error does.
+
+    Lightning's loops take it for the end of the data, and an epoch or a validation for done. `advance` sees a step's.
+    """
+    for callback in callbacks:
+        for name in dir(Callback):
+            is_hook = not name.startswith(("_", "on_train_batch", "on_before", "on_after"))
+            if is_hook and getattr(type(callback), name) is not getattr(Callback, name):
+                hook = getattr(callback, name)
+                if callable(hook):
+                    setattr(callback, name, functools.partial(_tell_stop_iteration, callback, name, hook))
+
+
+def _tell_stop_iteration(callback: Callback, name: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    try:
+        return hook(*given, **named)
+    except StopIteration as error:
+        raise UserCodeError.of(error, what=f"callback {type(callback).__name__}, in {name},") from error
 
 
 def _fetch(fetcher: _DataFetcher) -> Batch:

@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from exp.errors import said
+
 # What torch's allocators say where they raise a plain RuntimeError (torch 2.13).
 ALLOCATORS = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|MPS backend out of memory")
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
@@ -16,7 +18,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no room for what was asked of it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and ALLOCATORS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and ALLOCATORS.search(said(error)) is not None
 
 
 def asked_for(error: BaseException) -> int | None:

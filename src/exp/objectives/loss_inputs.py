@@ -29,6 +29,8 @@ ELEMENTWISE = (
     nn.PoissonNLLLoss,
     nn.KLDivLoss,
     nn.SoftMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.HingeEmbeddingLoss,
 )
 
 
@@ -100,6 +102,8 @@ def _elementwise_cure(output: Tensor, target: Tensor) -> str:
 def _classes_cure(output: Tensor, target: Tensor) -> str:
     if target.shape == (*output.shape[:-1], 1):
         return "Drop the target's last axis of 1"
+    if target.shape == output.shape and not target.is_floating_point():
+        return "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
     if output.dim() > 2 and output.shape[2:] == target.shape[1:]:
         return "The classes seem to be on axis 1: move them to the last one (x.movedim(1, -1))"
     if output.dim() > 2 and target.dim() == 1:

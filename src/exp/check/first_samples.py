@@ -1,0 +1,157 @@
+"""Hold the first samples of the user's own data against the objective: what a loss refuses, or trains wrongly by.
+
+The losses of torch and of exp are called with real targets and stand-in outputs of the shape that the network gives.
+What lies beyond the first samples the run tells, as it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exp.check.shapes import described, objectives_by_forward
+from exp.config.slots import nodes_in
+from exp.data.data import Data
+from exp.data.faults import SampleError
+from exp.data.labels import input_and_target
+from exp.engine.forward import forward_by_name
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_line
+from exp.models.forward_trace import ForwardTrace
+from exp.nested import mapped, tensors_in
+from exp.objectives.loss_inputs import pick
+from exp.objectives.objective import Objective, Term
+from exp.optim.phase import Phase
+from exp.types import DataSpec, Stage
+
+SECONDS = 5.0  # of reading, for each part
+# Whose samples are right by themselves: no file of the user's, no class, no transform.
+SHIPPED = tuple(f"exp.data.{module}." for module in ("data", "digits", "domains", "tables", "text"))
+# Samples of in-memory data with which a loss is called; their values are looked at whole.
+CALLED = 64
+ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
+
+
+def is_shipped(data: Mapping[str, Any]) -> bool:
+    """Whether a data node holds nothing of the user's own."""
+    return all(str(node["_target_"]).startswith(SHIPPED) for _, node in nodes_in(data))
+
+
+def sample_faults(
+    data: Data,
+    stages: Sequence[Stage],
+    traces: Mapping[str | None, ForwardTrace],
+    phases: Sequence[Phase],
+    objective: Objective,
+) -> tuple[list[Fault], list[str]]:
+    """The faults of the first samples of these stages, and what to say of them that is no fault.
+
+    An exception of the user's own code is left for the run, which tells its place and writes the report.
+    """
+    faults: list[Fault] = []
+    notes: list[str] = []
+    for stage in stages:
+        try:
+            batch = data.first_samples(stage, seconds=SECONDS)
+            if batch is None:
+                continue
+            value, _ = input_and_target(batch)
+            if (place := _not_finite(value)) is not None:
+                notes.append(
+                    f"sample {place} of {stage} has an input that is not finite: unless the network takes it out, the "
+                    "loss is nan. Replace it in the data set or in data.transforms"
+                )
+            for forward, part in objectives_by_forward(phases, objective).items():
+                if forward in traces:
+                    faults += _term_faults(part, traces[forward], batch, data.spec, stage)
+        except SampleError as error:
+            faults.append(error.fault)
+        except ConfigError as error:
+            faults += error.faults
+        except RunError:
+            continue
+    return faults, notes
+
+
+def _term_faults(
+    objective: Objective, trace: ForwardTrace, batch: Any, spec: DataSpec, stage: Stage
+) -> Iterator[Fault]:
+    """Of the terms that compare an output with a target by a loss of a library."""
+    few = mapped(batch, lambda tensor: tensor[:CALLED] if tensor.dim() else tensor)
+    value, _ = input_and_target(few)
+    # Networks that take texts of several lengths give outputs of another shape for each.
+    if not isinstance(value, Tensor) or tuple(value.shape[1:]) != spec.input_shape or not _is_batched(trace):
+        return
+    given = mapped(trace.output, lambda tensor: _stand_in(tensor, len(value)))
+    values = forward_by_name(trace.network)(lambda *_, **__: given, few)
+    whole = forward_by_name(trace.network)(lambda *_, **__: given, batch)
+    for name, term in objective.terms.items():
+        is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
+        if not isinstance(term, Term) or not is_known or objective.needs_of(name):
+            continue
+        key, loss = objective.loss_keys[name], type(term.loss).__name__
+        try:
+            with torch.no_grad():
+                term(values)
+                target, output = pick(whole, term.target, "target"), pick(values, term.output, "output")
+        except RunError as error:
+            yield Fault(key=key, got=f"in the first samples of {stage}: {error}", expected="targets that it takes")
+            continue
+        except REFUSALS as error:
+            got = f"{loss} refuses the targets of {stage}, {_described(values, term)}: {one_line(error)}"
+            yield Fault(key=key, got=got, expected="targets that it takes", cure=_cure(values, term))
+            continue
+        yield from _value_faults(term, key, target, output, stage)
+
+
+def _value_faults(term: Term, key: str, target: Tensor, output: Tensor, stage: Stage) -> Iterator[Fault]:
+    loss = type(term.loss).__name__
+    if target.is_floating_point() and (place := _not_finite(target)) is not None:
+        got = f"sample {place} of {stage} has a target that is not finite"
+        yield Fault(key=key, got=got, expected=f"finite targets for {loss}", cure="Correct it, or leave the sample out")
+    elif isinstance(term.loss, ANSWERS) and (place := _first((target < 0) | (target > 1))) is not None:
+        got = f"{loss}, and sample {place} of {stage} has the target {_extreme(target[place])}"
+        cure = "Answers are 0 for no and 1 for yes, or a probability; for class numbers write objective=[cross_entropy]"
+        yield Fault(key=key, got=got, expected="targets from 0 to 1", cure=cure)
+
+
+def _extreme(target: Tensor) -> str:
+    return f"{float(target.flatten()[((target < 0) | (target > 1)).flatten().nonzero()[0, 0]]):g}"
+
+
+def _first(where: Tensor) -> int | None:
+    """The place of the first sample for which something holds."""
+    places = where.nonzero()
+    return int(places[0, 0]) if len(places) else None
+
+
+def _not_finite(value: object) -> int | None:
+    is_number = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+    return _first(~torch.isfinite(value)) if isinstance(value, Tensor) and is_number else None
+
+
+def _is_batched(trace: ForwardTrace) -> bool:
+    """Whether samples lie on the first axis of all that the network returns."""
+    size = len(trace.inputs[0])
+    return all(one.dim() > 0 and len(one) == size for one in tensors_in(trace.output))
+
+
+def _stand_in(tensor: Tensor, samples: int) -> Tensor:
+    """Half, which is a score and a probability, for each output."""
+    return torch.full((samples, *tensor.shape[1:]), 0.5).to(tensor.dtype)
+
+
+def _described(values: Mapping[str, Any], term: Term) -> str:
+    target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
+    return f"{described(target)} for outputs {described(output)}"
+
+
+def _cure(values: Mapping[str, Any], term: Term) -> str | None:
+    target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
+    if target.dim() > 1 and target.shape[-1] == 1 and target.shape[:-1] == output.shape[:1]:
+        return "Drop the target's last axis of 1"
+    if target.shape == output.shape and not target.is_floating_point():
+        return "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
+    return "Give class numbers as int64" if target.dim() < output.dim() else None

@@ -50,6 +50,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def can_be_a_path(text: str) -> bool:
+    """Whether file systems take a text for the name of a file, with an ending behind it; else they raise OSError."""
+    return len(text) < 2000 and all(len(part.encode(errors="replace")) <= 250 for part in text.split("/"))
+
+
 def beside(path: Path) -> Path:
     """The name of a file until it is whole: in the same directory, for a rename between file systems is a copy."""
     # Of one's own, for several may write at once.

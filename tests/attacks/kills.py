@@ -87,11 +87,13 @@ def attack(
 ) -> Found:
     """commands: of tests/conftest.py. place: an empty folder. tell: after how many kills the counts are printed."""
     draws, found, began = random.Random(seed), Found(), time.monotonic()
-    unbroken = {keep: _unbroken(commands, place, (*overrides, f"checkpoint.keep={keep}"), keep) for keep in KEPT}
+    unbroken: dict[int, Unbroken] = {}
     while found.kills < kills:
         found.chains += 1
         keep, is_threaded = draws.choice(KEPT), draws.random() < 0.5
         drawn = (f"checkpoint.keep={keep}", f"checkpoint.async={str(is_threaded).lower()}", draws.choice(DUE))
+        if keep not in unbroken:
+            unbroken[keep] = _unbroken(commands, place, (*overrides, drawn[0]), keep)
         chain = place / "outputs" / f"chain{found.chains}"
         directories: list[Path] = []
         ended = False

@@ -9,9 +9,11 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -278,6 +280,145 @@ def test_a_kept_step(folder, attacked):
         else:
             path.write_bytes(content)
         attacked(str(path), module="exp.replay")
+
+
+def with_distribution(folder: Path) -> None:
+    """What pip leaves, and what Python's, torch's and TensorBoard's entry points are read from."""
+    (folder / "evil_plugin.py").write_text(f"import os\nos.system({evil(folder)!r})\n")
+    for name in ("usercustomize", "sitecustomize"):
+        shutil.copy(folder / "evil_plugin.py", folder / f"{name}.py")
+    groups = (
+        "exp.conf",
+        "torch.backends",
+        "tensorboard_plugins",
+        "lightning.pytorch.callbacks_factory",
+        "console_scripts",
+    )
+    entries = "".join(f"[{group}]\nevil = evil_plugin:evil\n" for group in groups)
+    for kind, file in (("dist-info", "METADATA"), ("egg-info", "PKG-INFO")):
+        place = folder / f"evil-1.0.{kind}"
+        place.mkdir()
+        (place / file).write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+        (place / "entry_points.txt").write_text(entries)
+    (folder / "evil.pth").write_text("import evil_plugin\n")
+
+
+def with_projects(folder: Path) -> None:
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "evil"\nversion = "1"\n[project.entry-points."exp.conf"]\nevil = "evil_plugin"\n'
+        '[tool.exp]\nallow = ["subprocess"]\n[build-system]\nbuild-backend = "evil_plugin"\nbackend-path = ["."]\n'
+    )
+    (folder / "setup.cfg").write_text("[options.entry_points]\nexp.conf = evil = evil_plugin\n")
+    for name in (".netrc", ".pythonrc.py", ".pdbrc", ".condarc", "hydra.yaml"):
+        (folder / name).write_text(f"macdef init\n! {evil(folder)}\nimport os; os.system({evil(folder)!r})\n")
+
+
+def with_hydra_groups(folder: Path) -> None:
+    node = f"_target_: os.system\ncommand: {evil(folder)}\n"
+    logging = f"version: 1\nhandlers: {{a: {{(): os.system, command: {evil(folder)}}}}}\nroot: {{handlers: [a]}}\n"
+    for group, text in (("launcher", node), ("sweeper", node), ("job_logging", logging), ("hydra_logging", logging)):
+        place = folder / "conf" / "hydra" / group
+        place.mkdir(parents=True)
+        for name in ("exp", "basic", "none", "default", "evil"):
+            (place / f"{name}.yaml").write_text(text)
+
+
+def with_submodule(folder: Path) -> None:
+    """Whose own .git holds the traps, beside attributes that name them."""
+    repository(folder)
+    (folder / "sub").mkdir()
+    with_config("core.fsmonitor", "diff.evil.textconv", "filter.evil.clean", attributes="* diff=evil filter=evil\n")(
+        folder / "sub"
+    )
+    git(folder / "sub", "config", "core.fsmonitor", evil(folder))
+    git(folder, "-c", "protocol.file.allow=always", "add", "sub")
+    (folder / ".gitmodules").write_text(f'[submodule "sub"]\n\tpath = sub\n\turl = ./sub\n\tupdate = !{evil(folder)}\n')
+
+
+def with_linked_files(folder: Path) -> None:
+    for name in ("last", "best"):
+        path = folder / "outputs" / "train" / "day" / "time" / "checkpoints" / f"{name}.ckpt"
+        path.unlink()
+        path.symlink_to("/etc/passwd")
+
+
+def with_archive(folder: Path) -> None:
+    """Whose entries lie outside of it, and hold objects."""
+    content = io.BytesIO()
+    np.save(content, np.array([Evil(folder.parent / "canary")], dtype=object), allow_pickle=True)
+    with zipfile.ZipFile(folder / "data.npz", "w") as file:
+        for name in (
+            "inputs.npy",
+            "targets.npy",
+            "../canary.npy",
+            f"../../{folder.parent.name}/canary",
+            "/tmp/canary",
+        ):
+            file.writestr(name, content.getvalue())
+    (folder / "data.npy").write_bytes(content.getvalue())
+
+
+def with_yaml_objects(folder: Path) -> None:
+    directory = folder / "outputs" / "train" / "day" / "time"
+    text = f"!!python/object/apply:os.system ['{evil(folder)}']\n"
+    (directory / "overrides.yaml").write_text(f"- {text}")
+    (directory / "config.yaml").write_text(f"name: train\nmodel: {text}")
+
+
+def with_huge_numbers(folder: Path) -> None:
+    directory = folder / "outputs" / "train" / "day" / "time"
+    (directory / "report.json").write_text(
+        '{"status": "failed", "steps": ' + "9" * 10_000 + ', "metrics": ' + "[" * 50_000
+    )
+    (directory / "provenance.json").write_text("[" * 50_000)
+
+
+def with_event_files(folder: Path) -> None:
+    for place in ("tensorboard", "checkpoints", "."):
+        path = folder / "outputs" / "train" / "day" / "time" / place
+        path.mkdir(exist_ok=True)
+        (path / "events.out.tfevents.9999999999.evil.1.0").write_bytes(evil_state(folder))
+        (path / "projector_config.pbtxt").write_text(
+            f'embeddings {{ metadata_path: "/etc/passwd" sprite {{ image_path: "{evil(folder)}" }} }}'
+        )
+
+
+LAST = "resume=outputs/train/day/time/checkpoints/last.ckpt"
+DATA = (*RUN, "data=tensors", "data.dataset.path=data.npz")
+OTHERS = {
+    "projects": (with_projects, "exp.train", RUN),
+    "groups of Hydra": (with_hydra_groups, "exp.train", RUN),
+    "a launcher of the folder": (with_hydra_groups, "exp.train", ("-m", *RUN, "hydra/launcher=evil", "seed=1,2")),
+    "submodules": (with_submodule, "exp.train", RUN),
+    "a checkpoint that is a link": (with_linked_files, "exp.train", (*RUN, LAST)),
+    "a run of links": (with_linked_files, "exp.resume", ("outputs/train/day/time",)),
+    "an archive": (with_archive, "exp.train", DATA),
+    "an array of objects": (with_archive, "exp.train", (*RUN, "data=tensors", "data.dataset.path=data.npy")),
+    "an archive, looked at": (with_archive, "exp.audit", (".",)),
+    "objects in the YAML of a run": (with_yaml_objects, "exp.resume", ("outputs/train/day/time",)),
+    "objects in the YAML of a parent": (with_yaml_objects, "exp.fork", ("outputs/train/day/time@2",)),
+    "objects in the YAML of a frozen run": (with_yaml_objects, "exp.worker", ("outputs/train/day/time",)),
+    "huge numbers": (with_huge_numbers, "exp.train", (*RUN, "runtime.autoresume=true")),
+    "huge numbers of a run": (with_huge_numbers, "exp.resume", ("outputs/train/day/time",)),
+    "event files": (with_event_files, "exp.resume", ("outputs/train/day/time",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_lies_in_a_folder(name, folder, attacked):
+    prepare, module, words = OTHERS[name]
+    prepare(folder)
+    assert "root:" not in attacked(*words, module=module)
+    assert [path.name for path in folder.parent.iterdir() if "canary" in path.name] == []
+
+
+def test_packages_that_lie_in_a_folder_where_an_interpreter_starts(folder, tmp_path):
+    """torch and TensorBoard look for plug-ins when they are imported."""
+    with_distribution(folder)
+    command = [sys.executable, "-m", "exp.train", *RUN]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert not (tmp_path / "canary").exists(), done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_trap_works(tmp_path):

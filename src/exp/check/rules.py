@@ -5,6 +5,8 @@ A rule whose keys are not there, or could not be read, has nothing to say: the f
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,8 @@ def resume_is_there(values: Values) -> Iterator[Fault]:
         return
     if "://" in path:
         yield Fault(key="resume", got=show(path), expected="a file on this machine", cure="Download it first")
-    elif not Path(path).is_file():
+    # Path.is_file raises for a name that is too long.
+    elif not os.path.isfile(path):
         yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=_near_file(path))
 
 
@@ -90,7 +93,7 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
         key = f"trainer.limit_{stage}_batches"
         if used and values[key] is not UNKNOWN and values[key] is not None and values[key] == 0:
             yield Fault(key=key, got=show(values[key]), expected="null for all, or more than 0", cure=cures[stage])
-        elif isinstance(values[key], float) and values[key] > 1:
+        elif isinstance(values[key], float) and 1 < values[key] < math.inf:
             yield Fault(
                 key=key,
                 got=show(values[key]),
@@ -144,11 +147,12 @@ def _monitor_faults(values: Values, key: str, monitor: Any) -> Iterator[Fault]:
         return
     terms = list(values["objective"]) if isinstance(values["objective"], dict) else []
     metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
-    tags = ["loss/val", "loss/train", EPOCH_LOSS]
-    tags += [f"{name}/{stage}" for name in metrics for stage in ("val", "train") if stage in stages]
-    tags += [f"loss/{stage}/{term}" for term in terms for stage in ("val", "train")]
+    of_metrics = [f"{name}/{stage}" for name in metrics for stage in ("val", "train") if stage in stages]
+    # Of one alone, the loss is all that there is.
+    of_terms = [f"loss/{stage}/{term}" for term in terms for stage in ("val", "train") if len(terms) > 1]
+    tags = ["loss/val", "loss/train", EPOCH_LOSS, *of_metrics, *of_terms]
     # A metric that gives several values adds their names behind its own tag.
-    if monitor in tags or any(monitor.startswith(f"{tag}/") for tag in tags):
+    if monitor in tags or any(monitor.startswith(f"{tag}/") and monitor != f"{tag}/" for tag in of_metrics):
         return
     name, _, stage = monitor.rpartition("/")
     cure = did_you_mean(monitor, tags)

@@ -6,9 +6,10 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval, IsFinite, Predicate
+from annotated_types import Ge, Gt, Interval, Predicate
 
 from exp.config.reading import is_node
+from exp.files import can_be_a_path
 from exp.types import SPAN, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
@@ -16,7 +17,8 @@ UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 
 def _is_folder(value: object) -> bool:
     """Whether a name may become a part of a path: it may not leave its directory."""
-    return "\0" not in str(value) and not {"", ".", ".."} & set(str(value).split("/"))
+    text = str(value)
+    return "\0" not in text and not {"", ".", ".."} & set(text.split("/")) and can_be_a_path(text)
 
 
 def _is_duration(value: object) -> bool:
@@ -30,13 +32,14 @@ def _is_span(value: str) -> bool:
     return bool(value) and SPAN.fullmatch(value) is not None
 
 
-Count = Annotated[int, Ge(1)]
+# torch counts in 64 bits, and multiplies.
+Count = Annotated[int, "an integer, 1 or more and below 2**31", Predicate(range(1, 2**31).__contains__)]
 # More of them would keep a machine busy before anything is said.
 Processes = Annotated[int, "an integer, 1 or more and at most 1024", Predicate(range(1, 1025).__contains__)]
 Workers = Annotated[int, Interval(ge=0, le=1024)]
 Repeats = Annotated[int, Interval(ge=1, le=10_000)]
 Index = Annotated[int, Ge(0)]
-Number = Annotated[float, IsFinite]
+Number = Annotated[float, "a finite number", Predicate(math.isfinite)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]

@@ -22,11 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import write_whole
 from exp.secrets import covered
 
@@ -115,7 +116,14 @@ def read_frozen(directory: Path | str) -> DictConfig:
     if not path.is_file():
         raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
-    return cast(DictConfig, OmegaConf.create(_with_texts(OmegaConf.to_container(OmegaConf.load(path)), literal)))
+    return cast(DictConfig, OmegaConf.create(_with_texts(_loaded(path), literal)))
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not as exp wrote it: {one_line(error)}. Take the file of the run") from error
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -157,7 +165,7 @@ def untrusted(named: Any, *, allow: Sequence[str]) -> Fault | None:
 def read_overrides(directory: Path | str) -> list[str]:
     """The overrides that a frozen config was composed with."""
     # As plain text: `name=a${seed}` is the record of an override, not an interpolation.
-    return cast(list[str], OmegaConf.to_container(OmegaConf.load(Path(directory) / "overrides.yaml")))
+    return cast(list[str], _loaded(Path(directory) / "overrides.yaml"))
 
 
 def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ from exp.config.search_path import Place, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault
+from exp.files import can_be_a_path
 from exp.spelling import among, did_you_mean, is_slip
 
 HYDRA_VERSION = hydra.__version__
@@ -191,7 +192,7 @@ class Loader(ConfigLoaderImpl):
     def primary(self, config_name: str) -> tuple[list[str], list[str]]:
         """Top-level keys and groups that the primary config declares."""
         with hydra_base():
-            loaded = self.repository.load_config(config_name)
+            loaded = self.repository.load_config(config_name) if can_be_a_path(config_name) else None
         if loaded is None:
             raise ConfigError([Fault(
                 key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf"
@@ -201,6 +202,8 @@ class Loader(ConfigLoaderImpl):
         return [str(key) for key in loaded.config], groups
 
     def group_exists(self, group: str) -> bool:
+        if not can_be_a_path(group):
+            return False
         with hydra_base():
             return self.repository.group_exists(group)
 
@@ -212,7 +215,7 @@ class Loader(ConfigLoaderImpl):
 
     def has_option(self, group: str, option: str) -> bool:
         """Whether a group holds an option; of a folder within it, too (`model=mine/small`)."""
-        if not option or option.startswith("/") or ".." in option.split("/"):
+        if not option or option.startswith("/") or ".." in option.split("/") or not can_be_a_path(option):
             return False
         with hydra_base():
             return self.repository.config_exists(f"{group}/{option}")

@@ -23,6 +23,7 @@ from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml, split
 from exp.errors import ConfigError, Fault
+from exp.files import can_be_a_path
 from exp.secrets import INTERPOLATION
 from exp.spelling import among, did_you_mean
 
@@ -215,7 +216,7 @@ def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return [_fault(key, reason, "a path that can be worked out before the run")]
-    if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
+    if not isinstance(directory, str) or not directory.strip() or "\0" in directory or not can_be_a_path(directory):
         return [_fault(key, repr(directory), "a directory below the working directory")]
     secret = INTERPOLATION.search(directory)
     if secret is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
         places.append(Place(provider="user", directory=own))
     if config_dir is not None:
         directory = Path(config_dir)
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
             raise ConfigError([Fault(
                 key="--config-dir", got=f"{config_dir} is not a directory", expected="a directory of config groups",
                 source="command line",

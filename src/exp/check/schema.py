@@ -32,8 +32,7 @@ def _is_span(value: str) -> bool:
     return bool(value) and SPAN.fullmatch(value) is not None
 
 
-# torch counts in 64 bits, and multiplies.
-Count = Annotated[int, "an integer, 1 or more and below 2**31", Predicate(range(1, 2**31).__contains__)]
+Count = Annotated[int, Ge(1)]
 # More of them would keep a machine busy before anything is said.
 Processes = Annotated[int, "an integer, 1 or more and at most 1024", Predicate(range(1, 1025).__contains__)]
 Workers = Annotated[int, Interval(ge=0, le=1024)]

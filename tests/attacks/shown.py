@@ -626,6 +626,7 @@ class ByHand:
             if turn["is_last"]:
                 own = [self._batch(event) for kind, event in turn["events"] if kind == "train"]
                 terms = self.settings["phases"][turn["phase"]]["terms"]
+                found.setdefault("phases", {})[turn["phase"]] = own
                 parts = {name: self._mean_over_samples(name, own) for name in terms}
                 loss += sum(self.settings["terms"][name]["weight"] * mean for name, mean in parts.items())
                 means |= parts
@@ -694,9 +695,14 @@ class ByHand:
         settings, index = self.settings, self.index
         steps = self.epochs.get(self.epoch, [])
         batches = [batch for step in steps for batch in step["batches"]]
-        if self._is_weighed and not settings["phases"]:
-            means = self._of_stage(batches, leaves_out=settings["skips"])
-            loss = sum(self._terms[name]["weight"] * mean for name, mean in means.items())
+        if self._is_weighed:
+            loss = 0.0
+            # With phases each term over the batches of the steps in which its phase ran.
+            for phase in settings["phases"] or [None]:
+                own = batches if phase is None else [one for step in steps for one in step["phases"].get(phase, [])]
+                terms = list(self._terms) if phase is None else settings["phases"][phase]["terms"]
+                means = self._of_stage(own, leaves_out=settings["skips"])
+                loss += sum(self._terms[name]["weight"] * means[name] for name in terms if name in means)
         else:
             counted = [one for one in steps if math.isfinite(one["loss"]) or not settings["skips"]]
             total = sum(one["size"] for one in counted)

@@ -74,6 +74,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         seed=plain["seed"],
         rank=data_rank,
         limits=limits,
+        inputs=tuple(plan.spec.inputs),
         **more,
     )
     runtime = plain["runtime"]

@@ -170,18 +170,19 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     from exp.types import DataSpec
 
     plain = plain_config(config)
-    runtime = plain["runtime"]
+    runtime, spec = plain["runtime"], DataSpec.of(plain["data"])
     if file.scale is not None:
         plain["precision"]["scaler"]["init_scale"] = file.scale
     plugin = build_run_precision(plain, device_type=device.type)
     phases = build_phases(plain)
     kind: Callable[..., TrainingModule] = partial(PhasedModule, phases=phases) if phases else TrainingModule
     module = kind(
-        network=build_network(plain, DataSpec.of(plain["data"])),
+        network=build_network(plain, spec),
         objective=build_objective(plain),
         optimization=build_optimization(plain),
         seed=file.seed,
         rank=file.rank,
+        inputs=tuple(spec.inputs),
     )
     plugin.represent(module)
     switch_on(module, runtime)

@@ -169,7 +169,7 @@ def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume
     set_threads(
         plain["runtime"]["threads"],
         network=parts.module.network,
-        input_shape=decided.spec.input_shape,
+        positions=decided.spec.positions,
         batch_size=-(-plain["data"]["batch_size"] // data.world_size),
     )
     _describe(decided, parts, directory)
@@ -273,7 +273,7 @@ def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path
 
     report_precision(
         network_factory=network,
-        forward=forward_by_name,
+        forward=partial(forward_by_name, inputs=tuple(decided.spec.inputs)),
         objective=build_objective(plain),
         batch=next(iter(parts.data.data.loader("train", rank=parts.data.rank, world_size=parts.data.world_size))),
         precision=plain["precision"],

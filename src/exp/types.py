@@ -6,9 +6,10 @@ classes, P parameters.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ SampleDtype = Literal[
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 ]  # fmt: skip
+# The name of the input of a sample that is a pair, or a tensor alone.
+INPUT: tuple[str, ...] = ("input",)
 # A time as it is said, 1h30m: days, hours, minutes and seconds, each where it is.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
@@ -40,29 +43,58 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a sample.
+
+    shape: without B, such as (1, 8, 8); None where a length differs from batch to batch.
+    dtype: torch's name without `torch.`, such as "float32" or "int64".
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSpec:
     """What a data set declares, so that a model can be sized and checked before any sample is read.
 
-    input_shape: of one sample, without B, such as (1, 8, 8).
-    input_dtype: torch's name without `torch.`, such as "float32" or "int64".
+    inputs: what a network may be given, by name; where it is left out, one entry `input` of the next two.
+    input_shape, input_dtype: of the entry `input`; None where there is none.
     num_classes: of a classification (the vocabulary of a text); None for a regression.
     num_outputs: how many numbers a model gives for a sample (or a token): the classes, or the width of the target.
     """
 
-    input_shape: tuple[int, ...]
-    input_dtype: str
+    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    input_shape: tuple[int, ...] | None = None
+    input_dtype: str | None = None
     num_classes: int | None
     num_outputs: int
 
+    def __post_init__(self) -> None:
+        if not self.inputs and self.input_shape is not None and self.input_dtype is not None:
+            only = TensorSpec(shape=self.input_shape, dtype=self.input_dtype)
+            object.__setattr__(self, "inputs", {"input": only})
+
+    @property
+    def positions(self) -> int:
+        """Numbers in the largest input of one sample, as far as its lengths are known."""
+        return max(math.prod(size for size in one.shape if size is not None) for one in self.inputs.values())
+
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> DataSpec:
-        """Reads the spec of a plain data node whose four keys are filled in."""
+        """Reads the spec of a plain data node that leaves nothing to the data."""
         return cls(
-            input_shape=tuple(data["input_shape"]),
+            inputs=tensor_specs(data["inputs"] or {}),
+            input_shape=None if data["input_shape"] is None else tuple(data["input_shape"]),
             input_dtype=data["input_dtype"],
             num_classes=data["num_classes"],
             num_outputs=data["num_outputs"],
         )
+
+
+def tensor_specs(inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorSpec]:
+    """Reads data.inputs: a shape and a dtype for each name."""
+    return {name: TensorSpec(shape=tuple(one["shape"]), dtype=one["dtype"]) for name, one in inputs.items()}
 
 
 class Batch(NamedTuple):

@@ -18,9 +18,9 @@ from torchmetrics import MeanMetric
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
 from exp.data.randomness import reseed
-from exp.engine.forward import network_call
 from exp.engine.progress import Limits, total_steps
 from exp.errors import ExpError, RunError
+from exp.models.inference import network_call
 from exp.objectives.objective import Term
 from exp.objectives.terms import CrossEntropy
 

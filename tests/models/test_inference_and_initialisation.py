@@ -60,7 +60,7 @@ def test_materialising_changes_no_running_statistics_and_no_fixed_network() -> N
 
 def test_example_inputs_have_the_declared_shape_and_dtype() -> None:
     spec = DataSpec(input_shape=(7,), input_dtype="int64", num_classes=9, num_outputs=9)
-    (tokens,) = example_inputs(spec, batch_size=3)
+    tokens = example_inputs(spec, batch_size=3)["input"]
     assert (tokens.shape, tokens.dtype) == ((3, 7), torch.int64)
 
 

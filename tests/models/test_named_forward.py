@@ -24,7 +24,7 @@ def model(**settings: object) -> ModuleDictModel:
     torch.manual_seed(0)
     layers = {"body": nn.Linear(3, 3), "head": nn.LazyLinear(2)}
     network = ModuleDictModel(layers=layers, **{"forward": "return body(x)", "programs": PROGRAMS, **settings})
-    materialise(network, torch.zeros(2, 3))
+    materialise(network, {"x": torch.zeros(2, 3)})
     return network
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,7 +27,7 @@ class Block(nn.Module):
 
 def traced(network: nn.Module, *inputs: torch.Tensor) -> ForwardTrace:
     with Recorder() as recorder, torch.device("meta"):
-        return recorder.trace(network, inputs)
+        return recorder.trace(network, dict(zip(inspect.signature(network.forward).parameters, inputs, strict=False)))
 
 
 def nodes(graph) -> dict[str, list[str]]:

@@ -68,8 +68,9 @@ def summary(plan: Plan) -> str:
     """One line on a config without faults: how large, fed with what, run how."""
     plain, placed, parameters = plan.plain, plan.placement, plan.shapes.parameters
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
+    inputs = ", ".join(f"{name} {list(one.shape)} {one.dtype}" for name, one in plan.spec.inputs.items())
     return (
-        f"ok: {parameters:,} parameters, input {list(plan.spec.input_shape)} {plan.spec.input_dtype}, "
+        f"ok: {parameters:,} parameters, {inputs}, "
         f"batch {plain['data']['batch_size']}, {placed.strategy} with {ranks}, {plain['precision']['word']}"
     )
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from exp.check.shapes import described, objectives_by_forward
 from exp.config.slots import nodes_in
 from exp.data.data import Data
+from exp.data.entries import inputs_in
 from exp.data.faults import SampleError
-from exp.data.labels import input_and_target
 from exp.engine.forward import forward_by_name
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_line
 from exp.models.forward_trace import ForwardTrace
@@ -57,12 +57,12 @@ def sample_faults(
             batch = data.first_samples(stage, seconds=SECONDS)
             if batch is None:
                 continue
-            value, _ = input_and_target(batch)
-            if (place := _not_finite(value)) is not None:
-                notes.append(
-                    f"sample {place} of {stage} has an input that is not finite: unless the network takes it out, the "
-                    "loss is nan. Replace it in the data set or in data.transforms"
-                )
+            for name, value in inputs_in(batch).items():
+                if (place := _not_finite(value)) is not None:
+                    notes.append(
+                        f"sample {place} of {stage} has an {name} that is not finite: unless the network takes it out, "
+                        "the loss is nan. Replace it in the data set or in data.transforms"
+                    )
             for forward, part in objectives_by_forward(phases, objective).items():
                 if forward in traces:
                     faults += _term_faults(part, traces[forward], batch, data.spec, stage)
@@ -80,13 +80,14 @@ def _term_faults(
 ) -> Iterator[Fault]:
     """Of the terms that compare an output with a target by a loss of a library."""
     few = mapped(batch, lambda tensor: tensor[:CALLED] if tensor.dim() else tensor)
-    value, _ = input_and_target(few)
+    found, names = inputs_in(few), tuple(spec.inputs)
     # Networks that take texts of several lengths give outputs of another shape for each.
-    if not isinstance(value, Tensor) or tuple(value.shape[1:]) != spec.input_shape or not _is_batched(trace):
+    is_fixed = all(name in found and tuple(found[name].shape[1:]) == one.shape for name, one in spec.inputs.items())
+    if not is_fixed or not _is_batched(trace):
         return
-    given = mapped(trace.output, lambda tensor: _stand_in(tensor, len(value)))
-    values = forward_by_name(trace.network)(lambda *_, **__: given, few)
-    whole = forward_by_name(trace.network)(lambda *_, **__: given, batch)
+    given = mapped(trace.output, lambda tensor: _stand_in(tensor, len(found[names[0]])))
+    values = forward_by_name(trace.network, names)(lambda *_, **__: given, few)
+    whole = forward_by_name(trace.network, names)(lambda *_, **__: given, batch)
     for name, term in objective.terms.items():
         is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
         if not isinstance(term, Term) or not is_known or objective.needs_of(name):
@@ -134,7 +135,7 @@ def _not_finite(value: object) -> int | None:
 
 def _is_batched(trace: ForwardTrace) -> bool:
     """Whether samples lie on the first axis of all that the network returns."""
-    size = len(trace.inputs[0])
+    size = len(next(iter(trace.inputs.values())))
     return all(one.dim() > 0 and len(one) == size for one in tensors_in(trace.output))
 
 

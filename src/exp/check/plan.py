@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.check.parameters import program_fault
 from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
-from exp.config.reading import UNKNOWN, is_node, leaves, read
+from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
 from exp.config.targets import resolve as resolve_target
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
 from exp.types import DataSpec, Stage
@@ -58,7 +58,6 @@ Value = TypeVar("Value")
 SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
-SPEC_KEYS = ("input_shape", "input_dtype", "num_outputs")
 # What holds the samples, and may be on another machine.
 DATA_SETS = ("data.dataset", "data.train", "data.val", "data.test")
 PLACEMENT_KEYS = ("strategy", "launch", "security")
@@ -185,7 +184,8 @@ class Plan:
         objective, phases, network = build_objective(self.plain), build_phases(self.plain), self.shapes.network
         if network is None:
             raise RunError("the network cannot be built without numbers, and so its FLOPs are not counted")
-        return flops_of_a_sample(data, network=network, objective=objective, phases=phases)
+        inputs = tuple(self.spec.inputs)
+        return flops_of_a_sample(data, network=network, objective=objective, phases=phases, inputs=inputs)
 
     @functools.cached_property
     def resuming(self) -> Resuming:
@@ -617,13 +617,15 @@ def _fill_in(config: DictConfig) -> bool:
     """
     from exp.construct import build_data, plain_config
 
-    if all(config.data[key] is not None for key in SPEC_KEYS):
+    if not is_open(config.data):
         return False
     # Resolved alone: other nodes may interpolate what is filled in here.
     given = {name: plain_config(config[name]) for name in ("data", "security")}
     left = {name: OmegaConf.to_container(config[name], resolve=False) for name in ("objective", "metrics")}
     spec = build_data({**given, **left, "seed": config.seed}).spec
-    config.data.input_shape = list(spec.input_shape)
+    if list(spec.inputs) != ["input"]:
+        config.data.inputs = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in spec.inputs.items()}
+    config.data.input_shape = None if spec.input_shape is None else list(spec.input_shape)
     config.data.input_dtype = spec.input_dtype
     config.data.num_outputs = spec.num_outputs
     config.data.num_classes = spec.num_classes

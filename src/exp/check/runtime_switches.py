@@ -15,6 +15,7 @@ from exp.hooks.hook import Hook
 from exp.models.matching import ANY_BATCH_NORM
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint
+from exp.types import DataSpec
 
 CHANNELS_LAST = "runtime.channels_last"
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -31,7 +32,7 @@ def switch_faults(planned: Blueprint) -> Sequence[Fault]:
         backend, accelerator = runtime["compile_backend"], planned.placement.accelerator
         faults += compile_faults(planned.network, backend=backend, accelerator=accelerator)
     if runtime["channels_last"]:
-        faults += channels_last_faults(planned.network, planned.config["data"]["input_shape"])
+        faults += channels_last_faults(planned.network, DataSpec.of(planned.config["data"]))
     if runtime["cuda_graph"]:
         faults += cuda_graph_faults(planned)
     if runtime["out_of_memory"] == "halve":
@@ -98,13 +99,14 @@ def _has_compiler() -> bool:
     return any(shutil.which(name) for name in (*named, *COMPILERS))
 
 
-def channels_last_faults(network: nn.Module, input_shape: Sequence[int]) -> list[Fault]:
-    """What it would not do anything for. input_shape: of one sample."""
-    if len(input_shape) != 3:
+def channels_last_faults(network: nn.Module, spec: DataSpec) -> list[Fault]:
+    """What it would not do anything for."""
+    shapes = [list(one.shape) for one in spec.inputs.values()]
+    if all(len(shape) != 3 for shape in shapes):
         return [
             Fault(
                 key=CHANNELS_LAST,
-                got=f"true with samples of shape {list(input_shape)}",
+                got=f"true with samples of shape {' and '.join(map(str, shapes))}",
                 expected="samples [C, H, W], so that a batch has four dimensions",
                 cure=f"Write {CHANNELS_LAST}=false",
             )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Interval, Predicate
 
 from exp.config.reading import is_node
 from exp.files import can_be_a_path
-from exp.types import SPAN, Stage
+from exp.types import SPAN, SampleDtype, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 
@@ -30,6 +30,23 @@ def _is_duration(value: object) -> bool:
 
 def _is_span(value: str) -> bool:
     return bool(value) and SPAN.fullmatch(value) is not None
+
+
+# In a sample. A batch of more overflows torch's own numbers.
+MOST_NUMBERS = 10**12
+
+
+def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
+    """A shape and a dtype for each name; `target` is what the outputs are compared with."""
+    sizes = [size for one in inputs.values() if isinstance(one.get("shape"), list) for size in one["shape"]]
+    return (
+        bool(inputs)
+        and "target" not in inputs
+        and all(one.keys() == {"shape", "dtype"} and isinstance(one["shape"], list) for one in inputs.values())
+        and all(one["dtype"] in get_args(SampleDtype) for one in inputs.values())
+        and all(size is None or (type(size) is int and size > 0) for size in sizes)
+        and all(math.prod(size or 1 for size in one["shape"]) <= MOST_NUMBERS for one in inputs.values())
+    )
 
 
 Count = Annotated[int, Ge(1)]
@@ -60,12 +77,16 @@ Duration = Annotated[
     Predicate(_is_duration),
 ]
 Span = Annotated[str, "a time such as 90s, 30m or 1h30m", Predicate(_is_span)]
+Inputs = Annotated[
+    dict[str, dict[str, Any]],
+    "a mapping of names to {shape: [3, 32, 32], dtype: float32}, null in a shape for a length that differs",
+    Predicate(_are_inputs),
+]
 Node = Annotated[dict[str, Any], "a node with a _target_", Predicate(is_node)]
-# A batch of more overflows torch's own numbers.
 Sample = Annotated[
     list[Count],
     "a list of integers, 1 or more, of which a sample has at most 1e12 numbers",
-    Predicate(lambda shape: math.prod(shape) <= 10**12),
+    Predicate(lambda shape: math.prod(shape) <= MOST_NUMBERS),
 ]
 Groups = Annotated[dict[str, dict[str, Any]], "a mapping of names to a mapping"]
 
@@ -137,6 +158,7 @@ SCHEMA: dict[str, Any] = {
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
     "data.num_workers": Workers,
+    "data.inputs": Inputs | None,
     "data.input_shape": Sample | None,
     "data.num_classes": Count | None,
     "data.num_outputs": Count | None,
@@ -184,6 +206,7 @@ VALUES: dict[str, Any] = {
 # Below the same nodes: what exp reads itself, so that it must be there, and what to write for "nothing special".
 PRESENT: dict[str, str] = {
     "data.batch_size": "64",
+    "data.inputs": "null",
     "data.input_shape": "null",
     "data.input_dtype": "null",
     "data.num_classes": "null",

@@ -88,9 +88,9 @@ def examine_shapes(
         if objective is not None:
             terms = objectives_by_forward(phases, objective)
         named = [name for name in terms if name is not None and name in forward_names(network)]
-        inputs = example_inputs(spec, device="meta")
-        if objective is not None and objective.differentiated_twice:
-            inputs = tuple(one.requires_grad_(one.is_floating_point()) for one in inputs)
+        inputs, is_twice = example_inputs(spec, device="meta"), bool(objective and objective.differentiated_twice)
+        for one in inputs.values():
+            one.requires_grad_(is_twice and one.is_floating_point())
         handles = [
             module.register_forward_pre_hook(_refuse_integers)
             for module in network.modules()
@@ -100,7 +100,7 @@ def examine_shapes(
         try:
             for name in (None, *named):
                 seen = network if name is None else with_forward(network, name)
-                traces[name] = recorder.trace(seen, inputs)
+                traces[name] = _traced(recorder, seen, inputs)
             seen = network
             materialise(network, inputs)
             if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
@@ -129,6 +129,32 @@ def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict
     for phase in phases:
         names.setdefault(phase.forward, []).extend(phase.terms)
     return {forward: objective.only(terms) for forward, terms in names.items()}
+
+
+def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
+    """Raises: ConfigError where the network's forward needs an input that the data does not have."""
+    parameters = inspect.signature(network.forward).parameters.values()
+    needed = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in inputs]
+    is_alone = len(inputs) == 1 or "input" in inputs
+    # A network of one input takes the only one by any name.
+    if not missing or (is_alone and len(needed) == 1):
+        return recorder.trace(network, inputs)
+    close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
+    raise ConfigError(
+        [
+            Fault(
+                key="data.inputs",
+                got=f"{among(inputs)}, and the forward of {type(network).__name__} takes {', '.join(needed)}",
+                expected=f"an input named {' and one named '.join(missing)}",
+                cure=close or "Give samples as mappings with these names, or name a tuple's values in data.inputs",
+            )
+        ]
+    )
 
 
 def _refuse_integers(module: nn.Linear, inputs: tuple[object, ...]) -> None:
@@ -351,10 +377,11 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
                     expected=f"one of {among(known, word=part)}, or '' for the whole",
                     cure=did_you_mean(part, known),
                 )
-        if isinstance(term, R1 | JacobianNorm) and term.input == "input" and "int" in spec.input_dtype:
+        own = spec.inputs.get(term.input) if isinstance(term, R1 | JacobianNorm) else None
+        if own is not None and "int" in own.dtype:
             yield Fault(
                 key=f"objective.{name}.input",
-                got=f"input, which is {spec.input_dtype}: whole numbers have no gradient",
+                got=f"{term.input}, which is {own.dtype}: whole numbers have no gradient",
                 expected="a value of floating numbers",
                 cure="Let the network return its embedding by a name, and write that name",
             )
@@ -427,7 +454,7 @@ def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterato
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
     """Whether a gradient of the output, with respect to inputs and parameters, refuses to be differentiated."""
-    sources = [one for one in (*trace.inputs, *trace.network.parameters()) if one.requires_grad]
+    sources = [one for one in (*trace.inputs.values(), *trace.network.parameters()) if one.requires_grad]
     ends = [one for one in tensors_in(output) if one.requires_grad and one.is_floating_point()]
     if not ends or not sources:
         return False

@@ -18,7 +18,7 @@ from exp.nested import moved, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase
-from exp.types import Batch
+from exp.types import INPUT, Batch
 
 META = torch.device("meta")
 
@@ -29,6 +29,7 @@ def flops_of_a_sample(
     network: nn.Module,
     objective: Objective,
     phases: Sequence[Phase] = (),
+    inputs: Sequence[str] = INPUT,
 ) -> FlopCount:
     """The mean over the samples of a batch; with phases over the steps in which each is due, with its repeats.
 
@@ -36,7 +37,7 @@ def flops_of_a_sample(
     these are the model's FLOPs, not the hardware's. Sequences of other lengths than this batch's cost something else.
 
     data: a batch, as the data set gives it; only its shapes and dtypes are looked at.
-    network: on the meta device, every layer sized.
+    network: on the meta device, every layer sized. inputs: the names of the data's inputs.
     Raises: whatever the network or the objective raises for tensors that hold no numbers.
     """
     with preserve_generators(), torch.device(META):
@@ -48,7 +49,7 @@ def flops_of_a_sample(
         forward: defaultdict[str, float] = defaultdict(float)
         backward: defaultdict[str, float] = defaultdict(float)
         is_estimated = False
-        for run, share in _passes(network, objective, phases):
+        for run, share in _passes(network, objective, phases, inputs):
             there, back = _counted_pass(functools.partial(run, batch))
             is_estimated = is_estimated or back is None
             for operator, flops in there.items():
@@ -66,24 +67,24 @@ def flops_of_a_sample(
 
 
 def _passes(
-    network: nn.Module, objective: Objective, phases: Sequence[Phase]
+    network: nn.Module, objective: Objective, phases: Sequence[Phase], inputs: Sequence[str]
 ) -> Iterator[tuple[Callable[[Batch], Tensor], float]]:
     """Each forward with its objective, and how often it runs in a step."""
     if not phases:
-        yield _loss_of(network, objective), 1.0
+        yield _loss_of(network, objective, inputs), 1.0
     for phase in phases:
         trained = {id(parameter) for parameter in trained_parameters(network, phase.parameters)}
         learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
         for parameter in learning:
             parameter.requires_grad_(id(parameter) in trained)
         view = network if phase.forward is None else with_forward(network, phase.forward)
-        yield _loss_of(view, objective.only(phase.terms)), phase.repeats / phase.every_n_steps
+        yield _loss_of(view, objective.only(phase.terms), inputs), phase.repeats / phase.every_n_steps
         for parameter in learning:
             parameter.requires_grad_(True)
 
 
-def _loss_of(network: nn.Module, objective: Objective) -> Callable[[Batch], Tensor]:
-    run = forward_by_name(network)
+def _loss_of(network: nn.Module, objective: Objective, inputs: Sequence[str]) -> Callable[[Batch], Tensor]:
+    run = forward_by_name(network, inputs)
 
     def loss_of(batch: Batch) -> Tensor:
         loss: Tensor
@@ -91,7 +92,7 @@ def _loss_of(network: nn.Module, objective: Objective) -> Callable[[Batch], Tens
             loss, _ = objective(run(network, batch.data), batch)
             return loss
         with needing(objective.needs, network):
-            passes = make_passes(objective.needs, network=network, run=run, data=batch.data)
+            passes = make_passes(objective.needs, network=network, run=run, data=batch.data, inputs=inputs)
             loss, _ = objective(passes.run(), batch, passes)
         return loss
 

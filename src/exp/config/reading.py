@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -24,8 +24,7 @@ from exp.spelling import nearest
 MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 # Filled in from the data before a run; null until then, and other keys refer to them.
-DESCRIBED = ("input_shape", "input_dtype", "num_outputs")
-OF_DATA = re.compile(r"\$\{data\.(input_shape|input_dtype|num_outputs|num_classes)\b")
+OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num_classes)\b")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
 
 
@@ -71,6 +70,12 @@ def read(config: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
 
 def is_node(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
+
+
+def is_open(data: Mapping[str, Any]) -> bool:
+    """Whether a data node leaves something to the data: its inputs, by name or alone, or the number of outputs."""
+    left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
+    return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -156,10 +161,7 @@ class _Reader:
         data = self.raw.get("data")
         if not isinstance(data, dict):
             return False
-        found = {name for name in OF_DATA.findall(text) if name in data and data[name] is None}
-        return bool(found & set(DESCRIBED)) or bool(
-            found and any(data[name] is None for name in DESCRIBED if name in data)
-        )
+        return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
         for variable in ENVIRONMENT.findall(text):

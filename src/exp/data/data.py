@@ -11,9 +11,10 @@ import torch
 from annotated_types import Ge
 from torch.utils.data import IterableDataset, default_collate
 
+from exp.data.entries import by_name, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
-from exp.data.labels import IGNORED, Labels, input_and_target
+from exp.data.labels import IGNORED, Labels
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators
 from exp.data.spec import DeclaredSpec, read_spec, stated_classes
@@ -31,7 +32,7 @@ from exp.data.workers import (
     received,
 )
 from exp.errors import ConfigError, RunError
-from exp.types import DataSpec, SampleDtype, Stage
+from exp.types import DataSpec, SampleDtype, Stage, tensor_specs
 
 # Of a part, that the check looks at before a run.
 SAMPLES = 64
@@ -52,7 +53,9 @@ class Data:
     shuffle_buffer: samples among which the order of a stream is random.
     transforms: applied in turn to the input of each sample. train_transforms: the same before them, in training only.
     collate: list of samples to batch; None means torch's own.
-    input_shape, input_dtype, num_classes, num_outputs: see DataSpec; None leaves them to the data.
+    inputs: a shape and a dtype for each input by name, of samples with several or with another than `input`; null in
+        a shape is a length that differs from batch to batch. Of samples that are tuples the names are in their order.
+    input_shape, input_dtype, num_classes, num_outputs: see DataSpec. None leaves them, and `inputs`, to the data.
     input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels
         from 0 (black) to 1 (white). One number, or one a channel. They serve to show the pictures again.
     ignored_labels: whole targets that are no class and that losses leave out; None means every ignore_index of the
@@ -83,6 +86,7 @@ class Data:
         transforms: Mapping[str, Any] | None = None,
         train_transforms: Mapping[str, Any] | None = None,
         collate: Collate | None = None,
+        inputs: Mapping[str, Any] | None = None,
         input_shape: Sequence[int] | None = None,
         input_dtype: SampleDtype | None = None,
         num_classes: int | None = None,
@@ -107,7 +111,9 @@ class Data:
         self.input_mean, self.input_std = input_mean, input_std
         self._parts = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self._check_batches()
+        self._inputs = tuple(inputs or ())
         declared = DeclaredSpec(
+            inputs=None if inputs is None else tensor_specs(inputs),
             input_shape=None if input_shape is None else tuple(input_shape),
             input_dtype=input_dtype,
             num_classes=num_classes,
@@ -163,6 +169,7 @@ class Data:
                 dataset=dataset,
                 sampler=sampler,
                 pin_memory=self._options.pin_memory,
+                inputs=self._inputs,
                 # Of tensors the labels have been looked at whole.
                 labels=None if isinstance(dataset, Tensors) else self._labels,
             )
@@ -182,11 +189,11 @@ class Data:
         if isinstance(part, IterableDataset):
             return None
         if self._by_index(stage) and isinstance(part, Tensors):
-            return part.entries
+            return by_name(part.entries, self._inputs)
         count = min(self.batch_size, SAMPLES, samples_in(part))
         with preserve_generators():
             if self._by_index(stage):
-                entries = gathered(part, torch.arange(count), stage=stage)
+                entries = by_name(gathered(part, torch.arange(count), stage=stage), self._inputs)
                 self._labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
                 return entries
             source, ends = self._source(stage), time.monotonic() + seconds
@@ -201,7 +208,7 @@ class Data:
         )
 
     def _assembly(self, named: Callable[[int], str]) -> Assembly:
-        return Assembly(collate=self._collate, labels=self._labels, named=named)
+        return Assembly(collate=self._collate, inputs=self._inputs, labels=self._labels, named=named)
 
     def _transforms_of(self, stage: Stage) -> tuple[Transform, ...]:
         return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
@@ -237,7 +244,9 @@ class Data:
     def _check_labels(self) -> None:
         """Data in memory is looked at whole; other labels as they are read."""
         for stage, part in self._parts.items():
-            wrong = self._labels.first_wrong(input_and_target(part.entries)[1]) if isinstance(part, Tensors) else None
+            if not isinstance(part, Tensors):
+                continue
+            wrong = self._labels.first_wrong(target_in(by_name(part.entries, self._inputs)))
             if wrong is not None:
                 index, label = wrong
                 raise ConfigError([self._labels.fault(label, of=sample_name(part, index, stage=stage))])
@@ -249,12 +258,12 @@ class Data:
             return declared.whole
         with preserve_generators():
             batch = self._first(stage, part)
-        return read_spec(declared, batch, num_classes=stated_classes(self._parts, declared.num_classes))
+        return read_spec(declared, batch, num_classes=stated_classes(self._parts, declared))
 
     def _first(self, stage: Stage, part: Any) -> object:
         """A batch of one sample."""
         if self._by_index(stage):
-            return gathered(part, torch.zeros(1, dtype=torch.int64), stage=stage)
+            return by_name(gathered(part, torch.zeros(1, dtype=torch.int64), stage=stage), self._inputs)
         if not isinstance(part, IterableDataset):
             source = self._source(stage)
             return received(self._assembly(source.named)([source[0, 0]]))
@@ -262,7 +271,7 @@ class Data:
         sample = next(open_stream(part, epoch=0), None)
         if sample is None:
             raise data_fault(stage, got="an empty stream", expected="at least one sample")
-        return self._collate([apply_transforms(sample, transforms)])
+        return by_name(self._collate([apply_transforms(sample, transforms)]), self._inputs)
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from exp.data.entries import by_name
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
 from exp.errors import UserCodeError
@@ -118,10 +119,17 @@ class IndexedLoader(Loader):
     """
 
     def __init__(
-        self, *, stage: Stage, dataset: Indexed, sampler: ShareSampler, pin_memory: bool, labels: Labels | None = None
+        self,
+        *,
+        stage: Stage,
+        dataset: Indexed,
+        sampler: ShareSampler,
+        pin_memory: bool,
+        inputs: Sequence[str] = (),
+        labels: Labels | None = None,
     ) -> None:
         super().__init__(stage=stage)
-        self._labels = labels
+        self._inputs, self._labels = inputs, labels
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
         first = tensors_of(dataset.gather(torch.zeros(1, dtype=torch.int64)))
         sample_bytes = sum(tensor.nbytes for tensor in first)
@@ -154,7 +162,7 @@ class IndexedLoader(Loader):
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
         """The samples at indices as batches of `each`, which share one storage."""
-        entries = gathered(dataset, indices, stage=self.stage)
+        entries = cast(Entries, by_name(gathered(dataset, indices, stage=self.stage), self._inputs))
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
         if self.pin_memory:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from exp.data.faults import SampleError, data_fault
+from exp.data.entries import target_in
+from exp.data.faults import SampleError
 from exp.errors import Fault
 
 # The ignore_index of torch's losses.
@@ -46,7 +47,7 @@ class Labels:
 
     def refuse(self, batch: object, named: Callable[[int], str]) -> None:
         """Raises: SampleError where a sample of a batch has a label outside. named: it in words, by its place."""
-        wrong = self.first_wrong(input_and_target(batch)[1])
+        wrong = self.first_wrong(target_in(batch))
         if wrong is not None:
             place, label = wrong
             raise SampleError(self.fault(label, of=named(place)))
@@ -75,19 +76,3 @@ def classes_in(targets: object) -> int | None:
     if not isinstance(targets, Tensor) or not is_whole(targets):
         return None
     return int(targets.max()) + 1
-
-
-def input_and_target(batch: object) -> tuple[object, object]:
-    """The two that every model and objective use; None for a target that is not there."""
-    if isinstance(batch, Mapping):
-        if "input" not in batch:
-            raise data_fault(
-                "collate",
-                got=f"samples with the entries {sorted(batch)}",
-                expected="an entry named input among them",
-                cure="Name it so in the data set, or in data.collate",
-            )
-        return batch["input"], batch.get("target")
-    if isinstance(batch, tuple | list):
-        return batch[0], batch[1] if len(batch) > 1 else None
-    return batch, None

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from exp.data.entries import by_name, inputs_in, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
-from exp.data.labels import classes_in, input_and_target
-from exp.types import DataSpec, Stage, dtype_name
+from exp.data.labels import classes_in
+from exp.spelling import among, did_you_mean
+from exp.types import DataSpec, Stage, TensorSpec, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredSpec:
-    """The four keys of the data node; None where the data is to say."""
+    """The five keys of the data node; None where the data is to say."""
 
+    inputs: Mapping[str, TensorSpec] | None
     input_shape: tuple[int, ...] | None
     input_dtype: str | None
     num_classes: int | None
@@ -25,9 +28,11 @@ class DeclaredSpec:
     @property
     def whole(self) -> DataSpec | None:
         """The spec where nothing is left to the data."""
-        if self.input_shape is None or self.input_dtype is None or self.num_outputs is None:
+        is_known = self.inputs or (self.input_shape is not None and self.input_dtype is not None)
+        if not is_known or self.num_outputs is None:
             return None
         return DataSpec(
+            inputs=self.inputs or {},
             input_shape=self.input_shape,
             input_dtype=self.input_dtype,
             num_classes=self.num_classes,
@@ -42,15 +47,20 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
     it says nothing.
     Raises: ConfigError that names the key whose value is not what the data holds, or that the data cannot tell.
     """
-    values, target = input_and_target(batch)
-    if not isinstance(values, Tensor):
+    values = inputs_in(batch)
+    shapes = {name: tuple(value.shape[1:]) for name, value in values.items()}
+    found = {name: TensorSpec(shape=shapes[name], dtype=dtype_name(value.dtype)) for name, value in values.items()}
+    target = target_in(batch)
+    if declared.inputs is None and declared.input_shape is not None and "input" not in found:
         raise data_fault(
-            "transforms",
-            got=f"samples whose input is {type(values).__name__}",
-            expected="a tensor, an array or a number",
-            cure="Turn it into one in data.transforms or in the data set",
+            "inputs",
+            got=f"null, and samples with the entries {', '.join(found)}",
+            expected="a shape and a dtype for each that the network takes, or an entry named input",
+            cure="Leave them to the data with data.input_shape=null",
         )
-    shape, dtype = tuple(values.shape[1:]), dtype_name(values.dtype)
+    _refuse_other_inputs(declared.inputs, found)
+    only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
+    shape, dtype = (shapes[only], found[only].dtype) if only else (None, None)
     _refuse_unlike("input_shape", declared.input_shape, shape)
     _refuse_unlike("input_dtype", declared.input_dtype, dtype)
     _refuse_unlike("num_classes", declared.num_classes, num_classes)
@@ -65,18 +75,44 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
             got="null, and the data set does not say it",
             expected="the number of classes, or data.num_outputs for a regression",
         )
-    return DataSpec(input_shape=shape, input_dtype=dtype, num_classes=classes, num_outputs=outputs)
+    is_plain = list(found) == ["input"] or declared.input_shape is not None
+    return DataSpec(
+        inputs=declared.inputs or ({} if is_plain else found),
+        input_shape=shape,
+        input_dtype=dtype,
+        num_classes=classes,
+        num_outputs=outputs,
+    )
 
 
-def stated_classes(parts: Mapping[Stage, object], declared: int | None) -> int | None:
+def stated_classes(parts: Mapping[Stage, object], declared: DeclaredSpec) -> int | None:
     """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold."""
     stated: list[int | None] = [getattr(part, "num_classes", None) for part in parts.values()]
     if known := [classes for classes in stated if classes is not None]:
         return max(known)
-    if declared is not None:
-        return declared
-    found = [classes_in(input_and_target(part.entries)[1]) for part in parts.values() if isinstance(part, Tensors)]
+    if declared.num_classes is not None:
+        return declared.num_classes
+    names = tuple(declared.inputs or ())
+    found = [
+        classes_in(target_in(by_name(part.entries, names))) for part in parts.values() if isinstance(part, Tensors)
+    ]
     return max((classes for classes in found if classes is not None), default=None)
+
+
+def _refuse_other_inputs(declared: Mapping[str, TensorSpec] | None, found: Mapping[str, TensorSpec]) -> None:
+    """Raises: ConfigError where data.inputs names what samples do not have, or of another shape or dtype."""
+    for name, one in (declared or {}).items():
+        if name not in found:
+            expected = f"an entry of the samples, which have {among(found, word=name)}"
+            raise data_fault(f"inputs.{name}", got=name, expected=expected, cure=did_you_mean(name, found))
+        held = found[name]
+        fits = len(one.shape) == len(held.shape) and all(
+            size is None or size == other for size, other in zip(one.shape, held.shape, strict=True)
+        )
+        if not fits:
+            expected = f"{list(held.shape)}, which is what the data holds, with null for a length that differs"
+            raise data_fault(f"inputs.{name}.shape", got=str(list(one.shape)), expected=expected)
+        _refuse_unlike(f"inputs.{name}.dtype", one.dtype, held.dtype)
 
 
 def _refuse_unlike(key: str, declared: object, found: object) -> None:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from exp.data.entries import by_name, target_in
 from exp.data.faults import SampleError
 from exp.data.in_memory import sample_name, samples_in
-from exp.data.labels import Labels, input_and_target
+from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
-from exp.errors import ExpError, Fault, Interrupted, UserCodeError
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError
 from exp.signals import heed
 from exp.types import Batch, Stage
 
@@ -73,10 +74,12 @@ class Sample:
 class Assembly:
     """Makes a batch of samples, and refuses labels that are none of the classes.
 
+    inputs: the names of a sample's values but the target, where the config gives some.
     named: a sample in words, by its index.
     """
 
     collate: Collate
+    inputs: tuple[str, ...]
     labels: Labels
     named: Callable[[int], str]
 
@@ -95,13 +98,16 @@ class Assembly:
             first, last = self.named(read[0].index), self.named(read[-1].index)
             return told(error, what=f"making a batch of {len(read)} samples, from {first} to {last},")
         try:
+            batch = by_name(batch, self.inputs)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
+        except ConfigError as error:
+            return SampleError(error.faults[0])
         except SampleError as error:
             return error
         return batch
 
     def _place(self, samples: Sequence[Sample], place: int, batch: object) -> str:
-        target = input_and_target(batch)[1]
+        target = target_in(batch)
         if isinstance(target, Tensor) and len(target) == len(samples):
             return self.named(samples[place].index)
         # A collate function of the user's own may put several samples into one row.
@@ -255,12 +261,15 @@ def end_workers() -> None:
 
 
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
-    """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping."""
+    """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping.
+
+    A mapping without such an entry, and more values than two, are given to the transforms whole.
+    """
     if not transforms:
         return sample
-    if isinstance(sample, Mapping):
+    if isinstance(sample, Mapping) and "input" in sample:
         return {**sample, "input": applied(sample["input"], transforms)}
-    if isinstance(sample, tuple | list):
+    if isinstance(sample, tuple | list) and len(sample) <= 2:
         return (applied(sample[0], transforms), *sample[1:])
     return applied(sample, transforms)
 

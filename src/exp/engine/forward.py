@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,9 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exp.engine.compilation import as_needed
 from exp.errors import RunError
+from exp.models.inference import input_names, network_call
 from exp.nested import Nested, mapped
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
+from exp.types import INPUT
 
 # The values of a forward by name, as terms, metrics and hooks find them.
 Values = Mapping[str, Any]
@@ -25,43 +26,14 @@ Runner = Callable[..., Any]
 Forward = Callable[[Runner, Any], dict[str, Any]]
 
 
-def input_names(network: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of a network's forward that a batch's entries may fill by name."""
-    return tuple(
-        name
-        for name, parameter in inspect.signature(network.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    )
-
-
-def network_call(network: nn.Module) -> Callable[[Runner, Mapping[str, Tensor]], Any]:
-    """Return how a network is called with a batch that is a mapping: with the entries that its forward names.
-
-    Where it names none of them, with the entry `input` alone.
-    """
-    names = input_names(network)
-
-    def call(run_network: Runner, data: Mapping[str, Tensor]) -> Any:
-        named = {name: data[name] for name in names if name in data}
-        if named:
-            return run_network(**named)
-        if "input" in data:
-            return run_network(data["input"])
-        raise RunError(
-            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
-            "or an entry called input"
-        )
-
-    return call
-
-
-def forward_by_name(network: nn.Module) -> Forward:
+def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forward:
     """Return one forward pass: of what runs the network and a batch's data it makes the values by name.
 
+    inputs: the names of the data's inputs, as network_call takes them.
     They are the batch's own entries (`input` and `target` where they have no names), what the network returns by name,
     and `output`, which is all that it returns unless it names one so.
     """
-    call = network_call(network)
+    call = network_call(network, inputs)
 
     def forward(run_network: Runner, data: Any) -> dict[str, Any]:
         if isinstance(data, Mapping):
@@ -111,18 +83,20 @@ def make_passes(
     network: nn.Module,
     run: Forward,
     data: object,
+    inputs: Sequence[str] = INPUT,
     runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
     """Return the passes of one step, made inside `needing`, under the step's autocast; its forward is `passes.run()`.
 
-    needs: of the objective, or of the terms of one phase. run, runner, loss_scale: as Passes takes them.
+    needs: of the objective, or of the terms of one phase. inputs: the names of the data's inputs.
+    run, runner, loss_scale: as Passes takes them.
     """
     return Passes(
         network=network,
         run=run,
         data=_outside_inference(data) if not torch.is_inference_mode_enabled() else data,
-        inputs=(*input_names(network), "input"),
+        inputs=(*input_names(network), *inputs),
         runner=runner,
         loss_scale=loss_scale,
         inputs_require_grad="input_gradients" in needs,

@@ -35,7 +35,7 @@ from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local
-from exp.types import STAGES, Batch, Stage
+from exp.types import INPUT, STAGES, Batch, Stage
 
 if TYPE_CHECKING:
     from exp.engine.halving import Halving
@@ -62,6 +62,7 @@ class TrainingModule(LightningModule):
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
     rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
+    inputs: the names of the data's inputs.
     """
 
     averages_gradients = False
@@ -83,9 +84,10 @@ class TrainingModule(LightningModule):
         seed: int = 0,
         rank: int = 0,
         limits: Limits | None = None,
+        inputs: Sequence[str] = INPUT,
     ) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.inputs = network, tuple(inputs)
         self.objective = objective
         self.optimization = optimization
         self.seed, self.rank = seed, rank
@@ -109,7 +111,7 @@ class TrainingModule(LightningModule):
         self.saved = "no checkpoint was saved before it"
         # Not a submodule: what calls the network may hold it in another wrapping, and the state dict has it once.
         self.__dict__["run_network"] = network
-        self._run = forward_by_name(network)
+        self._run = forward_by_name(network, self.inputs)
         self._needs = objective.needs
         self._is_weighed = bool(objective.weighed)
 
@@ -322,7 +324,13 @@ class TrainingModule(LightningModule):
         scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
         with needing(objective.needs, network):
             passes = make_passes(
-                objective.needs, network=network, run=run, data=batch.data, runner=runner, loss_scale=scale
+                objective.needs,
+                network=network,
+                run=run,
+                data=batch.data,
+                inputs=self.inputs,
+                runner=runner,
+                loss_scale=scale,
             )
             values = passes.run()
             loss, parts = objective(values, batch, passes)

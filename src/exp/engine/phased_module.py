@@ -73,7 +73,7 @@ class PhasedModule(TrainingModule):
         # Views of the network, not submodules: the state dict has it once.
         views = {phase.forward: self.network for phase in self.phases}
         views |= {name: with_forward(self.network, name) for name in views if name is not None}
-        self._forwards = {name: (view, forward_by_name(view)) for name, view in views.items()}
+        self._forwards = {name: (view, forward_by_name(view, self.inputs)) for name, view in views.items()}
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
         needs: dict[str | None, frozenset[str]] = {}

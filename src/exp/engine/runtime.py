@@ -6,8 +6,7 @@ are the same, in another order: kernels may round otherwise.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,15 +55,15 @@ def _laid_out(value: object) -> object:
     return value
 
 
-def set_threads(requested: int | None, *, network: nn.Module, input_shape: Sequence[int], batch_size: int) -> int:
+def set_threads(requested: int | None, *, network: nn.Module, positions: int, batch_size: int) -> int:
     """Set the threads of this process's operators, and return how many.
 
     requested: None takes one thread for a small network, and leaves torch's choice otherwise (OMP_NUM_THREADS or the
         cores; a rank's launcher has shared them out).
-    input_shape: of one sample. batch_size: samples that this rank has of a batch.
+    positions: numbers in the largest input of one sample. batch_size: samples that this rank has of a batch.
     """
-    # No layer meets more positions than the input has, so no forward has more multiply-adds than this.
-    bound = sum(parameter.numel() for parameter in network.parameters()) * batch_size * math.prod(input_shape)
+    # No layer meets more positions than an input has, so no forward has more multiply-adds than this.
+    bound = sum(parameter.numel() for parameter in network.parameters()) * batch_size * positions
     if requested is not None:
         torch.set_num_threads(requested)
     elif bound < SMALL_FORWARD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -19,6 +19,7 @@ from exp.hooks.hook import Hook, Values
 from exp.hooks.isolated_forward import apart, objective_faults, running
 from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
+from exp.models.inference import network_call
 from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
 from exp.nested import mapped, tensors_in
 from exp.types import Batch
@@ -87,7 +88,7 @@ class PerSampleGradients(Hook):
             yield self.fault(key="model", got=f"{paths}: {kind}, which mixes samples, {own}", expected=APART, cure=cure)
         elif trace is not None:
             cure = f"Choose another model, or {self.leave_out}"
-            count = len(trace.inputs[0])
+            count = len(next(iter(trace.inputs.values())))
             shapes = [list(tensor.shape) for tensor in tensors_in(trace.output)]
             if any(not shape or shape[0] != count for shape in shapes):
                 got = f"a network that makes of {count} samples a tensor of shape {shapes[0]}, {own}"
@@ -161,10 +162,15 @@ def _mixes(module: nn.Module) -> bool:
     return isinstance(module, ANY_BATCH_NORM) or (isinstance(module, INSTANCE_NORMS) and module.track_running_stats)
 
 
-def _why_not_by_vmap(network: nn.Module, inputs: Sequence[Tensor]) -> str | None:
+def _why_not_by_vmap(network: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
+    call = network_call(network, tuple(inputs))
+
+    def output(sample: Mapping[str, Tensor]) -> object:
+        return call(network, {name: one[None] for name, one in sample.items()})
+
     try:
         with torch.no_grad():
-            vmap(lambda *sample: network(*(one[None] for one in sample)), randomness="different")(*inputs)
+            vmap(output, randomness="different")(dict(inputs))
     except Exception as error:  # a user's own layer may raise anything, and so do operators without numbers
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         return message if "vmap" in str(error) else None

@@ -15,7 +15,8 @@ from exp.hooks.hook import Hook, Values
 from exp.hooks.panels import Image, Panel
 from exp.hooks.step import Step
 from exp.nested import tensors_in
-from exp.types import STAGES, Stage
+from exp.spelling import among
+from exp.types import STAGES, DataSpec, Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
@@ -68,10 +69,13 @@ class Samples(Hook):
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         yield from stage_faults(self, self.stages, known=STAGES)
-        if self.input != "input":
-            yield from self._scale_faults(None)  # of another entry nothing is declared
+        inputs = DataSpec.of(planned.config["data"]).inputs
+        if self.input not in inputs:
+            if self.input == "input":
+                yield self.fault("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
+            yield from self._scale_faults(None)  # of another entry of the batch nothing is declared
             return
-        shape, dtype = list(planned.config["data"]["input_shape"]), planned.config["data"]["input_dtype"]
+        shape, dtype = list(inputs[self.input].shape), inputs[self.input].dtype
         if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in CHANNELS):
             expected = "data whose input is a picture, [H, W] or [C, H, W] with C of 1, 3 or 4"
             yield self.fault(got=f"input of shape {shape}", expected=expected, cure=self.leave_out)

@@ -149,12 +149,12 @@ class Throughput(Hook):
 
 
 def tokens_in_a_sample(data: object) -> int | None:
-    """T, where the input of a batch is whole numbers `[B, T]`; else None.
+    """T, where the input of a batch, the first of several, is whole numbers `[B, T]`; else None.
 
     data: a pair or a mapping of tensors, or the input alone, as the data set gives it.
     """
     if isinstance(data, Mapping):
-        data = data.get("input")
+        data = data["input"] if "input" in data else next((v for name, v in data.items() if name != "target"), None)
     elif isinstance(data, list | tuple):
         data = data[0]
     if not isinstance(data, Tensor) or data.dim() != 2 or data.is_floating_point() or data.dtype == torch.bool:

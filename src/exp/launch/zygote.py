@@ -177,7 +177,7 @@ def _work(request: bytes, result: IO[bytes], *, parent: int, handlers: dict[int,
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-        faulthandler.enable()
+        faulthandler.enable(2)  # whatever stands in the place of sys.stderr
         function, arguments = pickle.loads(request)
         for value in function(*arguments):
             result.write(pickle.dumps((value,)))

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from exp.models.containers import path_of
+from exp.models.inference import network_call
 from exp.nested import tensors_in
 
 
@@ -40,11 +41,12 @@ class Operation:
 class ForwardTrace:
     """One forward of a network on stand-in inputs, on the meta device in most cases: shapes and dtypes, no numbers.
 
+    inputs: the batch's entries by name, of which the network took those that its forward names.
     calls: of all modules, in the order in which they returned. operations: of all torch functions, in their order.
     """
 
     network: nn.Module
-    inputs: Sequence[Tensor]
+    inputs: Mapping[str, Tensor]
     output: object
     calls: Sequence[Call]
     operations: Sequence[Operation]
@@ -90,10 +92,10 @@ class Recorder(TorchFunctionMode):
         known = [call.module for call in self._stack if call.module in held]
         return path_of(network, module if module in held else known[-1] if known else network)
 
-    def trace(self, network: nn.Module, inputs: Sequence[Tensor]) -> ForwardTrace:
-        """Run `network(*inputs)` while entered. Raises whatever the forward raises."""
+    def trace(self, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
+        """Run the network on a batch's entries while entered. Raises whatever the forward raises."""
         self.clear()
-        output = network(*inputs)
+        output = network_call(network, tuple(inputs))(network, inputs)
         return ForwardTrace(network=network, inputs=inputs, output=output, calls=self.calls, operations=self.operations)
 
     def __enter__(self) -> Recorder:

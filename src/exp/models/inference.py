@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from exp.errors import ConfigError
+from exp.errors import ConfigError, RunError
 from exp.models.containers import ProgramModel, config_key, with_forward
-from exp.types import DataSpec
+from exp.types import INPUT, DataSpec
 
 # The class, its lazy one, and the parameter that may be left out. torch has no lazy recurrent layers.
 LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
@@ -31,25 +34,86 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 
 
+# What stands for a length that differs from batch to batch, where shapes are looked at.
+ANY_LENGTH = 16
+
+
+class NetworkCall(Protocol):
+    def __call__(self, run: Callable[..., Any], data: Mapping[str, Any]) -> Any:
+        """What `run`, the network or what stands in its place, gives for a batch's entries."""
+
+
 def lazy_class(cls: type, given: set[str]) -> type[nn.Module] | None:
     """The class that infers the size which `given`, the parameters that are given, leaves out; None where none does."""
     lazy, inferred = LAZY_CLASSES.get(cls, (None, ""))
     return None if inferred in given else lazy
 
 
-def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-    """A stand-in for the network's inputs: zeros `[batch_size, *input_shape]` of the declared dtype.
+def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """A stand-in for the network's inputs: zeros `[batch_size, *shape]` of the declared dtype, by name.
 
     Zeros are valid class and character numbers, too. The batch is of 2, for batch norm refuses one sample in training.
+    A length that differs from batch to batch is ANY_LENGTH.
     """
-    shape = (batch_size, *spec.input_shape)
-    return (torch.zeros(shape, dtype=getattr(torch, spec.input_dtype), device=device),)
+    return {
+        name: torch.zeros(
+            (batch_size, *(ANY_LENGTH if size is None else size for size in one.shape)),
+            dtype=getattr(torch, one.dtype),
+            device=device,
+        )
+        for name, one in spec.inputs.items()
+    }
 
 
-def materialise(network: nn.Module, inputs: Any) -> None:
+def input_names(network: nn.Module) -> tuple[str, ...]:
+    """The parameters of a network's forward that a batch's entries may fill by name."""
+    return tuple(
+        name
+        for name, parameter in inspect.signature(network.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    )
+
+
+def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCall:
+    """How a network is called with a batch's entries: with those that its forward names, in its own order.
+
+    Where it names none of them, with the only input that the data declares; all of them where it takes any name.
+
+    inputs: the names that the data declares, DataSpec.inputs.
+    """
+    parameters = inspect.signature(network.forward).parameters.values()
+    names = input_names(network)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = tuple(dict.fromkeys((*names, *inputs)))
+    # The first parameters go by position, where hooks and graphs look for them.
+    leading = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    only = inputs[0] if len(inputs) == 1 else "input"
+
+    def call(run: Callable[..., Any], data: Mapping[str, Any]) -> Any:
+        given = {name: data[name] for name in names if name in data}
+        if given:
+            return run(*[given.pop(name) for name in itertools.takewhile(given.__contains__, leading)], **given)
+        if only in data:
+            return run(data[only])
+        raise RunError(
+            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
+            "or one input alone in data.inputs"
+        )
+
+    return call
+
+
+def example_arguments(network: nn.Module, spec: DataSpec) -> tuple[Tensor, ...]:
+    """The stand-ins that the network's forward takes by position, on the meta device."""
+    inputs = example_inputs(spec, device="meta")
+    found: tuple[Tensor, ...] = network_call(network, tuple(inputs))(lambda *given, **_: given, inputs)
+    return found
+
+
+def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Give every lazy layer its shape by one forward, then initialise and freeze as the containers were told.
 
-    inputs: the arguments of `network`, or its only one. They are read only where a layer is lazy.
+    inputs: entries of a batch, by name. They are read only where a layer is lazy.
 
     The forward runs in evaluation mode and without gradients, so it changes no running statistics. Raises what the
     forward raises, and ConfigError, at the key below `model`, for an initialisation or a freeze that fits nothing.
@@ -59,11 +123,11 @@ def materialise(network: nn.Module, inputs: Any) -> None:
         network.eval()
         try:
             with torch.no_grad():
-                arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-                network(*arguments)
+                network_call(network, tuple(inputs))(network, inputs)
                 # Layers that only a further program uses.
                 for name in network.programs if isinstance(network, ProgramModel) else ():
-                    with_forward(network, name)(*arguments)
+                    view = with_forward(network, name)
+                    network_call(view, tuple(inputs))(view, inputs)
         finally:
             for module in network.modules():
                 # A lazy layer changes its class in place, so every module is one of those before.

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
 from exp.errors import ConfigError, Fault
-from exp.models.inference import example_inputs
+from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
 from exp.nested import moved
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
@@ -107,7 +107,7 @@ def inner_split(inner: str | None, *, devices_per_rank: int | None, layers: Laye
 def split_faults(planned: Blueprint, *, count: int, layers: Layers | None) -> list[Fault]:
     """Why the network cannot be cut into so many parts."""
     try:
-        inputs = example_inputs(DataSpec.of(planned.config["data"]), device="meta")
+        inputs = example_arguments(planned.network, DataSpec.of(planned.config["data"]))
         split(planned.network, count=count, layers=layers, inputs=inputs)
     except ConfigError as error:
         return list(error.faults)
@@ -173,7 +173,7 @@ class OverDevices(LightningStrategy):
     def setup(self, trainer: Trainer) -> None:
         network = network_of(self)
         if self._split is None:
-            inputs = example_inputs(data_of(trainer).spec, device="meta")
+            inputs = example_arguments(network, data_of(trainer).spec)
             self._split = split(network, count=len(self.devices), layers=self.layers, inputs=inputs)
         cast_inputs = precision_of(self).cast_inputs
         vars(module_of(self))["run_network"] = SplitNetwork(network, self._split, self.devices, cast=cast_inputs)

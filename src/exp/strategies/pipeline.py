@@ -13,7 +13,7 @@ from torch import nn
 
 from exp.data.data import Data
 from exp.errors import ConfigError, Fault
-from exp.models.inference import example_inputs
+from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
@@ -231,7 +231,7 @@ class PipelineStrategy(ModelParallel):
             network,
             count=len(owners),
             layers=self.plan.layers,
-            inputs=example_inputs(self._data().spec, device="meta"),
+            inputs=example_arguments(network, self._data().spec),
         )
         place = dist.get_rank(self.model_group)
         mine = [index for index, owner in enumerate(owners) if owner == place]

@@ -254,8 +254,8 @@ def graph_of(trace: ForwardTrace) -> GraphDef:
     picture has the names of the config. Whatever ran is drawn, control flow as it went.
     """
     drawing = _Drawing()
-    for place, tensor in enumerate(trace.inputs):
-        drawing.add(f"{INPUT}/{place}" if len(trace.inputs) > 1 else INPUT, "Placeholder", (), [tensor])
+    for name, tensor in trace.inputs.items():
+        drawing.add(f"{INPUT}/{name}" if len(trace.inputs) > 1 else INPUT, "Placeholder", (), [tensor])
     scopes: dict[nn.Module | None, str] = {
         module: path.replace(".", "/") for path, module in trace.network.named_modules()
     }

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.engine.datamodule import RunTrainer
-from exp.engine.forward import input_names
 from exp.engine.module import TrainingModule
+from exp.models.inference import input_names
 from exp.objectives.objective import ByWeight, Term
 from exp.optim.optimizer import Optimization
 from exp.precision.plugin import RunPrecision

@@ -43,6 +43,8 @@ class Term(AbstractTerm):
 
     def __init__(self, *, loss: nn.Module, weight: float = 1.0, output: str = "output", target: str = "target") -> None:
         super().__init__(weight=weight)
+        if not isinstance(loss, nn.Module):
+            raise ValueError(f"loss is {loss}; expected a module, such as {{_target_: torch.nn.MSELoss}}")
         self.loss = loss
         self.output = output
         self.target = target

@@ -23,7 +23,7 @@ from exp.config.targets import resolve
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
-from exp.errors import REFUSALS, ConfigError, ExpError, Fault, refusal, said
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, refusal, said
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.syntax import ProgramError
 from exp.objectives.objective import Objective
@@ -88,11 +88,12 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     except ImportError as error:
         fault = Fault(key=f"{key}._target_", got=f"{node['_target_']}: {error}", expected="an installed package")
         raise ConfigError([fault]) from error
-    except (*REFUSALS, MisconfigurationException, SystemExit) as error:
+    except (Exception, SystemExit) as error:
+        is_known = isinstance(error, (*REFUSALS, MisconfigurationException, SystemExit))
+        if not is_known and target.__module__.partition(".")[0] in LIBRARIES:
+            raise  # a bug; code of the user's own may have exceptions of its own
         got = f"{node['_target_']} refused its values ({type(error).__name__}: {said(error)})"
-        # A part of exp's says itself what it refuses, and may read files.
-        is_ours = target.__module__.startswith("exp.")
-        make = None if is_ours else functools.partial(target, *positional, **arguments)
+        make = functools.partial(target, *positional, **arguments)
         fault = refusal(error, key=key, known=node, got=got, make=make)
         raise ConfigError([
             dataclasses.replace(fault, got=redacted(fault.got), expected=redacted(fault.expected))

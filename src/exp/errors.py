@@ -12,8 +12,9 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from exp.secrets import redacted, were_revealed
@@ -62,9 +63,11 @@ def refusal(
         return Fault(key=f"{key}.{name}", got=value, expected=expected)
     if is_worded:
         return Fault(key=key, got=words, expected=expected)
-    # Code of the user's own is not called again: nobody knows what else it does.
-    if make is not None and make.func.__module__.partition(".")[0] in LIBRARIES:
-        guilty = guilty_parameter(make.func, make) or _named(said(error), make)
+    # Code of the user's own is not called again: nobody knows what else it does. A part of exp's may read files.
+    top = "" if make is None else make.func.__module__.partition(".")[0]
+    if make is not None and top in LIBRARIES:
+        others = None if top == "exp" else guilty_parameter(make.func, make)
+        guilty = others or _named(said(error), [] if top == "exp" and len(make.keywords) == 1 else make.keywords)
         if guilty is not None:
             told = f"{show(make.keywords[guilty])}, and {got}"
             return Fault(key=f"{key}.{guilty}", got=told, expected="a value that it accepts")
@@ -99,9 +102,9 @@ def guilty_parameter(
     return None
 
 
-def _named(message: str, make: functools.partial[Any]) -> str | None:
+def _named(message: str, names: Collection[str]) -> str | None:
     """The one parameter that a message names, or the only one that there is."""
-    named = [name for name in make.keywords if re.search(rf"\b{re.escape(name)}\b", message)] or list(make.keywords)
+    named = [name for name in names if re.search(rf"\b{re.escape(name)}\b", message)] or list(names)
     return named[0] if len(named) == 1 else None
 
 
@@ -143,6 +146,12 @@ class MissingExtraError(ExpError):
         super().__init__(
             f"{feature} needs the package {package}, which is not installed: pip install 'exp-framework[{extra}]'"
         )
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; a mere folder of its name, such as the one that W&B writes into, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 class RunError(ExpError):

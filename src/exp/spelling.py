@@ -52,7 +52,7 @@ def show(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    shown = repr(value)
+    shown = f"[{', '.join(map(show, value))}]" if isinstance(value, list) else repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 

@@ -21,8 +21,7 @@ from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import Loader
 from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES
-from exp.errors import ConfigError, Fault
-from exp.strategies.deepspeed import is_installed
+from exp.errors import ConfigError, Fault, is_installed
 from exp.train import main as train
 
 CONF = Path(exp.__file__).parent / "conf"
@@ -35,7 +34,7 @@ def options(group: str) -> list[str]:
 
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = {"tensors": "a file", "csv": "a file", "csv_regression": "a file"}
-if not is_installed():
+if not is_installed("deepspeed"):
     NEEDS["deepspeed"] = "an extra"
 EXTRAS = ("mlflow", "wandb")
 NEEDS["fp8"] = "a Hopper GPU; tests/precision/test_fp8.py"

@@ -138,7 +138,7 @@ def subclasses(kind):
 def test_every_bound_of_a_library_is_of_a_parameter_that_it_has(base):
     module, _, name = base.rpartition(".")
     kinds = subclasses(getattr(importlib.import_module(module), name))
-    theirs = [kind for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "lightning")]
+    theirs = [kind for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "lightning", "torchmetrics")]
     assert set(FOREIGN_BOUNDS[base]) <= {name for kind in theirs for name in signature_of(kind).parameters}
 
 

@@ -3,16 +3,23 @@
 import functools
 import subprocess
 import sys
+import tomllib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
+import exp
 from exp.check.__main__ import main as check
 from exp.check.rates import rate_faults
+from exp.config.slots import nodes_in
+from exp.errors import MissingExtraError
 from exp.optim.optimizer import Optimization
+from exp.precision.words import refuse_without_torchao
 from exp.train import main as train
 
 MAX_LINES = 12
@@ -44,9 +51,39 @@ CASES = [
     ("model.layers.hidden.out_features=0", "model.layers.hidden.out_features", "1 or more"),
     ("model.layers.activation={_target_: torch.nn.Module}", "model.layers.activation", "no forward"),
     ("data.num_classes=5", "data.num_classes", "10, which is what the data holds"),
+    # Of the data, which only the data know.
+    ("data.input_shape=[3,32,32]", "data.input_shape", "[1, 8, 8], which is what the data holds"),
+    ("data.parts.train=5000", "data.parts", "1797"),
+    ("data.input_std=[]", "data.input_std", "1 or more"),
+    ("metrics.accuracy.num_classes=7", "metrics.accuracy.num_classes", "10, data.num_classes"),
+    ("metrics.accuracy.average=null", "metrics.accuracy.average", "micro, macro"),
+    # Text that is none, and numbers that no machine has.
+    ("tags=[2024,b]", "tags", """'tags=["2024","b"]'"""),
+    ("tags=[true]", "tags", """'tags=["true"]'"""),
+    ("name=1.10", "name", "text"),
+    ("monitor=2024", "monitor", "text"),
+    ("data_dir=5", "data_dir", "text"),
+    ("trainer.limit_train_batches=inf", "trainer.limit_train_batches", "a number, 0 or more"),
+    ("runtime.step_timeout=1e20", "runtime.step_timeout", "31622400"),
+    ("launch.timeout_seconds=1e20", "launch.timeout_seconds", "31622400"),
+    # What a class refuses, or only trains wrongly with.
+    ("scheduler=step;+scheduler.last_epoch=0", "scheduler.last_epoch", "StepLR refused its values"),
+    ("optimizer.differentiable=true", "optimizer.differentiable", "false"),
+    ("++model.layers.activation.approximate=word", "model.layers.activation.approximate", "none, tanh"),
+    ("+objective.x={_target_: exp.objectives.objective.Term, loss: []}", "objective.x.loss", "_target_ is a Module"),
+    ("+objective.x={_target_: torch.nn.CrossEntropyLoss, reduction: sum}", "objective.x.reduction", "mean"),
     # What is not installed.
     ("+metrics.x={_target_: torchmetrics.image.fid.FrechetInceptionDistance}", "metrics.x._target_", "pip install"),
     # Tags that nothing gives, with those that are given.
+    ("monitor=loss/train/cross_entropy", "monitor", "It is the only term: write loss/train"),
+    ("+objective=jacobian;monitor=loss/train/jacobian", "monitor", "Write loss/val/jacobian"),
+    ("monitor=loss/val/anything", "monitor", "a tag of this run: loss/val, "),
+    ("monitor=accuracy/train", "monitor", "Add train to metric_stages"),
+    ("metric_stages=[test];monitor=accuracy/val;mode=max", "monitor", "Add val to metric_stages"),
+    ("trainer.limit_val_batches=0;monitor=loss/train;" f"{STOPPING}monitor=accuracy/val",
+     "callbacks.early_stopping.monitor", "It never validates: trainer.limit_val_batches=0"),
+    ("data.parts.val=0;monitor=loss/train;scheduler=plateau;scheduler.monitor=loss/val",
+     "scheduler.monitor", "It never validates: data.parts.val=0"),
     ("scheduler=plateau;scheduler.monitor=loss/vall", "scheduler.monitor", "Did you mean loss/val?"),
     (f"{STOPPING}monitor=recall/val", "callbacks.early_stopping.monitor", "accuracy/val"),
     (f"{CALLBACK}ModelCheckpoint, monitor: loss/test}}", "callbacks.x.monitor", "test"),
@@ -78,11 +115,52 @@ def test_the_guilty_key_is_told_before_anything_is_written(tmp_path, monkeypatch
     f"{SCHEDULER}ExponentialLR;+scheduler.gamma=1.1", "optimizer=sgd;optimizer.momentum=0;optimizer.lr=0",
     f"{STOPPING}patience=0;callbacks.early_stopping.monitor=accuracy/val;"
     "callbacks.early_stopping.mode=max", f"{CALLBACK}ModelCheckpoint}}",
-    "tags=[2024,b]", "scheduler=plateau;scheduler.monitor=loss/train",
+    "tags=['2024',b];name=3", "scheduler=plateau;scheduler.monitor=loss/train",
+    "+objective=jacobian;monitor=loss/val/jacobian", "metric_stages=[train];monitor=accuracy/train;mode=max",
 ])  # fmt: skip
 def test_what_is_right_is_none(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     assert check(command.split(";")) == 0
+
+
+# What asks for each extra.
+EXTRAS = {
+    "wandb": ["logger=wandb", "+logger.x={_target_: lightning.pytorch.loggers.WandbLogger}"],
+    "mlflow": ["logger=mlflow", "+logger.x={_target_: lightning.pytorch.loggers.MLFlowLogger}"],
+    "deepspeed": ["strategy=deepspeed"],
+    "fp8": [],  # its device is told first
+    "env": [],  # needs a file .env
+    "dev": [],
+}
+
+
+def test_every_option_whose_package_is_missing_says_so_and_names_the_extra(tmp_path, monkeypatch, capfd):
+    """A folder of the package's name, such as the one that W&B leaves where it ran, is no package."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(exp.errors, "find_spec", lambda name: ModuleSpec(name, None, is_package=True))
+    for module in ("exp.loggers.wandb_run", "exp.loggers.mlflow_store"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"].keys() == EXTRAS.keys()
+    for extra, commands in EXTRAS.items():
+        for command in commands:
+            assert train([command]) == 2
+            text = capfd.readouterr().err
+            assert f"pip install 'exp-framework[{extra}]'" in text
+            assert f"the package {extra}" in text
+    with pytest.raises(MissingExtraError, match=r"exp-framework\[fp8\]"):
+        refuse_without_torchao()
+    assert not list(Path().iterdir())
+
+
+def test_every_option_that_names_an_extra_is_among_them():
+    named = set()
+    for path in (Path(exp.__file__).parent / "conf").glob("*/*.yaml"):
+        for _, node in nodes_in(OmegaConf.to_container(OmegaConf.load(path))):
+            file = Path(exp.__file__).parents[1] / f"{node['_target_'].rpartition('.')[0].replace('.', '/')}.py"
+            if file.is_file() and "is_installed(" in file.read_text(encoding="utf-8"):
+                named.add(f"{path.parent.name}={path.stem}")
+    assert named == {command for commands in EXTRAS.values() for command in commands if "{" not in command}
 
 
 class Falling(LambdaLR):

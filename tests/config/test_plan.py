@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import exp
-from exp.check.plan import adopt, examine, frozen, plan, resolve
+from exp import construct
+from exp.build import build
+from exp.check.plan import adopt, examine, frozen, plan, refuse_other_data, resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 
@@ -82,6 +85,25 @@ def test_what_the_data_says_is_in_the_resolved_config() -> None:
     assert config.data.input_shape is None
     assert len(resolved.config.data.input_shape) == 1
     assert resolved.plain["data"]["num_classes"] == resolved.plain["model"]["layers"]["tokens"]["num_embeddings"]
+
+
+def test_the_check_of_a_run_builds_nothing_twice_and_the_run_takes_what_it_built(monkeypatch) -> None:
+    built = Counter()
+    call = construct._call
+
+    def counted(node, *, key, **rest):
+        built[key] += 1
+        return call(node, key=key, **rest)
+
+    monkeypatch.setattr(construct, "_call", counted)
+    decided = plan(resolve(exp.compose([])))
+    refuse_other_data(decided)
+    assert {"data", "data.dataset", "strategy", "objective.cross_entropy", "hooks.memory"} < built.keys()
+    assert set(built.values()) == {1}
+    parts = build(decided, freeze(decided.resolved.config), rank=ALONE)
+    assert parts.data.data is decided.data
+    again = {key.partition(".")[0] for key, count in built.items() if count > 1}
+    assert not again & {"data", "objective", "metrics", "hooks", "strategy"}
 
 
 def test_a_rank_decides_what_its_parent_did() -> None:

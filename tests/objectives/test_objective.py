@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from exp.errors import RunError
+from exp.errors import ConfigError, RunError
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
@@ -263,9 +263,9 @@ def test_a_term_gives_one_number_and_an_objective_has_a_term() -> None:
 
 def test_a_loss_that_is_no_mean_over_samples_is_refused_with_its_key() -> None:
     for loss in (nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="none")):
-        with pytest.raises(RunError, match=rf"^objective\.a\.reduction: .*has reduction '{loss.reduction}'"):
+        with pytest.raises(ConfigError, match=rf"objective\.a\.reduction: .*has reduction '{loss.reduction}'"):
             Objective({"a": loss})
-    with pytest.raises(RunError, match=r"^objective\.a\.loss\.reduction: .*scale the term with objective\.a\.weight"):
+    with pytest.raises(ConfigError, match=r"objective\.a\.loss\.reduction: .*scale the term with objective\.a\.weight"):
         Objective({"a": Term(loss=nn.MSELoss(reduction="sum"))})
     Objective({"a": nn.KLDivLoss(reduction="batchmean")})
 

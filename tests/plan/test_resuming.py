@@ -153,6 +153,18 @@ EDITS = {
         lambda held: (held.pop("exp_manifest"), held["state_dict"].pop("network.head.bias")),
         "where network.head.bias is not there",
     ),
+    "old_and_in_between": (
+        lambda held: (held.pop("exp_manifest"), held["exp_position"].pop("epoch")),
+        "whose exp_position is {'batch': 0",
+    ),
+    "old_with_a_number_for_a_weight": (
+        lambda held: (held.pop("exp_manifest"), held["state_dict"].update({"network.head.bias": 3})),
+        "whose state_dict is ",
+    ),
+    "old_with_no_version": (
+        lambda held: (held.pop("exp_manifest"), held.update({"pytorch-lightning_version": "mine"})),
+        "whose pytorch-lightning_version is 'mine'",
+    ),
     "old_without_config": (
         lambda held: (held.pop("exp_manifest"), held.update(exp_config="model: 3")),
         "whose exp_config is 'model: 3'; expected the config of its run",

@@ -7,11 +7,12 @@ import torch
 
 import exp
 from exp.check.plan import examine, resolve
-from exp.strategies.deepspeed import is_installed
+from exp.errors import is_installed
 from exp.train import main
 
 installed = pytest.mark.skipif(
-    not is_installed(), reason="DeepSpeed is an extra: pip install 'exp-framework[deepspeed]', seen with 0.19.8"
+    not is_installed("deepspeed"),
+    reason="DeepSpeed is an extra: pip install 'exp-framework[deepspeed]', seen with 0.19.8",
 )
 COMMAND = ("model=sequential", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
 # What has no place in stage 3: only norms can be told there.
@@ -25,7 +26,7 @@ STAGES = {
 }
 
 
-@pytest.mark.skipif(is_installed(), reason="DeepSpeed is installed")
+@pytest.mark.skipif(is_installed("deepspeed"), reason="DeepSpeed is installed")
 def test_without_the_extra_it_is_refused_before_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["strategy=deepspeed"]) == 2

@@ -5,15 +5,15 @@ Of what else changes the numbers it may take another value: the run goes on, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning
 import yaml
-from packaging.version import Version
-from torch import nn
+from packaging.version import InvalidVersion, Version
+from torch import Tensor, nn
 
 from exp.check.phase_rules import whole_phase
 from exp.check.signature import with_defaults
@@ -28,6 +28,7 @@ INCIDENTAL = ("fused", "foreach", "monitor")
 SHOWN = 3
 # What no state of the optimizer fits that was another.
 OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
+LIGHTNING = "pytorch-lightning_version"
 # What is in a checkpoint from which a run goes on.
 HELD = {
     "state_dict": dict,
@@ -37,7 +38,14 @@ HELD = {
     "loops": dict,
     POSITION: dict,
     CONFIG: str,
-    "pytorch-lightning_version": str,
+    LIGHTNING: str,
+}
+# Of these, what is read of them.
+WITHIN: Mapping[str, Callable[[Any], bool]] = {
+    "state_dict": lambda weights: all(isinstance(weight, Tensor) for weight in weights.values()),
+    "optimizer_states": lambda states: bool(states) and all(isinstance(state, dict) and state for state in states),
+    POSITION: lambda position: isinstance(position.get("epoch"), int),
+    LIGHTNING: lambda version: _release(version) is not None,
 }
 # What steps are computed from, beside what must be the same. Of data and runtime only what changes the numbers.
 NUMERIC = (
@@ -118,8 +126,7 @@ def _saved_config(text: str) -> dict[str, Any] | None:
 def _incomplete(checkpoint: State, path: Path) -> Fault | None:
     """What an older exp's checkpoint must have and lacks; a newer one says itself what it holds."""
     wrong = [key for key, kind in HELD.items() if not isinstance(checkpoint.get(key), kind)]
-    if not wrong and not all(checkpoint["optimizer_states"] or [{}]):
-        wrong = ["optimizer_states"]
+    wrong = wrong or [key for key, is_whole in WITHIN.items() if not is_whole(checkpoint[key])]
     if not wrong:
         return None
     got = f"{path}, whose {wrong[0]} is {show(checkpoint.get(wrong[0]))}"
@@ -128,11 +135,19 @@ def _incomplete(checkpoint: State, path: Path) -> Fault | None:
 
 def _newer(checkpoint: State, path: Path) -> list[Fault]:
     """Lightning reads what older versions of it wrote, and not what newer ones did."""
-    written, own = checkpoint["pytorch-lightning_version"], lightning.__version__
-    if Version(written).release[:2] <= Version(own).release[:2]:
+    written, own = checkpoint[LIGHTNING], lightning.__version__
+    if (_release(written) or ()) <= (_release(own) or ()):
         return []
     got, expected = f"{path}, written with Lightning {written}", f"one of Lightning {own}, which is installed, or older"
     return [Fault(key="resume", got=got, expected=expected, cure=f"Install lightning=={written}")]
+
+
+def _release(version: str) -> tuple[int, ...] | None:
+    """Its first two numbers; None where it is no version."""
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return None
 
 
 def _other_weights(weights: Mapping[str, Any], network: nn.Module, path: Path) -> Iterator[Fault]:

@@ -6,13 +6,14 @@ when it is made needs none. A test holds every name against the installed versio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt, Interval, Predicate
 
 from exp.check.kinds import EMPTY
-from exp.errors import LIBRARIES
+from exp.errors import LIBRARIES, Fault, is_installed
 
 # Classes that take names in **kwargs and pick them out by hand.
 HIDDEN_NAMES: Mapping[str, Mapping[str, Any]] = {
@@ -28,13 +29,21 @@ HIDDEN_NAMES: Mapping[str, Mapping[str, Any]] = {
         "compute_on_cpu": bool,
         "compute_with_cache": bool,
         "dist_sync_on_step": bool,
-        "distributed_available_fn": Any,
-        "dist_sync_fn": Any,
-        "process_group": Any,
+        # No config can say what these take.
+        "distributed_available_fn": type(None),
+        "dist_sync_fn": type(None),
+        "process_group": type(None),
         "sync_on_compute": bool,
     },
 }
 
+# Classes that can be imported and not made without a package, and what to install.
+PACKAGES: Mapping[str, tuple[str, str]] = {
+    "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml", "comet-ml"),
+    "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow", "'exp-framework[mlflow]'"),
+    "lightning.pytorch.loggers.wandb.WandbLogger": ("wandb", "'exp-framework[wandb]'"),
+    "lightning.pytorch.profilers.xla.XLAProfiler": ("torch_xla", "torch_xla"),
+}
 _SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
 _DIRECTION, _PERIOD = Literal["min", "max"], Ge(0)
 # By the class that they are for and its subclasses of these libraries: what a parameter of this name must be.
@@ -44,20 +53,27 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("initial_accumulator_value", "tolerance_grad", "tolerance_change"), Ge(0)),
         **dict.fromkeys(("betas", "momentum", "alpha", "rho"), _BELOW_1),
         **dict.fromkeys(("history_size", "max_iter", "ns_steps"), Ge(1)),
+        "differentiable": Annotated[bool, "false: nothing differentiates through a step", Predicate(operator.not_)],
         "dampening": _SHARE,
     },
     "torch.optim.lr_scheduler.LRScheduler": {
         **dict.fromkeys(("step_size", "T_max", "T_0", "T_mult", "total_iters", "total_steps", "milestones"), Ge(1)),
         **dict.fromkeys(("epochs", "steps_per_epoch", "step_size_up", "step_size_down"), Ge(1)),
         **dict.fromkeys(("gamma", "max_lr", "div_factor", "final_div_factor"), Gt(0)),
-        **dict.fromkeys(("eta_min", "patience", "cooldown", "threshold", "min_lr", "base_lr", "power"), Ge(0)),
+        **dict.fromkeys(("eta_min", "patience", "cooldown", "threshold", "min_lr", "base_lr", "power", "eps"), Ge(0)),
         **dict.fromkeys(("factor", "end_factor", "pct_start"), _SHARE),
         "start_factor": Interval(gt=0, le=1),
         "base_momentum": _BELOW_1,
         "max_momentum": _BELOW_1,
     },
+    # Of several numbers none can be shown, or compared.
+    "torchmetrics.metric.Metric": {
+        "average": Literal["micro", "macro", "weighted"],
+        "multioutput": Literal["uniform_average", "variance_weighted"],
+        "top_k": Ge(1),
+    },
     "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(
-        ("min_epochs", "min_steps", "limit_predict_batches", "reload_dataloaders_every_n_epochs"), Ge(0)
+        ("min_epochs", "min_steps", "fast_dev_run", "limit_predict_batches", "reload_dataloaders_every_n_epochs"), Ge(0)
     ),
     "lightning.pytorch.loggers.csv_logs.CSVLogger": {"flush_logs_every_n_steps": Ge(1)},
     "lightning.pytorch.callbacks.early_stopping.EarlyStopping": {
@@ -89,7 +105,9 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("p", "dropout", "label_smoothing"), _SHARE),
         **dict.fromkeys(("eps", "layer_norm_eps"), Ge(0)),
         "delta": Gt(0),
+        "ignore_index": Interval(ge=-(2**31), le=2**31 - 1),
         "reduction": Literal["none", "mean", "sum", "batchmean"],
+        "approximate": Literal["none", "tanh"],
     },
 }
 
@@ -103,6 +121,16 @@ def bounded(target: type, name: str, annotation: Any, default: Any) -> Any:
         if bound is not None:
             return _with(bound, annotation, default)
     return annotation
+
+
+def missing_package(target: type, *, key: str) -> Fault | None:
+    """The fault of a class whose package is not installed."""
+    for base in target.__mro__:
+        package, install = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", (None, ""))
+        if package is not None and not is_installed(package):
+            got = f"{target.__name__}, which needs the package {package}"
+            return Fault(key=key, got=got, expected="an installed package", cure=f"pip install {install}")
+    return None
 
 
 def _with(bound: Any, annotation: Any, default: Any) -> Any:

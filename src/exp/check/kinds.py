@@ -14,7 +14,8 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from exp.config.reading import UNKNOWN, is_node
+from exp.config.reading import UNKNOWN, is_node, leaves
+from exp.errors import LIBRARIES
 
 EMPTY = inspect.Parameter.empty
 SEQUENCES = (
@@ -231,6 +232,8 @@ def _is_class(value: Any, base: Any) -> bool:
     if f"{base.__module__}.{base.__qualname__}" == "torch.device":
         return isinstance(value, str | int) and not isinstance(value, bool)
     # A mapping or list may hold the nodes that the class is built from; a scalar can not become one.
+    if base.__module__.partition(".")[0] in LIBRARIES and not issubclass(base, tuple | dict):
+        return any(is_node(inner) for _, inner in leaves(value))
     return isinstance(value, list | dict)
 
 

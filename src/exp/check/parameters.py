@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from exp.check.foreign import missing_package
 from exp.check.kinds import EMPTY, worded
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_faults, value_fault
@@ -63,6 +64,9 @@ def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, all
         return
     except ConfigError as error:
         yield from error.faults
+        return
+    if inspect.isclass(target) and (missing := missing_package(target, key=f"{key}._target_")) is not None:
+        yield missing
         return
     yield from _reserved(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]

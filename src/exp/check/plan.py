@@ -603,8 +603,6 @@ def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
         found = find_start(config)
     except ConfigError as error:
         return list(error.faults), ()
-    if found is None:
-        return [], ()
     config.resume = None if found.path is None else str(found.path)
     return first_stage(config), found.notes
 

@@ -26,8 +26,8 @@ def rate_faults(
 ) -> Iterator[Fault]:
     """The fault of a schedule that would fail in the run, or train upwards, at the parameter that makes it so.
 
-    optimizer: as it was made; its rates are changed. steps, epochs: of the run; None where it has no known end; the
-        steps are asked for only where the schedule has a length of its own.
+    optimizer: as it was made; its rates are changed. steps, epochs: of the run; None where it has no known end. For the
+        steps the data are asked, and only where the schedule counts steps and is not told how many there are.
     """
     factory = optimization.schedule_factory
     if factory is None or changes_nothing(factory):

@@ -131,35 +131,55 @@ def monitors_are_logged(values: Values) -> Iterator[Fault]:
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
     nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
-    # Hooks, callbacks and schedules of one's own may give tags of their own.
+    # Hooks and callbacks of one's own may give tags of their own.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
     if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
         return
+    without = _no_validation(values)
     for key, node in nodes.items():
         # Else it is told where it stands.
         if isinstance(node, dict) and node.get("monitor") != values["monitor"]:
-            yield from _monitor_faults(values, f"{key}.monitor", node.get("monitor"))
+            yield from _monitor_faults(values, f"{key}.monitor", node.get("monitor"), without=without)
 
 
-def _monitor_faults(values: Values, key: str, monitor: Any) -> Iterator[Fault]:
+def _no_validation(values: Values) -> str | None:
+    """The setting by which a run never validates; None where it does."""
+    limit = values["trainer.limit_val_batches"]
+    if isinstance(limit, int | float) and limit == 0:
+        return "trainer.limit_val_batches=0"
+    parts, data = values["data.parts"], values["data"]
+    has_val = isinstance(data, dict) and (data.get("val") is not None or data.get("dataset") is None)
+    return "data.parts.val=0" if isinstance(parts, dict) and parts.get("val", 0) == 0 and not has_val else None
+
+
+def _monitor_faults(values: Values, key: str, monitor: Any, *, without: str | None = None) -> Iterator[Fault]:
+    """without: what keeps the run from validating."""
     stages = values["metric_stages"]
-    if not isinstance(monitor, str) or not isinstance(stages, list):
+    if not isinstance(monitor, str) or not isinstance(stages, list) or values["train"] is not True:
         return
     terms = list(values["objective"]) if isinstance(values["objective"], dict) else []
     metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
-    of_metrics = [f"{name}/{stage}" for name in metrics for stage in ("val", "train") if stage in stages]
-    # Of one alone, the loss is all that there is.
-    of_terms = [f"loss/{stage}/{term}" for term in terms for stage in ("val", "train") if len(terms) > 1]
-    tags = ["loss/val", "loss/train", EPOCH_LOSS, *of_metrics, *of_terms]
+    of_metrics = {stage: [f"{name}/{stage}" for name in metrics if stage in stages] for stage in ("val", "train")}
+    # The only term is the loss.
+    of_terms = [f"loss/val/{term}" for term in terms if len(terms) > 1]
+    of_val = [] if without else ["loss/val", *of_metrics["val"], *of_terms]
+    of_training = ["loss/train", EPOCH_LOSS, *of_metrics["train"]]
+    tags = [*of_val, *of_training]
     # A metric that gives several values adds their names behind its own tag.
-    if monitor in tags or any(monitor.startswith(f"{tag}/") and monitor != f"{tag}/" for tag in of_metrics):
+    several = [f"{tag}/" for found in of_metrics.values() for tag in found if tag in tags]
+    if monitor in tags or any(monitor.startswith(tag) and monitor != tag for tag in several):
         return
     name, _, stage = monitor.rpartition("/")
     cure = did_you_mean(monitor, tags)
     if stage == "test":
         cure = "The test comes after the best checkpoint was picked: monitor a value of val"
+    elif without and _stage(monitor) == "val":
+        cure = f"It never validates: {without}"
     elif name in metrics and stage in ("val", "train"):
         cure = f"Add {stage} to metric_stages"
+    elif name in ("loss/val", "loss/train") and stage in terms:
+        kept = "val" if name == "loss/val" or len(terms) > 1 else "train"
+        cure = f"Write loss/val/{stage}" if len(terms) > 1 else f"It is the only term: write loss/{kept}"
     elif f"{monitor}/val" in tags:
         cure = f"Did you mean {monitor}/val?"
     yield Fault(key=key, got=show(monitor), expected=f"a tag of this run: {among(tags, word=monitor)}", cure=cure)
@@ -307,6 +327,13 @@ def task_fits_data(values: Values) -> Iterator[Fault]:
             yield _misfit(f"metrics.{name}", target, "a metric of numbers", "metrics=[mae]")
         elif is_classification and target.startswith(REGRESSION):
             yield _misfit(f"metrics.{name}", target, f"a metric of {classes} classes", "metrics=[accuracy]")
+        elif is_classification and isinstance(metric.get("num_classes"), int) and metric["num_classes"] != classes:
+            yield Fault(
+                key=f"metrics.{name}.num_classes",
+                got=show(metric["num_classes"]),
+                expected=f"{classes}, data.num_classes",
+                cure="Write num_classes: ${data.num_classes}",
+            )
 
 
 def _misfit(key: str, target: str, expected: str, choice: str) -> Fault:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Gt, Interval, Predicate
+from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from exp.config.reading import is_node
 from exp.files import can_be_a_path
@@ -58,12 +58,13 @@ Index = Annotated[int, Ge(0)]
 Number = Annotated[float, "a finite number", Predicate(math.isfinite)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Gt(0)]
+# A clock that is told more gives up with an OverflowError.
+Seconds = Annotated[float, Interval(gt=0, le=366 * 24 * 3600)]
 NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]
-# Text, or a number that a command line makes of `name=1`.
-Label = Annotated[str | int | float, "text", Predicate(lambda value: value != "")]
+# Or a whole number, which a command line makes of `name=1`. Of 1.10 it makes 1.1.
 Folder = Annotated[
-    str | int | float, "a name for a directory in outputs/, without a leading / or ..", Predicate(_is_folder)
+    str | int, "text without a leading / or .., a name for a directory in outputs/", Predicate(_is_folder)
 ]
 # A number of epochs or steps, or one of Lightning's two ways to say none.
 Limit = Annotated[
@@ -99,7 +100,7 @@ SCHEMA: dict[str, Any] = {
     "train": bool,
     "test": bool,
     "resume": Text | None,
-    "tags": list[Label],
+    "tags": list[Text],
     "print_config": bool,
     "data_dir": Text,
     "metric_stages": list[Stage],
@@ -132,7 +133,7 @@ SCHEMA: dict[str, Any] = {
         "cuda_graph": bool,
         "channels_last": bool,
         "out_of_memory": Literal["stop", "halve"],
-        "step_timeout": Positive | None,
+        "step_timeout": Seconds | None,
         "matmul": Literal["highest", "high", "medium"] | None,
         "cudnn_benchmark": bool | None,
         "autoresume": bool,
@@ -146,8 +147,8 @@ SCHEMA: dict[str, Any] = {
         "nodes": Annotated[int, Interval(ge=1, le=100_000)],
         "accelerator": Literal["auto", "cpu", "cuda", "mps"],
         "max_restarts": Index,
-        "timeout_seconds": Positive,
-        "grace_seconds": Positive,
+        "timeout_seconds": Seconds,
+        "grace_seconds": Seconds,
         "backend": Literal["auto", "gloo", "nccl"],
         "network_interface": Text | None,
         "high_priority_stream": bool,
@@ -162,8 +163,8 @@ VALUES: dict[str, Any] = {
     "data.input_shape": Sample | None,
     "data.num_classes": Count | None,
     "data.num_outputs": Count | None,
-    "data.input_mean": list[Number] | None,
-    "data.input_std": list[Positive] | None,
+    "data.input_mean": Annotated[list[Number], MinLen(1)] | None,
+    "data.input_std": Annotated[list[Positive], MinLen(1)] | None,
     "optimizer.lr": NotNegative,
     "optimizer.groups": Groups,
     "optimizer.exempt_from_decay": list[Text],

@@ -84,9 +84,8 @@ def examine_shapes(
             if isinstance(module, ProgramModel):
                 with contextlib.suppress(ConfigError):  # which materialise tells, at its key
                     module.apply_freeze()
-        terms: Mapping[str | None, Objective | None] = {None: None}
-        if objective is not None:
-            terms = objectives_by_forward(phases, objective)
+        terms: Mapping[str | None, Objective | None]
+        terms = {None: None} if objective is None else objectives_by_forward(phases, objective)
         named = [name for name in terms if name is not None and name in forward_names(network)]
         inputs, is_twice = example_inputs(spec, device="meta"), bool(objective and objective.differentiated_twice)
         for one in inputs.values():
@@ -104,8 +103,9 @@ def examine_shapes(
             seen = network
             materialise(network, inputs)
             if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
-                # The branches that training does not take.
-                recorder.trace(network.eval(), inputs)
+                for name in (None, *named):  # the branches that training does not take
+                    seen = network if name is None else with_forward(network, name)
+                    recorder.trace(seen.eval(), inputs)
                 network.train()
         except (Exception, SystemExit) as error:
             return _failure(error, recorder, seen, built=network, traces=traces)

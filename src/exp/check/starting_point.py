@@ -36,14 +36,12 @@ class Found:
     notes: tuple[str, ...]
 
 
-def find_start(config: DictConfig) -> Found | None:
-    """What `resume=auto` and `runtime.autoresume=true` come to; None where the config has neither.
+def find_start(config: DictConfig) -> Found:
+    """What `resume=auto` or `runtime.autoresume=true` comes to, of a config that has one of them.
 
     Raises: ConfigError in a sweep, whose jobs would go on from each other.
     """
     is_again = config.runtime.autoresume is True
-    if not is_again and config.resume != AUTO:
-        return None
     key = "runtime.autoresume" if is_again else "resume"
     composition = config[COMPOSITION]
     directory = Path(composition.directory).absolute()

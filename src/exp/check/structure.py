@@ -68,7 +68,20 @@ def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = (
         and ("number" in expected or "integer" in expected)
     ):
         cure = f"Write {value} without quotes"
+    if cure is None and "text" in expected and (quoted := _quoted(value)) is not None:
+        cure = f"Quote it, and once more for a shell: '{key}={quoted}'"
     return Fault(key=key, got=show(value), expected=expected, cure=cure)
+
+
+def _quoted(value: Any) -> str | None:
+    """A scalar that is no text, or a list with some, as text; None for what cannot be."""
+    entries = value if isinstance(value, list) else [value]
+    if any(isinstance(entry, list | dict) or entry in ("", None) for entry in entries):
+        return None
+    texts = [f'"{entry if isinstance(entry, str) else show(entry)}"' for entry in entries]
+    if all(isinstance(entry, str) for entry in entries):
+        return None
+    return f"[{','.join(texts)}]" if isinstance(value, list) else texts[0]
 
 
 def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:

@@ -8,8 +8,9 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import RunError
@@ -32,7 +33,7 @@ class CsvLogger(RunLogger):
     Raises RunError, from whichever call writes: the file cannot be written. What comes after that is dropped.
     """
 
-    def __init__(self, *, directory: str | Path, flush_seconds: float = 5.0) -> None:
+    def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
         super().__init__()
         self.path = Path(directory) / "metrics.csv"
         self.flush_seconds = flush_seconds

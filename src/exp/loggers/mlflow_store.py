@@ -8,17 +8,18 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Ge
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from exp.errors import MissingExtraError, RunError
+from exp.errors import MissingExtraError, RunError, is_installed
 from exp.hooks.panels import Image, Panel, Text
 from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
 
-if find_spec("mlflow") is None:
+if not is_installed("mlflow"):
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         tracking_uri: str = "sqlite:///outputs/mlflow.db",
         experiment: str = "exp",
         artifacts: str = "outputs/mlflow",
-        flush_seconds: float = 5.0,
+        flush_seconds: Annotated[float, Ge(0)] = 5.0,
     ) -> None:
         self._directory = Path(directory)
         self._notes = Notes(self._directory / "mlflow.json")

@@ -6,7 +6,6 @@ import html
 import time
 import uuid
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from exp.errors import MissingExtraError
+from exp.errors import MissingExtraError, is_installed
 from exp.hooks.panels import Histogram, Image, Panel, Text
 from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
 
-if find_spec("wandb") is None:
+if not is_installed("wandb"):
     raise MissingExtraError(feature="logger=wandb", package="wandb", extra="wandb")
 
 GLOBAL_STEP = "trainer/global_step"

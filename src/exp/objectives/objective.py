@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from exp.errors import RunError
+from exp.errors import ConfigError, Fault, RunError
 from exp.functions.at_least_float32 import summing_dtype
 from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
@@ -102,7 +102,7 @@ class Objective(nn.Module):
     terms: by name; a bare loss module becomes a term of weight 1. The names are those of the tags
         `loss/<stage>/<term>`.
     needs: what its terms need beside the values of one forward pass, words of NEEDS in objectives/term.py.
-    Raises: RunError where there is none, or where a loss is no mean over samples; ConfigError for needs that are none.
+    Raises: RunError where there is none; ConfigError where a loss is no mean over samples, and for needs that are none.
     """
 
     needs: frozenset[str]
@@ -122,9 +122,10 @@ class Objective(nn.Module):
         self.needs = frozenset().union(*self._needs.values())
         for name, term in self.terms.items():
             if isinstance(term, Term) and (fault := reduction_fault(term.loss)):
-                raise RunError(
-                    f"{self.loss_keys[name]}.reduction: {fault}; it must be 'mean', for each sample counts once. Take "
-                    f"the line out, or scale the term with objective.{name}.weight"
+                cure = f"Take the line out, or scale the term with objective.{name}.weight"
+                expected = "mean, for each sample counts once"
+                raise ConfigError(
+                    [Fault(key=f"{self.loss_keys[name]}.reduction", got=fault, expected=expected, cure=cure)]
                 )
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)

@@ -12,7 +12,7 @@ from annotated_types import Ge, Interval
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from exp.errors import ConfigError, Fault, refusal
+from exp.errors import REFUSALS, ConfigError, Fault, refusal
 
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, "a number of steps", Ge(0)]
@@ -49,7 +49,7 @@ class Cosine(LambdaLR):
         total_steps: Length | None = None,
         warmup_steps: Steps = 0,
         warmup_fraction: Annotated[float, "a share of the run", Interval(ge=0, lt=1)] | None = None,
-        end_factor: Annotated[float, Ge(0)] = 0.0,
+        end_factor: Annotated[float, Interval(ge=0, le=1)] = 0.0,
     ) -> None:
         total = _known(total_steps)
         warmup = _warmup_steps(total, warmup_steps, warmup_fraction)
@@ -116,7 +116,7 @@ def build_schedule(
     make = functools.partial(factory, optimizer, **options)
     try:
         return make()
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except REFUSALS as error:
         got = f"{_function(factory).__name__} refused its values ({error})"
         known = inspect.signature(_function(factory)).parameters
         raise ConfigError([refusal(error, key="scheduler", known=known, got=got, make=make)]) from error

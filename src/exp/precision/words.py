@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.errors import ConfigError, Fault, MissingExtraError, is_installed
 from exp.spelling import did_you_mean, show
 
 # Compute capability of Hopper, the first whose tensor cores multiply float8.
@@ -146,7 +145,7 @@ def refuse_without_torchao() -> None:
 
     Raises: MissingExtraError.
     """
-    if find_spec("torchao") is None:
+    if not is_installed("torchao"):
         raise MissingExtraError(feature="precision=fp8", package="torchao", extra="fp8")
 
 

@@ -12,7 +12,6 @@ this rank keeps its part of them), `_lazy_init_hp_params_optimizer_state` with
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exp.errors import Fault, MissingExtraError
+from exp.errors import Fault, MissingExtraError, is_installed
 from exp.precision.words import WORDS
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -80,7 +79,7 @@ class DeepSpeed(Strategy):
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """DeepSpeed that is not there, and what its engine cannot do."""
         return [
-            *([] if is_installed() else [_missing()]),
+            *([] if is_installed("deepspeed") else [_missing()]),
             *self._placement_faults(planned.placement),
             *self._engine_faults(planned),
             *self._watching_faults(planned),
@@ -88,7 +87,7 @@ class DeepSpeed(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A ZeroStrategy with these options. Raises: MissingExtraError."""
-        if not is_installed():
+        if not is_installed("deepspeed"):
             raise missing_extra()
         return ZeroStrategy(placement=placement, options=self)
 
@@ -148,10 +147,6 @@ class DeepSpeed(Strategy):
                     expected="a hook that looks at no weight, for they lie in parts: gradients of all, throughput",
                     cure=f"Take it out with ~hooks.{name}, or write strategy.stage=2",
                 )
-
-
-def is_installed() -> bool:
-    return importlib.util.find_spec("deepspeed") is not None
 
 
 def missing_extra() -> MissingExtraError:

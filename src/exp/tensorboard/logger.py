@@ -8,8 +8,9 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
 from lightning_utilities.core.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -40,7 +41,9 @@ class TensorBoardLogger(RunLogger):
     that is dropped.
     """
 
-    def __init__(self, *, directory: str | Path, flush_seconds: float = 5.0, graph: bool = False) -> None:
+    def __init__(
+        self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0, graph: bool = False
+    ) -> None:
         super().__init__()
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds

@@ -78,8 +78,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         **more,
     )
     runtime = plain["runtime"]
-    skips = runtime["non_finite"] == "skip"
-    recording = Recording(hooks=plan.hooks, directory=directory, skips=skips)
+    recording = Recording(hooks=plan.hooks, directory=directory, skips=runtime["non_finite"] == "skip")
     lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
     # What acts on a number that is not finite, beside the checks of what is saved.
     acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}

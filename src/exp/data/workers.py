@@ -100,9 +100,7 @@ class Assembly:
         try:
             batch = by_name(batch, self.inputs)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
-        except ConfigError as error:
-            return SampleError(error.faults[0])
-        except SampleError as error:
+        except (ConfigError, SampleError) as error:
             return error
         return batch
 
@@ -237,7 +235,11 @@ class WorkerLoader(Loader):
 def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
     """Yields the iterator's items. Where it runs in this process, the random generators are restored after each."""
     if not in_process:
-        yield from iterator
+        try:
+            yield from iterator
+        except (ConnectionError, EOFError) as error:
+            # What torch says, where the pipe of a dead worker breaks before torch has looked after it.
+            raise RuntimeError(f"DataLoader worker (pid unknown) is gone: {error}.") from error
         return
     while True:
         with preserve_generators():

@@ -107,6 +107,7 @@ def test_the_network_gets_pictures_channels_last_by_position_and_by_name() -> No
         (("runtime.cuda_graph=true", "launch.accelerator=cpu"), "runtime.cuda_graph", "true on cpu; a CUDA device"),
         (("runtime.matmul=hihg",), "runtime.matmul", "highest, high, medium"),
         (("runtime.matmul=highest", "precision=tf32"), "runtime.matmul", "highest with precision=tf32"),
+        (("checkpoint.keep=3", "checkpoint.save_best=false"), "checkpoint.keep", "3 with checkpoint.save_best=false"),
         (
             ("runtime.cudnn_benchmark=true", "runtime.deterministic=true"),
             "runtime.cudnn_benchmark",

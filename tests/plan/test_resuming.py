@@ -222,3 +222,13 @@ def test_a_checkpoint_of_before_there_were_checksums_is_read(finished):
     held["exp_manifest"] = {"format": 1, "entries": held["exp_manifest"]["entries"]}
     torch.save(held, "older.ckpt")
     assert not notes("resume=older.ckpt", "model=lenet", "trainer.max_epochs=4")
+
+
+@pytest.mark.parametrize("train", ["true", "false"])
+def test_weights_alone_are_no_checkpoint_to_go_on_from(train):
+    torch.save({"state_dict": {"weight": torch.zeros(2)}}, "weights.ckpt")
+    told = faults("resume=weights.ckpt", f"train={train}")["resume"]
+    assert (
+        "weights.ckpt, which holds state_dict and no pytorch-lightning_version; expected a last.ckpt or best.ckpt"
+        in told
+    )

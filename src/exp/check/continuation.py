@@ -21,7 +21,7 @@ from exp.config.freeze import read_overrides
 from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
-from exp.spelling import show
+from exp.spelling import among, show
 
 # Which of several kernels computes the same step is not part of the state.
 INCIDENTAL = ("fused", "foreach", "monitor")
@@ -87,6 +87,9 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
     """
     path = Path(config["resume"])
     checkpoint = read_checkpoint(path)
+    if LIGHTNING not in checkpoint:
+        got = f"{path}, which holds {among(checkpoint)} and no {LIGHTNING}"
+        return Resuming(faults=(Fault(key="resume", got=got, expected="a last.ckpt or best.ckpt of exp"),))
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
     if MANIFEST not in checkpoint and (incomplete := _incomplete(checkpoint, path)):

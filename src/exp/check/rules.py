@@ -352,6 +352,14 @@ def switches_agree(values: Values) -> Iterator[Fault]:
             expected="one of the two: the fastest algorithm of one run need not be that of the next",
             cure="Leave runtime.cudnn_benchmark out",
         )
+    keep = values["checkpoint.keep"]
+    if values["checkpoint.save_best"] is False and isinstance(keep, int) and keep > 1:
+        yield Fault(
+            key="checkpoint.keep",
+            got=f"{keep} with checkpoint.save_best=false, which keeps none of the best",
+            expected="1, or checkpoint.save_best=true",
+            cure="Leave one of the two out",
+        )
     if values["runtime.matmul"] == "highest" and values["precision.word"] == "tf32":
         yield Fault(
             key="runtime.matmul",

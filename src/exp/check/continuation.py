@@ -41,7 +41,7 @@ HELD = {
     LIGHTNING: str,
 }
 # Of these, what is read of them.
-WITHIN: Mapping[str, Callable[[Any], bool]] = {
+WITHIN: Mapping[str, Callable[..., bool]] = {
     "state_dict": lambda weights: all(isinstance(weight, Tensor) for weight in weights.values()),
     "optimizer_states": lambda states: bool(states) and all(isinstance(state, dict) and state for state in states),
     POSITION: lambda position: isinstance(position.get("epoch"), int),

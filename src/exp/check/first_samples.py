@@ -7,7 +7,6 @@ What lies beyond the first samples the run tells, as it reads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ CALLED = 64
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
 
 
-def is_shipped(data: Mapping[str, Any]) -> bool:
+def is_shipped(data: Mapping[str, object]) -> bool:
     """Whether a data node holds nothing of the user's own."""
     return all(str(node["_target_"]).startswith(SHIPPED) for _, node in nodes_in(data))
 
@@ -76,7 +75,7 @@ def sample_faults(
 
 
 def _term_faults(
-    objective: Objective, trace: ForwardTrace, batch: Any, spec: DataSpec, stage: Stage
+    objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec, stage: Stage
 ) -> Iterator[Fault]:
     """Of the terms that compare an output with a target by a loss of a library."""
     few = mapped(batch, lambda tensor: tensor[:CALLED] if tensor.dim() else tensor)
@@ -144,12 +143,12 @@ def _stand_in(tensor: Tensor, samples: int) -> Tensor:
     return torch.full((samples, *tensor.shape[1:]), 0.5).to(tensor.dtype)
 
 
-def _described(values: Mapping[str, Any], term: Term) -> str:
+def _described(values: Mapping[str, object], term: Term) -> str:
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
     return f"{described(target)} for outputs {described(output)}"
 
 
-def _cure(values: Mapping[str, Any], term: Term) -> str | None:
+def _cure(values: Mapping[str, object], term: Term) -> str | None:
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
     if target.dim() > 1 and target.shape[-1] == 1 and target.shape[:-1] == output.shape[:1]:
         return "Drop the target's last axis of 1"

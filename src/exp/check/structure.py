@@ -73,7 +73,7 @@ def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = (
     return Fault(key=key, got=show(value), expected=expected, cure=cure)
 
 
-def _quoted(value: Any) -> str | None:
+def _quoted(value: object) -> str | None:
     """A scalar that is no text, or a list with some, as text; None for what cannot be."""
     entries = value if isinstance(value, list) else [value]
     if any(isinstance(entry, list | dict) or entry in ("", None) for entry in entries):
@@ -220,7 +220,7 @@ def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
     yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Repeats)
 
 
-def _too_many(model: Any) -> Iterator[Fault]:
+def _too_many(model: object) -> Iterator[Fault]:
     """Repeats within repeats, whose product nobody meant; each of them has its own bound."""
     if _count(model) <= MAX_LAYERS:
         return
@@ -231,7 +231,7 @@ def _too_many(model: Any) -> Iterator[Fault]:
     yield Fault(key=f"{key}.repeat", got=got, expected=f"{MAX_LAYERS:,} layers at most in all")
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """Nodes with a `_target_` that a part of a model becomes."""
     if isinstance(value, list):
         return sum(map(_count, value))

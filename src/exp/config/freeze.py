@@ -126,7 +126,7 @@ def _loaded(path: Path) -> Any:
         raise RunError(f"{path} is not as exp wrote it: {one_line(error)}. Take the file of the run") from error
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _with_texts(value: object, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {name: _with_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
@@ -183,7 +183,7 @@ def read_parent(directory: Path) -> Mapping[str, Any] | None:
     return parent
 
 
-def _as_json(found: Mapping[str, Any]) -> str:
+def _as_json(found: Mapping[str, object]) -> str:
     # The diff may be of a file with secrets, the command of a program that was started with one.
     return json.dumps(_with_texts(dict(found), covered), indent=2) + "\n"
 

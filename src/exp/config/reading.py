@@ -72,7 +72,7 @@ def is_node(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
 
 
-def is_open(data: Mapping[str, Any]) -> bool:
+def is_open(data: Mapping[str, object]) -> bool:
     """Whether a data node leaves something to the data: its inputs, by name or alone, or the number of outputs."""
     left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
     return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))

@@ -219,7 +219,9 @@ def tell_stop_iterations(callbacks: Iterable[Callback]) -> None:
                     setattr(callback, name, functools.partial(_tell_stop_iteration, callback, name, hook))
 
 
-def _tell_stop_iteration(callback: Callback, name: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _tell_stop_iteration(
+    callback: Callback, name: str, hook: Callable[..., object], *given: object, **named: object
+) -> object:
     try:
         return hook(*given, **named)
     except StopIteration as error:

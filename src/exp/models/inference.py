@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,12 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 ANY_LENGTH = 16
 
 
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+
 class NetworkCall(Protocol):
-    def __call__(self, run: Callable[..., Any], data: Mapping[str, Any]) -> Any:
+    def __call__(self, run: Callable[..., Result], data: Mapping[str, Value]) -> Result:
         """What `run`, the network or what stands in its place, gives for a batch's entries."""
 
 
@@ -89,7 +93,7 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
     leading = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     only = inputs[0] if len(inputs) == 1 else "input"
 
-    def call(run: Callable[..., Any], data: Mapping[str, Any]) -> Any:
+    def call(run: Callable[..., Result], data: Mapping[str, Value]) -> Result:
         given = {name: data[name] for name in names if name in data}
         if given:
             return run(*[given.pop(name) for name in itertools.takewhile(given.__contains__, leading)], **given)

@@ -397,3 +397,14 @@ def test_a_network_that_no_memory_here_holds_is_noted(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert check(["model.layers.hidden.out_features=100000000000"]) == 0
     assert "model: its parameters alone take 71,898 GiB, and this machine has" in capfd.readouterr().err
+
+
+def test_a_train_yaml_of_ones_own_that_lacks_most_keys_is_one_fault(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text("# My own\nname: mine\n")
+    with pytest.raises(exp.ConfigError) as caught:
+        exp.validate(exp.compose([]))
+    (fault,) = caught.value.faults
+    assert "none of seed, monitor" in fault.got
+    assert "conf/experiment/NAME.yaml" in fault.cure

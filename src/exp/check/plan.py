@@ -651,4 +651,5 @@ def _limit(trainer: Mapping[str, Any], name: str) -> int:
 
 
 def _touched(faults: Iterable[Fault], keys: Iterable[str]) -> bool:
-    return any(fault.key.partition(".")[0] in keys for fault in faults)
+    """Whether a fault is of one of these nodes, or of the config as a whole."""
+    return any(fault.key.partition(".")[0] in (*keys, "config") for fault in faults)

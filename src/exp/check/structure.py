@@ -18,12 +18,21 @@ from exp.spelling import among, did_you_mean, nearest, show
 
 # Of one repeat it is schema.Repeats, whose layers may be blocks of several.
 MAX_LAYERS = 100_000
+# So many keys nobody forgets one by one.
+FORGOTTEN = 8
 # No library counts further.
 MAX_INTEGER = 2**63
 
 
 def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
+    absent = [name for name in (*SCHEMA, *NODES, *COLLECTIONS, PHASES) if name not in plain]
+    if len(absent) > FORGOTTEN:
+        cure = (
+            "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
+        )
+        got = f"none of {among(absent)}"
+        return [Fault(key="config", got=got, expected="every key of exp's own train.yaml", cure=cure)]
     return [
         *_fixed("", plain, SCHEMA),
         *_nodes(plain),

@@ -59,7 +59,7 @@ class DataSpec:
     """What a data set declares, so that a model can be sized and checked before any sample is read.
 
     inputs: what a network may be given, by name; where it is left out, one entry `input` of the next two.
-    input_shape, input_dtype: of the entry `input`; None where there is none.
+    input_shape, input_dtype: of the entry `input`, or of the only one where it was read from the data; else None.
     num_classes: of a classification (the vocabulary of a text); None for a regression.
     num_outputs: how many numbers a model gives for a sample (or a token): the classes, or the width of the target.
     """

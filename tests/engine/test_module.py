@@ -209,11 +209,47 @@ def test_a_data_set_of_inputs_alone_trains_an_autoencoder(tmp_path: Path, small_
         small_run.Small(tmp_path / "missing", terms={"mse": nn.MSELoss()}, **settings).fit()
 
 
+class Around(nn.Module):
+    """Wraps a layer as libraries do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, **options: object) -> torch.Tensor:
+        assert not options
+        return self.inner(x)
+
+
+class AnyCall(Around):
+    def forward(self, *given: torch.Tensor, **options: object) -> torch.Tensor:
+        return self.inner(*given, **options)
+
+
+class WithTarget(Around):
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(x)
+
+
+class AnyNames(Around):
+    def forward(self, **given: object) -> list[str]:
+        return list(given)
+
+
 def test_how_a_network_is_called_with_names() -> None:
     linear = nn.Linear(2, 1)
     assert network_call(linear)(linear, {"input": torch.ones(1, 2)}).shape == (1, 1)
     renamed = nn.Sequential(linear)
     assert network_call(renamed)(renamed, {"input": torch.ones(1, 2), "other": torch.ones(1)}).shape == (1, 1)
+    batch = {"input": torch.ones(1, 2), "target": torch.ones(1)}
+    for network in (Around(linear), AnyCall(linear), WithTarget(linear)):
+        assert network_call(network)(network, batch).shape == (1, 1)
+        assert network_call(network, ("image",))(network, {"image": batch["input"]}).shape == (1, 1)
+    by_name = AnyNames(linear)
+    assert network_call(by_name, ("one", "two"))(by_name, {"one": batch["input"], "two": 0, "target": 0}) == [
+        "one",
+        "two",
+    ]
     with pytest.raises(RunError, match=r"the batch has \['x', 'y'\].*forward takes \['input', 'right'\]"):
         network_call(ByName())(ByName(), {"x": torch.ones(1), "y": torch.ones(1)})
 

@@ -265,9 +265,17 @@ def test_a_run_whose_directory_is_taken_away_saves_its_state_and_says_so(tmp_pat
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.parametrize("name", ["", "last.ckpt", "best.ckpt", "best-7.ckpt"])
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("", "last.ckpt is written anew; the best is sought anew from here; the others are kept no longer"),
+        ("last.ckpt", "The run goes on: last.ckpt is written anew"),
+        ("best.ckpt", "The run goes on: the best is sought anew from here"),
+        ("best-7.ckpt", "The run goes on: the others are kept no longer"),
+    ],
+)
 def test_checkpoints_that_somebody_removes_are_named_and_the_run_goes_on(
-    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture, name: str, threaded: bool
+    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture, name: str, then: str, threaded: bool
 ) -> None:
     def take() -> None:
         run.checkpointing.settle(run.trainer)
@@ -280,6 +288,7 @@ def test_checkpoints_that_somebody_removes_are_named_and_the_run_goes_on(
     run.fit()
     (told,) = [record.getMessage() for record in caplog.records if "removed while the run goes on" in record.message]
     assert str(run.last.parent / name) in told
+    assert told.endswith(then)
     assert read_checkpoint(run.last)["global_step"] == 28
     named = [run.checkpointing.best_path] if run.checkpointing.best is not None else []
     named += [run.last.with_name(f"best-{entry['step']}.ckpt") for entry in run.checkpointing.kept]
@@ -376,3 +385,14 @@ def assert_same(found: Any, expected: Any, key: str) -> None:
             assert_same(one, other, f"{key}.{place}")
     else:
         assert found == expected, key
+
+
+def test_a_run_that_keeps_no_best_does_not_miss_one(
+    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = small_run.Small(tmp_path / "first", max_epochs=1)
+    first.fit()
+    run = small_run.Small(tmp_path / "run", saving={"save_best": False})
+    run.fit(resume=first.last)
+    assert run.checkpointing.best is None
+    assert "removed while the run goes on" not in caplog.text

@@ -59,7 +59,7 @@ SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "securi
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
 # What holds the samples, and may be on another machine.
-DATA_SETS = ("data.dataset", "data.train", "data.val", "data.test")
+DATA_SETS = ("data.dataset.", "data.train.", "data.val.", "data.test.")
 PLACEMENT_KEYS = ("strategy", "launch", "security")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 # What a strategy may have to refuse.
@@ -303,7 +303,7 @@ def compare_with_data(decided: Plan) -> tuple[list[Fault], tuple[str, ...]]:
     try:
         return [], refuse_other_data(decided)
     except ConfigError as error:
-        faults = [fault for fault in error.faults if not fault.key.startswith(DATA_SETS)]
+        faults = [fault for fault in error.faults if not f"{fault.key}.".startswith(DATA_SETS)]
         if faults:
             return faults, ()
         return [], (f"the data was not compared with what the config declares of it: {error.faults[0]}",)
@@ -422,7 +422,8 @@ class _Findings:
             self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
             self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
             self.faults += term_faults(objective, network, self.decided.spec, word=precision["word"])
-            if self.decided.spec.input_dtype == "float64" and word.parameters is None and not precision["keep"]:
+            has_double = any(one.dtype == "float64" for one in self.decided.spec.inputs.values())
+            if has_double and word.parameters is None and not precision["keep"]:
                 self.faults += double_faults(seen.traces.values())
         phases = () if _touched(known, OPTIMIZATION_KEYS) else self.decided.phases
         for forward, part in objectives_by_forward(phases, objective).items():

@@ -142,7 +142,7 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
     missing = [name for name in needed if name not in inputs]
     is_alone = len(inputs) == 1 or "input" in inputs
     # A network of one input takes the only one by any name.
-    if not missing or (is_alone and len(needed) == 1):
+    if not missing or (is_alone and missing == needed[:1]):
         return recorder.trace(network, inputs)
     close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
     raise ConfigError(
@@ -421,13 +421,14 @@ def double_faults(traces: Iterable[ForwardTrace]) -> list[Fault]:
         for call in trace.calls:
             given = call.inputs[0] if call.inputs else None
             is_product = isinstance(call.module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase)
-            if is_product and isinstance(given, Tensor) and given.dtype is torch.float64:
+            is_double = isinstance(given, Tensor) and given.dtype is torch.float64
+            if is_product and is_double and any(one.dtype is torch.float32 for one in call.module.parameters()):
                 name = (
                     f"{config_key(trace.network, path_of(trace.network, call.module))}, {type(call.module).__name__},"
                 )
                 return [
                     Fault(
-                        key="data.input_dtype",
+                        key="data.input_dtype" if list(trace.inputs) == ["input"] else "data.inputs",
                         got=f"float64, and {name} computes in float32",
                         expected="float32",
                         cure="Give float32 in the data set or in data.transforms, or write precision=fp64",

@@ -14,7 +14,7 @@ from exp.data.entries import by_name
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
 from exp.errors import UserCodeError
-from exp.nested import mapped
+from exp.nested import mapped, tensors_in
 from exp.types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
@@ -131,7 +131,7 @@ class IndexedLoader(Loader):
         super().__init__(stage=stage)
         self._inputs, self._labels = inputs, labels
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
-        first = tensors_of(dataset.gather(torch.zeros(1, dtype=torch.int64)))
+        first = tensors_in(gathered(dataset, torch.zeros(1, dtype=torch.int64), stage=stage))
         sample_bytes = sum(tensor.nbytes for tensor in first)
         mine = sampler.share_of(self.batches.batch_size)
         self._chunk = max(1, CHUNK_BYTES // max(1, sample_bytes * (mine.stop - mine.start)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
 from exp.spelling import among, did_you_mean
-from exp.types import DataSpec, Stage, TensorSpec, dtype_name
+from exp.types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,10 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
             expected="the number of classes, or data.num_outputs for a regression",
         )
     is_plain = list(found) == ["input"] or declared.input_shape is not None
+    # What no network is fed, such as boxes of which the first sample has none, goes to terms and hooks alone.
+    fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
     return DataSpec(
-        inputs=declared.inputs or ({} if is_plain else found),
+        inputs=declared.inputs or ({} if is_plain else fed),
         input_shape=shape,
         input_dtype=dtype,
         num_classes=classes,

@@ -106,7 +106,7 @@ class Assembly:
 
     def _place(self, samples: Sequence[Sample], place: int, batch: object) -> str:
         target = target_in(batch)
-        if isinstance(target, Tensor) and len(target) == len(samples):
+        if isinstance(target, Tensor) and target.dim() and len(target) == len(samples):
             return self.named(samples[place].index)
         # A collate function of the user's own may put several samples into one row.
         return f"one of the samples from {self.named(samples[0].index)} to {self.named(samples[-1].index)}"

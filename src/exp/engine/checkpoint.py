@@ -111,7 +111,7 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
         self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
     ) -> None:
         require_plain(checkpoint)
-        while len(self._pending) >= self.MOST:
+        while self._pending and (len(self._pending) >= self.MOST or self._pending[0].done()):
             self._pending.popleft().result()
         self._submit(super().save_checkpoint, on_host(checkpoint), path, storage_options)
 
@@ -123,7 +123,7 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
 
     @property
     def is_idle(self) -> bool:
-        return all(future.done() for future in self._pending)
+        return not self._has_failed and all(future.done() for future in self._pending)
 
     def settle(self) -> None:
         while self._pending:

@@ -150,10 +150,13 @@ class Checkpointing(Callback):
         if self.best_path in lost:
             self.best = None
         self.kept = [entry for entry in self.kept if self._kept_path(entry["step"]) not in lost]
+        ends = ["last.ckpt is written anew"] * (self.last_path in lost)
+        ends += ["the best is sought anew from here"] * (self.best_path in lost)
+        ends += ["the others are kept no longer"] * bool({*lost} - {self.last_path, self.best_path})
         log.warning(
-            "%s: removed while the run goes on, by another program or by hand. %s",
+            "%s: removed while the run goes on, by another program or by hand. The run goes on: %s",
             ", ".join(str(path) for path in lost),
-            "The best is sought anew from here" if self.best is None else "The run goes on, and writes it anew",
+            "; ".join(ends),
         )
 
     def _files(self, trainer: Trainer) -> list[Path]:
@@ -351,7 +354,7 @@ class Checkpointing(Callback):
         self._is_restored = True
         _module_of(trainer).saved = f"{trainer.ckpt_path} is of step {position.step}, and good"
         found = checkpoint[BEST]
-        if found is not None and found["metric"] == self.monitor:
+        if self.is_saving_best and found is not None and found["metric"] == self.monitor:
             self.best = {**found, "checkpoint": str(self.best_path)}
             self.kept = checkpoint.get(KEPT, [])[: self.keep]
 

@@ -62,7 +62,7 @@ class Zygote:
         return Zygote, (self._modules,)
 
     def start(self) -> None:
-        """Start it where it is not alive. To be called before anything of a user's is imported."""
+        """Start it where it is not alive: a fork while this process has one thread, else an interpreter of its own."""
         if self._connection is not None and self._home == os.getpid():
             return
         is_first, self._home = self._pid == 0, os.getpid()
@@ -121,9 +121,9 @@ class Zygote:
                             os.kill(pid, received[0] if passed_on == 0 else signal.SIGKILL)
                         passed_on = len(received)
                 returncode, result = self._connection.recv()
-            except (EOFError, ConnectionError) as error:
+            except (EOFError, ConnectionError):
                 self.close()
-                raise Died("ended with the process that starts the jobs, which is gone") from error
+                return [], Died("ended with the process that starts the jobs, which is gone")
         values: list[Result] = []
         is_whole = False
         with io.BytesIO(result) as file, suppress(EOFError, pickle.UnpicklingError):

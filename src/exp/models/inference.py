@@ -85,20 +85,24 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
 
     inputs: the names that the data declares, DataSpec.inputs.
     """
-    parameters = inspect.signature(network.forward).parameters.values()
+    parameters = list(inspect.signature(network.forward).parameters.values())
     names = input_names(network)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = {one.name for one in by_place if one.default is one.empty}
+    takes_one = bool(by_place) or any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters) and (len(inputs) > 1 or not takes_one):
         names = tuple(dict.fromkeys((*names, *inputs)))
     # The first parameters go by position, where hooks and graphs look for them.
-    leading = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    leading = [one.name for one in by_place]
     only = inputs[0] if len(inputs) == 1 else "input"
 
     def call(run: Callable[..., Result], data: Mapping[str, Value]) -> Result:
         given = {name: data[name] for name in names if name in data}
-        if given:
+        if given and needed <= given.keys():
             return run(*[given.pop(name) for name in itertools.takewhile(given.__contains__, leading)], **given)
         if only in data:
-            return run(data[only])
+            given.pop(only, None)
+            return run(data[only], **given)
         raise RunError(
             f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
             "or one input alone in data.inputs"

@@ -350,22 +350,17 @@ def sweep(
         run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
-        if not jobs.rows:
-            _remove_unused(directory)
         return _finish(jobs, directory, error.exit_status)
     except KeyboardInterrupt as error:
         status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130
         return _finish(jobs, directory, status)
     except Exception as error:
         _finish(jobs, directory, 1)
-        if not jobs.rows:
-            _remove_unused(directory)
         if isinstance(error, HydraException):
             raise ConfigError([fault_of(error)]) from error
         raise
     status = _finish(jobs, directory, 0)
     if not jobs.rows:
-        _remove_unused(directory)
         raise ConfigError([_no_job("hydra.sweeper")])
     return status
 
@@ -375,6 +370,8 @@ def _finish(jobs: Sweep, directory: Path, status: int) -> int:
     if jobs.rows:
         print()
         print_table(directory, jobs.rows)
+    else:
+        _remove_unused(directory)
     return status or int(jobs.has_failures)
 
 

@@ -152,7 +152,7 @@ FAULTS: list[tuple[list[str], dict[str, str]]] = [
         ],
         {
             "phases.generator.reapets": "Did you mean phases.generator.repeats?",
-            "phases.generator.repeats": "an integer, 1 or more",
+            "phases.generator.repeats": "an integer between 1 and 10000",
             "phases.generator.gradient_clip_val": "a number above 0",
             "phases.generator.gradient_clip_algorithm": "norm, value",
             "phases.generator.forward": "text",

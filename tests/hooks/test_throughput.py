@@ -174,7 +174,8 @@ def test_a_pause_leaves_out_the_parts_of_its_step(clock):
         ((torch.zeros(3, 7), torch.zeros(3)), None),
         ((torch.zeros(3, 1, 8, 8, dtype=torch.uint8), torch.zeros(3)), None),
         ((torch.zeros(3, 7, dtype=torch.bool), torch.zeros(3)), None),
-        ({"left": torch.zeros(3, 7, dtype=torch.long)}, None),
+        ({"left": torch.zeros(3, 7, dtype=torch.long), "mask": torch.ones(3, 7)}, 7),
+        ({"target": torch.zeros(3, 7, dtype=torch.long)}, None),
     ],
 )
 def test_tokens_are_whole_numbers_in_two_dimensions(data, tokens):

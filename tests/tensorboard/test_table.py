@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "file").touch()
     logger = CsvLogger(directory=tmp_path / "file")
     logger.log_metrics({"loss/train": 1.0}, 1)
-    with pytest.raises(RunError, match=r"metrics\.csv cannot be written: .*take out csv from the loggers"):
+    with pytest.raises(RunError, match=r"cannot be written to .*metrics\.csv: .*take out csv from the loggers"):
         logger.save()
     logger.log_metrics({"loss/train": 1.0}, 2)
     logger.end("failed")

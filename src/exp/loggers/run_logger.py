@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import Logger
 
 from exp.config.freeze import read_overrides
-from exp.errors import ConfigError, Interrupted, MissingExtraError, RunError
+from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
 from exp.models.forward_trace import ForwardTrace
@@ -81,10 +82,12 @@ def made(make: Callable[[], Logger], *, name: str) -> Logger | None:
     except (Interrupted, MissingExtraError):
         raise
     except ConfigError as error:
+        cause = error.__cause__
         # What a store says that does not answer, and not of the values that it was given.
-        if not isinstance(error.__cause__, OSError | RuntimeError):
+        is_of_values = isinstance(cause, REFUSALS) and not isinstance(cause, OSError | RuntimeError)
+        if cause is None or is_of_values or isinstance(cause, ExpError | MisconfigurationException | SystemExit):
             raise
-        tell_not_written(name, error.__cause__)
+        tell_not_written(name, cause)
     except Exception as error:
         tell_not_written(name, error)
     return None

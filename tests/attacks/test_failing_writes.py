@@ -23,9 +23,9 @@ RUN = (
 PRUNING = ("checkpoint.keep=2", "trainer.val_check_interval=1")
 # With how many writes that fail.
 VARIANTS = {
-    "plain": ((), 20),
-    "a thread": ((*PRUNING, "checkpoint.async=true", "logger=[tensorboard,csv]"), 6),
-    "ranks": ((*PRUNING, "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu"), 4),
+    "plain": ((), 12),
+    "a thread": ((*PRUNING, "checkpoint.async=true", "logger=[tensorboard,csv]"), 4),
+    "ranks": ((*PRUNING, "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu"), 2),
 }
 ERRORS = ("ENOSPC", "EIO", "EPIPE", "EACCES")
 PARTIAL = re.compile(r"\.(.+)\.\d+\.\d+\.partial")

@@ -1,6 +1,6 @@
 """Commands that were mistyped at random: a legal config, or exit 2, at most 12 lines, a key of it, nothing written.
 
-A hundred; ATTACKS=2000 in the environment are as many.
+Forty; ATTACKS=2000 in the environment are as many.
 """
 
 import os
@@ -121,7 +121,7 @@ def answered(words, monkeypatch, capfd):
 
 
 @settings(
-    max_examples=int(os.environ.get("ATTACKS", "100")),
+    max_examples=int(os.environ.get("ATTACKS", "40")),
     deadline=None,
     derandomize="ATTACKS" not in os.environ,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

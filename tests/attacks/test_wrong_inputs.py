@@ -1,6 +1,6 @@
 """Inputs that cannot be meant: exit 2, at most 12 lines, the key named, no traceback, no directory.
 
-wrong_inputs.txt: a command line, and what the answer names. A fourth of them, and all with ATTACKS=2000 in the
+wrong_inputs.txt: a command line, and what the answer names. An eighth of them, and all with ATTACKS=2000 in the
 environment. Those that a user is likely to type, with what is to be said of each: tests/config/test_wrong_commands.py.
 """
 
@@ -13,7 +13,7 @@ from exp.train import main
 
 LINES = (Path(__file__).parent / "wrong_inputs.txt").read_text().splitlines()
 CASES = [line.rpartition(" | ")[::2] for line in LINES]
-SHARE = CASES if "ATTACKS" in os.environ else CASES[::4]
+SHARE = CASES if "ATTACKS" in os.environ else CASES[::8]
 IN_A_TEST = 8
 
 

@@ -100,7 +100,8 @@ def test_one_process_two_and_a_resumed_one_end_with_the_same_weights(kind, comma
     exp.fit(exp.compose(words(kind, "half", "trainer.max_epochs=1")))
     exp.fit(exp.compose(words(kind, "rest", "resume=outputs/half/checkpoints/last.ckpt")))
     assert all(torch.equal(value, whole[name]) for name, value in weights("rest").items())
-    for strategy in ("ddp", "fsdp"):
+    # A network of one's own whose layers are sized by the data, and one with an input by keyword alone.
+    for strategy in ("ddp", "fsdp") if kind in ("visits", "sentences") else ("ddp",):
         done = commands.run(*words(kind, strategy, f"strategy={strategy}", "launch.devices=2"))
         assert done.returncode == 0, done.stderr
         for name, value in weights(strategy).items():

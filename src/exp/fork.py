@@ -112,7 +112,8 @@ def _beginning(run: Path) -> tuple[Path, int]:
     parent, resume = read_parent(run), read_frozen(run).resume
     if parent is not None:
         return Path(parent["run"]), int(parent["step"])
-    if resume is None:
+    # Without that file nobody knows, and the run's own checkpoints serve for what lies behind them.
+    if resume is None or not Path(resume).is_file():
         return run, 0
     return Path(resume).parent.parent, int(read_checkpoint(resume)[POSITION]["step"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,3 +95,21 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
         logger.save()
     logger.log_metrics({"loss/train": 1.0}, 2)
     logger.end("failed")
+
+
+def test_a_row_that_gets_more_values_is_replaced_in_one(tmp_path, monkeypatch):
+    """Taken away first and written again behind it, a kill between the two would lose it."""
+    logger = CsvLogger(directory=tmp_path)
+    logger.log_metrics({"loss/train": 1.0}, 1)
+    logger.end("completed")
+    opened = Path.open
+
+    def refused(path, mode="r", *rest, **named):
+        assert mode != "a", f"{path} is written to behind its replacement"
+        return opened(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    logger.log_metrics({"loss/val": 2.0}, 1)
+    logger.end("completed")
+    (row,) = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
+    assert (row["loss/train"], row["loss/val"]) == ("1.0", "2.0")

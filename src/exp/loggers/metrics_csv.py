@@ -6,7 +6,7 @@ import csv
 import io
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,7 +108,7 @@ class CsvLogger(RunLogger):
         if rows:
             self._guarded(lambda: self._append(rows))
 
-    def _guarded(self, work: Any) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         if self._failed:
             return
         try:
@@ -135,15 +135,17 @@ class CsvLogger(RunLogger):
             columns.update(dict.fromkeys(row))
         if is_split or list(columns) != self._columns:
             self._columns = list(columns)
-            self._rewrite(lambda row: not is_split or int(row[STEP]) != step)
+            # The row that is taken away comes back in the same replacement: a kill between the two would lose it.
+            self._rewrite(lambda row: not is_split or int(row[STEP]) != step, more=rows)
+            return
         self._last = rows[-1]
         text = io.StringIO()
         csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
         with self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(text.getvalue())
 
-    def _rewrite(self, is_kept: Any) -> None:
-        """The rows that are kept, below the columns of now."""
+    def _rewrite(self, is_kept: Callable[[dict[str, str]], bool], more: Sequence[dict[str, Any]] = ()) -> None:
+        """The rows that are kept, and more, below the columns of now."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = self._read()
         first = next(rows, None)
@@ -156,7 +158,10 @@ class CsvLogger(RunLogger):
                 if row is not None and is_kept(row):
                     writer.writerow(row)
                     self._last = dict(row)
+            writer.writerows(more)
             file.detach()
+        if more:
+            self._last = more[-1]
 
     def _read(self) -> Iterator[dict[str, str]]:
         """The whole rows of the file: a kill may have left a part of one at the end."""

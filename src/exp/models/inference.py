@@ -35,7 +35,7 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 
 
 # What stands for a length that differs from batch to batch, where shapes are looked at.
-ANY_LENGTH = 16
+STAND_IN_LENGTH = 16
 
 
 Result = TypeVar("Result")
@@ -57,11 +57,11 @@ def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device 
     """A stand-in for the network's inputs: zeros `[batch_size, *shape]` of the declared dtype, by name.
 
     Zeros are valid class and character numbers, too. The batch is of 2, for batch norm refuses one sample in training.
-    A length that differs from batch to batch is ANY_LENGTH.
+    A length that differs from batch to batch is STAND_IN_LENGTH.
     """
     return {
         name: torch.zeros(
-            (batch_size, *(ANY_LENGTH if size is None else size for size in one.shape)),
+            (batch_size, *(STAND_IN_LENGTH if size is None else size for size in one.shape)),
             dtype=getattr(torch, one.dtype),
             device=device,
         )

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,8 @@ from exp.config.targets import resolve
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, refusal, said
+from exp.engine.datamodule import fitted_in
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, refusal, said
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.syntax import ProgramError
 from exp.objectives.objective import Objective
@@ -121,15 +123,28 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
 
 
 def build_data(plain: Plain) -> Data:
-    """The data set with its parts; its samples are read where a loader asks for them."""
+    """The data set with its parts; its samples are read where a loader asks for them.
+
+    A run that goes on from a checkpoint takes from it what the training part told, not from a file changed since.
+    """
     ignored = set(_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")]))
     # exp's own leave nothing out unless told so; others may, as torch's do.
     losses = [str(node["_target_"]) for _, node in nodes_in(plain["objective"])]
     if not all(name.startswith("exp.objectives.") for name in losses):
         ignored.add(IGNORED)
-    offers = {"seed": plain["seed"], "ignored_labels": sorted(ignored)}
+    earlier = functools.partial(_fitted, plain["resume"])
+    offers = {"seed": plain["seed"], "ignored_labels": sorted(ignored), "earlier": earlier}
     data: Data = construct(plain["data"], key="data", allow=_allow(plain), **offers)
     return data
+
+
+def _fitted(resume: object) -> Mapping[str, Any] | None:
+    if not isinstance(resume, str):
+        return None  # null, or a fault of its own
+    try:
+        return fitted_in(Path(resume))
+    except RunError:
+        return None  # the check of the checkpoint itself tells what is wrong with it
 
 
 def _whole_numbers(key: str, node: object) -> Iterator[int]:

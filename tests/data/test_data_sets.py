@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from exp.data import dataset_files, digits, tables
 from exp.data.data import Data
 from exp.data.digits import Digits
-from exp.data.tables import BreastCancer, Diabetes, Table, Wine
+from exp.data.in_memory import tensors_of
+from exp.data.tables import BreastCancer, Diabetes, ShippedTable, Table, Wine
 from exp.data.text import UNKNOWN, Text, Vocabulary, code_points
 from exp.errors import ConfigError
 from exp.types import DataSpec
 
 
 def table(values, target, **settings) -> Table:
-    return Table(
+    return ShippedTable(
         features=np.asarray(values, dtype=float),
         targets=np.asarray(target),
         columns=tuple(f"c{i}" for i in range(len(values[0]))),
-        **{"classes": None, **settings},
+        **{"classes": None, "standardise": True, **settings},
     )
 
 
@@ -48,12 +49,12 @@ def test_digits_are_scikit_learns():
 def test_tables_are_scikit_learns(ours, theirs):
     bunch = theirs()
     made = ours(standardise=False)
-    features, targets = made.entries
+    features, targets = made.encoded(made.fit())["input"], made.entries["target.target"]
     assert np.array_equal(features.numpy(), bunch.data)
     assert np.array_equal(targets.flatten().numpy(), bunch.target)
     assert len(made.columns) == bunch.data.shape[1]
-    if made.classes is not None:
-        assert list(made.classes) == list(bunch.target_names)
+    if made.classes:
+        assert list(made.classes["target"]) == list(bunch.target_names)
 
 
 def test_the_column_names_are_in_the_files_order():
@@ -68,9 +69,9 @@ def test_the_column_names_are_in_the_files_order():
 
 @pytest.mark.parametrize("ours", [Digits, BreastCancer, Wine, Diabetes])
 def test_scikit_learn_itself_is_asked_where_its_files_have_moved(ours, monkeypatch, caplog):
-    expected = ours().entries
+    expected = tensors_of(ours().entries)
     monkeypatch.setattr(dataset_files.importlib.util, "find_spec", lambda name: None)
-    for mine, theirs in zip(ours().entries, expected, strict=True):
+    for mine, theirs in zip(tensors_of(ours().entries), expected, strict=True):
         assert torch.equal(mine, theirs)
     assert "importing sklearn.datasets" in caplog.text
 
@@ -112,7 +113,7 @@ def test_a_column_that_never_changes_in_training_becomes_zero():
 
 
 def test_a_part_of_another_kind_than_training_is_refused():
-    with pytest.raises(ConfigError, match=r"data.train: Tensors, beside a part that is Table"):
+    with pytest.raises(ConfigError, match=r"data.train: a training part that tells nothing, beside .* ShippedTable"):
         Data(train=torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1)), val=table([[1.0]], [1]))
     with pytest.raises(ConfigError, match="no training part"):
         Data(test=table([[1.0]], [1]))
@@ -168,14 +169,14 @@ def test_the_default_text_is_pythons_standard_library():
 
 @given(st.text(min_size=1))
 def test_encoding_is_undone_by_decoding(text):
-    vocabulary = Vocabulary(codes=code_points(text))
+    vocabulary = Vocabulary.of(code_points(text))
     assert vocabulary.decode(vocabulary.encode(text)) == text
     assert len(vocabulary) == len(set(text)) + 1
 
 
 @given(st.text(min_size=1), st.text(), st.integers(1, 5))
 def test_characters_outside_the_vocabulary_are_the_unknown_one(known, text, size):
-    vocabulary = Vocabulary(codes=code_points(known), size=size)
+    vocabulary = Vocabulary.of(code_points(known), size=size)
     assert len(vocabulary) == min(size, len(set(known))) + 1
     kept = set(vocabulary.characters[1:])
     counts = {character: known.count(character) for character in set(known)}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from exp.data.data import Data
 from exp.data.delimited import Csv, read_sheet
+from exp.data.in_memory import Tensors
 from exp.data.tensor_file import TensorFile
 from exp.errors import ConfigError
 
@@ -32,12 +33,16 @@ def flowers(tmp_path):
     return str(path)
 
 
+def rows(made: Csv) -> Tensors:
+    return made.prepare(made.fit())
+
+
 def test_a_classification(flowers):
-    made = Csv(path=flowers, target="kind", categorical=["colour"], ignore=["id"])
-    assert made.columns == ("colour=blue", "colour=red", "height")
-    assert made.classes == ("iris", "rose", "tulip")
-    features, targets = made.entries
-    assert features.tolist() == [[0, 1, 1.5], [1, 0, 2.5], [0, 1, 3.5], [1, 0, 4.5]]
+    made = Csv(path=flowers, target="kind", categorical=["colour"], ignore=["id"], standardise=False)
+    assert made.fit()["table"]["words"] == {"colour": ["blue", "red"]}
+    assert made.classes == {"target": ("iris", "rose", "tulip")}
+    features, targets = rows(made).entries
+    assert features.tolist() == [[1.5, 0, 1], [2.5, 1, 0], [3.5, 0, 1], [4.5, 1, 0]]
     assert targets.tolist() == [1, 0, 1, 2]
     spec = Data(dataset=made, parts={"train": 2, "val": 2}).spec
     assert (spec.input_shape, spec.num_classes, spec.num_outputs) == ((3,), 3, 3)
@@ -56,8 +61,8 @@ def test_numbers_as_labels_keep_their_order_and_columns_without_names_are_number
     path = tmp_path / "plain.txt"
     path.write_text("10;0.5\n9;1.5\n10;2.5\n")
     made = Csv(path=str(path), target=0, delimiter=";", header=False)
-    assert made.classes == ("9", "10")
-    assert made.entries[1].tolist() == [1, 0, 1]
+    assert made.classes == {"target": ("9", "10")}
+    assert rows(made).entries[1].tolist() == [1, 0, 1]
     assert made.columns == ("1",)
 
 
@@ -74,10 +79,10 @@ def test_a_file_is_looked_for_in_the_data_directory_too(flowers, tmp_path, monke
         (FLOWERS, {}, r"'red' in line 2 of .*column colour; expected a number. Put it in data.dataset.categorical"),
         (FLOWERS, {"delimiter": ";"}, r"data.dataset.target: kind; expected a column"),
         (FLOWERS, {"ignore": ["id", "colour", "height"]}, r"data.dataset.ignore: every column but the target"),
-        ("a,kind\n1,x\nnan,y\n", {}, r"data.dataset.path: nan in line 3 of .*column a; expected a finite number"),
+        ("a,kind\n1,x\nnan,y\n", {}, r"data.dataset.path: no value in line 3 of .*column a; expected one in every row"),
         ("a,kind\n1,x\n-inf,y\n", {}, r"-inf in line 3 of"),
-        ("a,kind\n1,x\n,y\n", {}, r"'' in line 3 of .*column a; expected a number"),
-        ("a,kind\n1,x\n2,\n", {}, r"an empty value in line 3 of .*column kind"),
+        ("a,kind\n1,x\n,y\n", {}, r"no value in line 3 of .*column a; .*data.dataset.impute=mean"),
+        ("a,kind\n1,x\n2,\n", {}, r"no value in line 3 of .*column kind"),
         ('a,b,kind\n"x\ny",2,x\n1,inf,y\n', {"categorical": ["a"]}, r"inf in line 4 of"),
         ("a,kind\n1,x\n2\n", {}, r"1 values in line 3 of .*; expected 2, as in its first line"),
         ("a,a,kind\n1,2,x\n", {}, r"with a twice"),
@@ -117,7 +122,7 @@ def test_what_pythons_own_writer_writes_is_read_back(tmp_path, rows):
     csv.writer(text).writerows([("x", "word", "y"), *rows])
     path = tmp_path / "table.csv"
     path.write_text(text.getvalue(), encoding="utf-8", newline="")
-    sheet = read_sheet(path, delimiter=",", header=True)
+    sheet = read_sheet(path, delimiter=",", header=True, missing_values=())
     assert sheet.numbers(0).tolist() == [row[0] for row in rows]
     assert sheet.texts(1) == [row[1] for row in rows]
     assert sheet.numbers(2).tolist() == [row[2] for row in rows]

@@ -13,12 +13,12 @@ from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.entries import by_name, target_in
 from exp.data.faults import data_fault
-from exp.data.in_memory import Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
+from exp.data.in_memory import Fitted, Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
 from exp.data.labels import IGNORED, Labels
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators
-from exp.data.spec import DeclaredSpec, read_spec, stated_classes
-from exp.data.splits import make_splits
+from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
+from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import ShareOfStream, StreamLoader, open_stream
 from exp.data.workers import (
     Assembly,
@@ -60,6 +60,8 @@ class Data:
         from 0 (black) to 1 (white). One number, or one a channel. They serve to show the pictures again.
     ignored_labels: whole targets that are no class and that losses leave out; None means every ignore_index of the
         objective and the metrics, and torch's own, -100. Another label outside the classes is refused.
+    earlier: gives what the training part told in the run that this one goes on from; this one's is asked without.
+    fitted: an attribute, what the training part told, such as means, words or classes. Checkpoints keep it.
     seed: of the run.
 
     Raises: ConfigError that names the key.
@@ -94,6 +96,7 @@ class Data:
         input_mean: Sequence[float] | None = None,
         input_std: Sequence[float] | None = None,
         ignored_labels: Sequence[int] | None = None,
+        earlier: Callable[[], Fitted | None] | None = None,
         seed: int = 0,
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
@@ -109,7 +112,9 @@ class Data:
             multiprocessing_context=multiprocessing_context,
         )
         self.input_mean, self.input_std = input_mean, input_std
-        self._parts = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
+        raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
+        self.fitted = fit(raw, earlier=earlier or (lambda: None))
+        self._parts = prepare(raw, self.fitted)
         self._check_batches()
         self._inputs = tuple(inputs or ())
         declared = DeclaredSpec(
@@ -258,7 +263,13 @@ class Data:
             return declared.whole
         with preserve_generators():
             batch = self._first(stage, part)
-        return read_spec(declared, batch, num_classes=stated_classes(self._parts, declared))
+        outputs = [number for part in self._parts.values() if (number := stated(part, "num_outputs")) is not None]
+        return read_spec(
+            declared,
+            batch,
+            num_classes=stated_classes(self._parts, declared),
+            num_outputs=max(outputs, default=None),
+        )
 
     def _first(self, stage: Stage, part: Any) -> object:
         """A batch of one sample."""

@@ -4,144 +4,121 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, TypeVar
 
 import numpy as np
 from annotated_types import Len
 
+from exp.data.columns import Name, Sheet, SheetTable, Task, days_since_1970
 from exp.data.dataset_files import data_file
-from exp.data.faults import data_fault, name_cure
-from exp.data.tables import Table
+from exp.data.faults import data_fault
+from exp.data.tables import Encoding, Impute
 
-# More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
-MANY_LABELS = 20
+MISSING_VALUES = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+Value = TypeVar("Value")
 
 
-class Csv(Table):
-    """A table of numbers from a CSV file, with one column to predict.
+class Csv(SheetTable):
+    """A table from a CSV file, with a column to predict, or several.
 
-    path: relative to the current folder, or else to directory. target: the column to predict, by its name, or its
-        number from 0 where there is no header. task: "classification", whose labels may be any words, or "regression".
-    header: the first line names the columns. categorical: columns of words, one feature for each word. ignore: columns
-        to leave out. standardise: see Table.
+    A sample is what Table says. With several numbers to predict they are one target, float32 `[K]`; targets by name
+    become entries of these names, and a mapping.
 
-    Raises: ConfigError for a file or a column that is not there, and for a value that is no finite number, with its
-        line.
+    path: relative to the current folder, or else to directory. delimiter: between values. header: the first line names
+        the columns.
+    target: the column to predict, by its name, or its number from 0 where there is no header; a list of columns of
+        numbers; or a mapping of names to either, such as {kind: species, size: [length, width]}.
+    task: "classification", whose labels may be any words, or "regression"; with targets by name one for all, or one
+        each, {kind: classification, size: regression}.
+    categorical: columns of words. dates: columns of dates in ISO 8601, or {when: "%d.%m.%Y"}: a number of days each.
+    ignore: columns to leave out.
+    missing_values: texts that stand for a missing value. impute: what to take for one, see Table; None refuses them.
+    encoding: of words, "one_hot" or "index"; see Table. standardise: see Table.
+
+    Raises: ConfigError for a file or a column that is not there, and with its line for a value that is none of what its
+        column holds.
     """
 
     def __init__(
         self,
         *,
         path: str,
-        target: str | int,
-        task: Literal["classification", "regression"] = "classification",
+        target: Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]],
+        task: Task | Mapping[str, Task] = "classification",
         directory: str = "data",
         delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
         header: bool = True,
-        categorical: Sequence[str | int] = (),
-        ignore: Sequence[str | int] = (),
+        categorical: Sequence[Name] = (),
+        dates: Sequence[Name] | Mapping[str, str | None] = (),
+        ignore: Sequence[Name] = (),
+        missing_values: Sequence[str] = MISSING_VALUES,
+        impute: Impute | None = None,
+        encoding: Encoding = "one_hot",
         standardise: bool = True,
     ) -> None:
-        sheet = read_sheet(data_file(path, directory=directory), delimiter=delimiter, header=header)
-        wanted = sheet.column(target, key="dataset.target")
-        words = [sheet.column(name, key="dataset.categorical") for name in categorical]
-        left_out = {wanted, *(sheet.column(name, key="dataset.ignore") for name in ignore)}
-        columns: list[str] = []
-        features: list[np.ndarray] = []
-        for column, name in enumerate(sheet.names):
-            if column in left_out:
-                continue
-            if column in words:
-                values = sheet.texts(column)
-                for word in sorted(set(values)):
-                    columns.append(f"{name}={word}")
-                    features.append(np.array([value == word for value in values], dtype=np.float64))
-            else:
-                columns.append(name)
-                features.append(sheet.numbers(column))
-        if not features:
-            raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
-        if task == "regression":
-            targets, classes = sheet.numbers(wanted), None
-        else:
-            targets, classes = sheet.labels(wanted)
+        file = data_file(path, directory=directory)
         super().__init__(
-            features=np.stack(features, axis=1),
-            targets=targets,
-            columns=tuple(columns),
-            classes=classes,
+            sheet=read_sheet(file, delimiter=delimiter, header=header, missing_values=missing_values),
+            target=target,
+            task=task,
+            categorical=categorical,
+            dates=dates,
+            ignore=ignore,
+            impute=impute,
+            encoding=encoding,
             standardise=standardise,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sheet:
+class CsvSheet(Sheet):
     """The rows of a CSV file as text, and the line on which each ends."""
 
-    file: Path
-    names: tuple[str, ...]
-    rows: list[list[str]]
-    lines: list[int]
+    def __init__(
+        self,
+        *,
+        file: Path,
+        names: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        lines: Sequence[int],
+        missing_values: Sequence[str],
+    ) -> None:
+        super().__init__(file=file, names=names)
+        self.rows, self.lines, self.missing_values = rows, lines, frozenset(missing_values)
 
-    def column(self, name: str | int, *, key: str) -> int:
-        """The number of a column.
-
-        Raises: ConfigError where there is no such one.
-        """
-        if str(name) in self.names:
-            return self.names.index(str(name))
-        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
-
-    def texts(self, column: int) -> list[str]:
-        """A column of words, none of them empty."""
-        values = [row[column].strip() for row in self.rows]
-        for value, line in zip(values, self.lines, strict=True):
-            if not value:
-                raise self._bad(line, column, "an empty value", "a value in every row")
-        return values
+    def texts(self, column: int) -> list[str | None]:
+        texts = [row[column].strip() for row in self.rows]
+        return [None if text in self.missing_values else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
-        """A column of finite numbers, float64 `[N]`."""
+        return np.array(self._read(column, float, lambda row, text: self.no_number(row, column, text)))
+
+    def days(self, column: int, form: str | None) -> np.ndarray:
+        def wrong(row: int, text: str) -> Exception:
+            expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
+            cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
+            return self.bad(row, column, repr(text), expected, cure)
+
+        return np.array(self._read(column, lambda text: days_since_1970(text, form), wrong))
+
+    def place(self, row: int) -> str:
+        return f"line {self.lines[row]} of {self.file}"
+
+    def _read(self, column: int, read: Callable[[str], float], wrong: Callable[[int, str], Exception]) -> list[float]:
         values = []
-        for row, line in zip(self.rows, self.lines, strict=True):
-            text = row[column].strip()
+        for row, text in enumerate(self.texts(column)):
             try:
-                number = float(text)
-            except ValueError:
-                name = self.names[column]
-                cure = f"Put it in data.dataset.categorical, or leave it out with data.dataset.ignore=[{name}]"
-                raise self._bad(line, column, repr(text), "a number", cure if text else None) from None
-            if not math.isfinite(number):
-                raise self._bad(line, column, text, "a finite number")
-            values.append(number)
-        return np.array(values)
-
-    def labels(self, column: int) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Classes, int64 `[N]`, and their names: in the order of numbers where all are, else of the alphabet."""
-        values = self.texts(column)
-        names = sorted(set(values))
-        numbers = [number for name in names if (number := _number(name)) is not None]
-        if len(numbers) == len(names):
-            if len(names) > MANY_LABELS and any(not number.is_integer() for number in numbers):
-                raise data_fault(
-                    "dataset.task",
-                    got=f"classification of {len(names)} labels that are numbers with a fraction",
-                    expected="regression for the column " + self.names[column],
-                    cure="data=csv_regression selects it, with its objective and metrics",
-                )
-            names = [name for _, name in sorted(zip(numbers, names, strict=True))]
-        order = {name: number for number, name in enumerate(names)}
-        return np.array([order[value] for value in values], dtype=np.int64), tuple(names)
-
-    def _bad(self, line: int, column: int, got: str, expected: str, cure: str | None = None) -> Exception:
-        place = f"line {line} of {self.file}, column {self.names[column]}"
-        return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure)
+                value = math.nan if text is None else read(text)
+            except (ValueError, OverflowError):
+                raise wrong(row, str(text)) from None
+            if text is not None and not math.isfinite(value):
+                raise self.bad(row, column, text, "a finite number")
+            values.append(value)
+        return values
 
 
-def read_sheet(file: Path, *, delimiter: str, header: bool) -> Sheet:
+def read_sheet(file: Path, *, delimiter: str, header: bool, missing_values: Sequence[str] = MISSING_VALUES) -> CsvSheet:
     """The rows of a file. Empty lines are left out.
 
     Raises: ConfigError for rows of unequal length, names that are there twice, and a file without rows.
@@ -173,12 +150,4 @@ def read_sheet(file: Path, *, delimiter: str, header: bool) -> Sheet:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise data_fault("dataset.path", got=f"{file} with {', '.join(twice)} twice", expected="a name for each column")
-    return Sheet(file=file, names=names, rows=rows[first:], lines=lines[first:])
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    return CsvSheet(file=file, names=names, rows=rows[first:], lines=lines[first:], missing_values=missing_values)

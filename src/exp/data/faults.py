@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, MissingExtraError, RunError, is_installed
 from exp.spelling import among, did_you_mean, show
 from exp.types import STAGES
 
@@ -28,13 +29,25 @@ def name_cure(name: str, names: Collection[str]) -> str | None:
     return did_you_mean(name, names) or (f"There is: {among(sorted(names), word=name)}" if names else None)
 
 
-def unlike_training(part: object, train: object) -> ConfigError:
-    """The error of a part that is scaled or encoded by a training part of another kind."""
-    return data_fault(
+def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
+    """What the training part told by this name.
+
+    Raises: ConfigError where it is of another kind, and told something else.
+    """
+    if name in fitted:
+        return fitted[name]
+    raise data_fault(
         "train",
-        got=f"{type(train).__name__}, beside a part that is {type(part).__name__}",
+        got=f"a training part that tells {', '.join(fitted) or 'nothing'}, beside a part that is {type(part).__name__}",
         expected="one kind: what training has seen scales or encodes the other parts",
     )
+
+
+def require_extra(package: str, *, feature: str, extra: str) -> None:
+    """Raises: ConfigError where the package that a feature needs is not installed."""
+    if not is_installed(package):
+        got, _, cure = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
+        raise data_fault("dataset._target_", got=got, expected="it", cure=f"Install it: {cure}")
 
 
 def share_faults(sizes: Mapping[str, object]) -> list[Fault]:

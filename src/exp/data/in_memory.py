@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Protocol, Self, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from exp.types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
 AnyDataset: TypeAlias = "Dataset[object] | Indexed"
+# By name, tensors and plain values: what the training part tells of itself. Checkpoints keep it.
+Fitted: TypeAlias = Mapping[str, Any]
 
 # Bytes gathered at once. Large enough that a small data set is permuted once an epoch, small enough to stay in cache:
 # with 32 MiB, fresh pages made batches of text seven times slower.
@@ -56,22 +58,26 @@ class Splittable(Protocol):
 class Fittable(Protocol):
     """A part that takes something from the training part, such as a mean or a vocabulary."""
 
-    def prepare(self, train: object) -> Indexed:
-        """This part as a model sees it. train: the training part before it is prepared, which may be this one."""
+    def fit(self) -> Fitted:
+        """What the training part tells all parts, itself too."""
+
+    def prepare(self, fitted: Fitted) -> AnyDataset:
+        """This part as a model sees it. fitted: what the training part told, of this run or of an earlier one."""
 
 
 class Tensors(Dataset[Entries]):
     """Tensors of one length, a pair (input, target) or a mapping of names.
 
     num_classes: of a classification; None for a regression, and where it is not known.
+    num_outputs: how many numbers a model gives for a sample; None where the classes or the target say it.
     indices: an attribute, of the samples in the data set of which this is a part; None where it is whole.
     """
 
     indices: Tensor | None = None
 
-    def __init__(self, *, entries: Entries, num_classes: int | None = None) -> None:
+    def __init__(self, *, entries: Entries, num_classes: int | None = None, num_outputs: int | None = None) -> None:
         self.entries = entries
-        self.num_classes = num_classes
+        self.num_classes, self.num_outputs = num_classes, num_outputs
         lengths = {len(tensor) for tensor in tensors_of(entries)}
         if len(lengths) != 1:
             raise ValueError(f"the tensors hold {sorted(lengths)} samples; expected one length")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from torch import Tensor
+from torch.utils.data import Subset
 
 from exp.data.entries import by_name, inputs_in, target_in
 from exp.data.faults import data_fault
@@ -41,11 +42,13 @@ class DeclaredSpec:
         )
 
 
-def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None) -> DataSpec:
+def read_spec(
+    declared: DeclaredSpec, batch: object, *, num_classes: int | None, num_outputs: int | None = None
+) -> DataSpec:
     """The spec of the data, checked against what is declared.
 
-    batch: a batch of one sample, as a model would get it. num_classes: what the data set says of itself; None where
-    it says nothing.
+    batch: a batch of one sample, as a model would get it. num_classes, num_outputs: what the data set says of itself;
+    None where it says nothing.
     Raises: ConfigError that names the key whose value is not what the data holds, or that the data cannot tell.
     """
     values = inputs_in(batch)
@@ -67,7 +70,7 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
     _refuse_unlike("num_classes", declared.num_classes, num_classes)
     classes = declared.num_classes if num_classes is None else num_classes
     # Declared outputs are taken as they are: two classes may need one output, a regression two.
-    outputs = declared.num_outputs if declared.num_outputs is not None else classes
+    outputs = declared.num_outputs if declared.num_outputs is not None else num_outputs or classes
     if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
         outputs = target.shape[-1] if target.dim() > 1 else 1
     if outputs is None:
@@ -88,10 +91,15 @@ def read_spec(declared: DeclaredSpec, batch: object, *, num_classes: int | None)
     )
 
 
+def stated(part: object, name: str) -> int | None:
+    """A number that a data set says of itself; of a part of one, what the whole says. None where neither does."""
+    number: int | None = getattr(part, name, None)
+    return stated(part.dataset, name) if number is None and isinstance(part, Subset) else number
+
+
 def stated_classes(parts: Mapping[Stage, object], declared: DeclaredSpec) -> int | None:
     """How many classes the parts have: what they say in `num_classes`, else what the targets in memory hold."""
-    stated: list[int | None] = [getattr(part, "num_classes", None) for part in parts.values()]
-    if known := [classes for classes in stated if classes is not None]:
+    if known := [classes for part in parts.values() if (classes := stated(part, "num_classes")) is not None]:
         return max(known)
     if declared.num_classes is not None:
         return declared.num_classes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from exp.data.faults import data_fault, share_faults
-from exp.data.in_memory import AnyDataset, Fittable, Indexed, Selection, Splittable, Tensors, as_indexed, samples_in
+from exp.data.in_memory import (
+    AnyDataset,
+    Fittable,
+    Fitted,
+    Indexed,
+    Selection,
+    Splittable,
+    Tensors,
+    as_indexed,
+    samples_in,
+)
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
 from exp.types import STAGES, Stage
@@ -28,7 +38,6 @@ def make_splits(
 ) -> dict[Stage, AnyDataset]:
     """The data set of each stage: a part of `dataset`, or the one that is given for it.
 
-    Parts that take something from the training part, such as a mean, have done so.
     Raises: ConfigError where there is no data at all, or a stage has two data sets.
     """
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
@@ -48,22 +57,32 @@ def make_splits(
                     cure=f"Leave it out of the parts with data.parts.{name}=0",
                 )
             parts[name] = part
-    return fit_parts({stage: parts[stage] for stage in STAGES if stage in parts})
+    return {stage: parts[stage] for stage in STAGES if stage in parts}
 
 
-def fit_parts(parts: Mapping[Stage, AnyDataset]) -> dict[Stage, AnyDataset]:
-    """The parts, each made ready with what the training part knows."""
-    ready = dict(parts)
-    for stage, part in parts.items():
-        if isinstance(part, Fittable):
-            if "train" not in parts:
-                raise data_fault(
-                    "train",
-                    got="no training part",
-                    expected=f"one: the {stage} part is scaled or encoded with what training has seen",
-                )
-            ready[stage] = part.prepare(parts["train"])
-    return ready
+def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None]) -> Fitted:
+    """What the training part tells the others; nothing where no part asks.
+
+    earlier: what it told in the run that this one goes on from; None where there is none, and this one is asked.
+    """
+    asking = [stage for stage, part in parts.items() if isinstance(part, Fittable)]
+    if not asking:
+        return {}
+    if (told := earlier()) is not None:
+        return told
+    if "train" not in parts:
+        raise data_fault(
+            "train",
+            got="no training part",
+            expected=f"one: the {asking[0]} part is scaled or encoded with what training has seen",
+        )
+    train = parts["train"]
+    return train.fit() if isinstance(train, Fittable) else {}
+
+
+def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, AnyDataset]:
+    """The parts as a model sees them."""
+    return {stage: part.prepare(fitted) if isinstance(part, Fittable) else part for stage, part in parts.items()}
 
 
 def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +13,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.dataset_files import find_files
-from exp.data.faults import data_fault, unlike_training
-from exp.data.in_memory import Entries
+from exp.data.faults import data_fault, fitted_entry
+from exp.data.in_memory import Entries, Fitted
 from exp.data.randomness import seed_for
 from exp.data.splits import lengths
 from exp.types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+# What fit() calls the known characters.
+FITTED = "characters"
 
 
 class Characters(Dataset[object]):
@@ -53,19 +54,18 @@ class Characters(Dataset[object]):
             start += count
         return parts
 
-    def prepare(self, train: object) -> TextBlocks:
+    def fit(self) -> Fitted:
+        """The characters of this part that are known."""
+        return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
+
+    def prepare(self, fitted: Fitted) -> TextBlocks:
         """Encodes this part in the training part's vocabulary.
 
         Raises: ConfigError where it is shorter than a block, and where the training part is no text.
         """
-        if not isinstance(train, Characters):
-            raise unlike_training(self, train)
-        tokens = train.vocabulary.encode_codes(self.codes)
-        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=train.vocabulary)
-
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(codes=self.codes, size=self.vocabulary_size)
+        vocabulary = Vocabulary(characters=fitted_entry(fitted, FITTED, part=self))
+        tokens = vocabulary.encode_codes(self.codes)
+        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=vocabulary)
 
 
 class Text(Characters):
@@ -94,20 +94,26 @@ class Text(Characters):
 
 
 class Vocabulary:
-    """Characters by number. 0 is the unknown one; the others are in the order of Unicode.
+    """Characters by number. characters: in order; the first one, 0, stands for all that are not known."""
 
-    codes: the code points to know the characters of. size: the most frequent ones only; None for all.
-    """
+    def __init__(self, *, characters: str) -> None:
+        self.characters = characters
+        known = code_points(characters[1:])
+        self._numbers = np.zeros(int(known.max(initial=0)) + 1, dtype=smallest_dtype(len(characters)))
+        self._numbers[known] = np.arange(1, len(known) + 1)
 
-    def __init__(self, *, codes: np.ndarray, size: int | None = None) -> None:
+    @classmethod
+    def of(cls, codes: np.ndarray, *, size: int | None = None) -> Vocabulary:
+        """The characters of these code points in the order of Unicode, behind the unknown one.
+
+        size: the most frequent ones only; None for all.
+        """
         counts = np.bincount(codes)
         known = np.flatnonzero(counts)
         if size is not None and size < len(known):
             # A stable sort of the negative counts: of two equally frequent ones, the first in Unicode.
             known = np.sort(known[np.argsort(-counts[known], kind="stable")[:size]])
-        self.characters = UNKNOWN + "".join(map(chr, known))
-        self._numbers = np.zeros(len(counts), dtype=smallest_dtype(len(self.characters)))
-        self._numbers[known] = np.arange(1, len(known) + 1)
+        return cls(characters=UNKNOWN + "".join(map(chr, known)))
 
     def __len__(self) -> int:
         return len(self.characters)

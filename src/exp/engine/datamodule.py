@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -12,6 +14,7 @@ from lightning.pytorch.profilers import Profiler
 
 from exp.data.data import Data
 from exp.data.loader import Loader
+from exp.engine.checkpoint import read_checkpoint
 from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError
 from exp.nested import moved
@@ -57,6 +60,10 @@ class RunData(LightningDataModule):
         except TypeError:
             return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the training part told, which Lightning keeps in checkpoints under this class's name."""
+        return dict(self.data.fitted)
+
     def train_dataloader(self) -> Batches:
         """Return the batches to train on.
 
@@ -100,6 +107,15 @@ class RunData(LightningDataModule):
     def _release(self) -> None:
         for batches in self._all:
             batches.release()
+
+
+def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
+    """What the training part told in the run that wrote a checkpoint; None where that kept nothing.
+
+    Raises: RunError where the file is not there or is damaged.
+    """
+    found: Mapping[str, Any] | None = read_checkpoint(checkpoint).get(RunData.__qualname__)
+    return found
 
 
 class Batches:

@@ -1,0 +1,245 @@
+"""Tables out of files: which column is a number, a word, a date or a target, whatever format the file has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+import numpy as np
+
+from exp.data.entries import TARGET
+from exp.data.faults import data_fault, name_cure
+from exp.data.tables import Encoding, Impute, Table, Words
+from exp.errors import ConfigError, Fault
+
+Task = Literal["classification", "regression"]
+# A column by its name, or by its number from 0 where columns have no names.
+Name: TypeAlias = str | int
+Value = TypeVar("Value")
+Column = TypeVar("Column", bound=Iterable[object])
+# More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
+MANY_LABELS = 20
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Sheet(ABC):
+    """The columns of a file. file: where it is. names: of the columns, in order."""
+
+    def __init__(self, *, file: Path, names: Sequence[str]) -> None:
+        self.file, self.names = file, tuple(names)
+
+    def column(self, name: Name, *, key: str) -> int:
+        """The number of a column.
+
+        Raises: ConfigError where there is no such one.
+        """
+        if str(name) in self.names:
+            return self.names.index(str(name))
+        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
+
+    @abstractmethod
+    def texts(self, column: int) -> list[str | None]:
+        """A column of words; None where one is missing."""
+
+    @abstractmethod
+    def numbers(self, column: int) -> np.ndarray:
+        """A column of numbers, float64 `[N]`; nan where one is missing.
+
+        Raises: ConfigError for what is no finite number.
+        """
+
+    @abstractmethod
+    def days(self, column: int, form: str | None) -> np.ndarray:
+        """A column of dates as days since 1970, float64 `[N]`; nan where one is missing.
+
+        form: as of strptime; None for ISO 8601.
+        Raises: ConfigError for what is no such date.
+        """
+
+    @abstractmethod
+    def place(self, row: int) -> str:
+        """A row in words."""
+
+    def complete(self, column: int, values: Iterable[object], *, cure: str) -> None:
+        """Raises: ConfigError where one of the values is missing. cure: against it."""
+        missing = [row for row, value in enumerate(values) if value is None or value != value]
+        if missing:
+            many = f" there and in {len(missing) - 1} more rows," if missing[1:] else ""
+            raise self.bad(missing[0], column, f"no value{many}", "one in every row", cure)
+
+    def bad(self, row: int, column: int, got: str, expected: str, cure: str | None = None) -> ConfigError:
+        """The error of one value."""
+        place = f"{self.place(row)}, column {self.names[column]}"
+        return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure)
+
+    def no_number(self, row: int, column: int, text: str) -> ConfigError:
+        name = self.names[column]
+        cure = (
+            f"Put it in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{name}],"
+            " or name what stands for a missing value in data.dataset.missing_values"
+        )
+        return self.bad(row, column, repr(text), "a number", cure)
+
+
+class SheetTable(Table):
+    """A table out of the columns of a file; see Csv for what the parameters mean."""
+
+    def __init__(
+        self,
+        *,
+        sheet: Sheet,
+        target: Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]],
+        task: Task | Mapping[str, Task],
+        categorical: Sequence[Name],
+        dates: Sequence[Name] | Mapping[str, str | None],
+        ignore: Sequence[Name],
+        impute: Impute | None,
+        encoding: Encoding,
+        standardise: bool,
+    ) -> None:
+        targets = {
+            name: [sheet.column(one, key="dataset.target") for one in columns]
+            for name, columns in _by_name(target).items()
+        }
+        words = [sheet.column(name, key="dataset.categorical") for name in categorical]
+        forms = dates if isinstance(dates, Mapping) else dict.fromkeys(dates)
+        days = {sheet.column(name, key="dataset.dates"): form for name, form in forms.items()}
+        left_out = {sheet.column(name, key="dataset.ignore") for name in ignore}
+        left_out.update(column for columns in targets.values() for column in columns)
+        features = [column for column in range(len(sheet.names)) if column not in left_out]
+        if not features:
+            raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
+        cure = (
+            "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
+        )
+        faults: list[Fault] = []
+
+        def whole(column: int, values: Column) -> Column:
+            if impute is None:
+                sheet.complete(column, values, cure=cure)
+            return values
+
+        def number(column: int) -> np.ndarray:
+            return whole(column, sheet.days(column, days[column]) if column in days else sheet.numbers(column))
+
+        numbers = _each(sheet, [one for one in features if one not in words], number, faults)
+        texts = _each(
+            sheet, [one for one in features if one in words], lambda one: whole(one, sheet.texts(one)), faults
+        )
+        wanted = dict(_targets(sheet, targets, _tasks(task, targets), faults))
+        if faults:
+            raise ConfigError(faults)
+        super().__init__(
+            numbers=numbers,
+            words={name: words_of(values) for name, values in texts.items()},
+            targets=wanted,
+            standardise=standardise,
+            impute=impute,
+            encoding=encoding,
+        )
+
+
+def words_of(values: Sequence[str | None]) -> Words:
+    """A column of words: in the order of numbers where all of them are, else of the alphabet."""
+    names = sorted({value for value in values if value is not None})
+    numbers = [number for name in names if (number := _number(name)) is not None]
+    if len(numbers) == len(names):
+        names = [name for _, name in sorted(zip(numbers, names, strict=True))]
+    order: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
+    return Words(codes=np.array([order[value] for value in values], dtype=np.int64), names=tuple(names))
+
+
+def days_since_1970(text: str, form: str | None) -> float:
+    """A date in ISO 8601, or in a form as of strptime. One without a zone is in UTC.
+
+    Raises: ValueError.
+    """
+    found = datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
+    aware = found if found.tzinfo else found.replace(tzinfo=UTC)
+    return (aware - EPOCH) / timedelta(days=1)
+
+
+def _each(sheet: Sheet, columns: Sequence[int], read: Callable[[int], Value], faults: list[Fault]) -> dict[str, Value]:
+    """Columns by name; the faults of those that cannot be read are kept."""
+    found = {}
+    for column in columns:
+        try:
+            found[sheet.names[column]] = read(column)
+        except ConfigError as error:
+            faults += error.faults
+    return found
+
+
+def _by_name(target: Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]]) -> dict[str, list[Name]]:
+    given = target if isinstance(target, Mapping) else {TARGET: target}
+    return {name: [one] if isinstance(one, str | int) else list(one) for name, one in given.items()}
+
+
+def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]) -> dict[str, Task]:
+    """The task of each target.
+
+    Raises: ConfigError where a target has none, or one that is not there has.
+    """
+    if not isinstance(task, Mapping):
+        return dict.fromkeys(targets, task)
+    if task.keys() != targets.keys():
+        got = ", ".join(task) or "nothing"
+        raise data_fault("dataset.task", got=got, expected=f"a task for each target, {', '.join(targets)}")
+    return dict(task)
+
+
+def _targets(
+    sheet: Sheet, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], faults: list[Fault]
+) -> Iterator[tuple[str, np.ndarray | Words]]:
+    cure = "A row without its answer teaches nothing: leave it out of the file"
+    for name, columns in targets.items():
+        if not columns:
+            faults += data_fault("dataset.target", got="no column", expected="one to predict, or several").faults
+        elif tasks[name] == "regression":
+            read = _each(sheet, columns, sheet.numbers, faults)
+            faults += _incomplete(sheet, read, cure)
+            if len(read) == len(columns):
+                yield name, np.stack(list(read.values()), 1)
+        elif len(columns) > 1:
+            got = f"{len(columns)} columns in a classification"
+            cured = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
+            faults += data_fault("dataset.target", got=got, expected="one column of classes", cure=cured).faults
+        else:
+            texts = sheet.texts(columns[0])
+            faults += _incomplete(sheet, {sheet.names[columns[0]]: texts}, cure)
+            try:
+                yield name, _labels(sheet, columns[0], words_of(texts))
+            except ConfigError as error:
+                faults += error.faults
+
+
+def _incomplete(sheet: Sheet, columns: Mapping[str, Iterable[object]], cure: str) -> Iterator[Fault]:
+    for name, values in columns.items():
+        try:
+            sheet.complete(sheet.names.index(name), values, cure=cure)
+        except ConfigError as error:
+            yield from error.faults
+
+
+def _labels(sheet: Sheet, column: int, labels: Words) -> Words:
+    numbers = [number for name in labels.names if (number := _number(name)) is not None]
+    is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
+    if len(labels.names) > MANY_LABELS and not is_counted:
+        raise data_fault(
+            "dataset.task",
+            got=f"classification of {len(labels.names)} labels that are numbers with a fraction",
+            expected="regression for the column " + sheet.names[column],
+            cure="data=csv_regression selects it, with its objective and metrics",
+        )
+    return labels
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if np.isfinite(number) else None

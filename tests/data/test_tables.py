@@ -221,7 +221,7 @@ def test_a_parquet_file_is_the_same_table(homes, tmp_path):
     mine, theirs = Parquet(path=path, **settings), Csv(path=homes, dates=["when"], **settings)
     assert mine.encoded(mine.fit())["input"].equal(theirs.encoded(theirs.fit())["input"])
     assert all(mine.entries[name].nan_to_num().equal(value.nan_to_num()) for name, value in theirs.entries.items())
-    with pytest.raises(ConfigError, match=r"'s' in row 0 of .*column size; expected a number. Put it in data"):
+    with pytest.raises(ConfigError, match=r"'\w+' in row \d+ of .*column size; expected a number. Put it in data"):
         Parquet(path=path, target="kind", categorical=["colour"], impute="mean")
     with pytest.raises(ConfigError, match=r"no value there and in .* more rows, in row \d+ of .*column age"):
         Parquet(path=path, target="kind", categorical=["colour", "size"])

@@ -77,7 +77,6 @@ STATEMENTS = [
     "with x: pass",
     "try: pass\nexcept: pass",
     "raise x",
-    "assert x",
     "del x",
     "global x",
     "x.data = x",

@@ -315,7 +315,8 @@ def program_fault(error: BaseException, key: str) -> Fault | None:
     frame = frames[-1]
     text = (frame.line or "").strip()
     got = f"line {frame.lineno}, `{text}`: {_first_line(error)}"
-    return Fault(key=f"{key}.forward", got=got, expected="operands that fit each other")
+    expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
+    return Fault(key=f"{key}.forward", got=got, expected=expected)
 
 
 def wants(module: nn.Module) -> tuple[str | None, str | None]:

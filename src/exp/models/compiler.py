@@ -33,17 +33,38 @@ FILE_PREFIX = "<forward program "
 # Names that no program can write, for what the two functions need beside the program's own.
 MODE, _LISTED, _TABLE, _VALUE = "network.training", "builtins.list", "network.modules", "the value"
 
-_HOMES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "math": math}
+# Where functions that the config lists are from; no module.
+GIVEN = "functions"
+
+_HOMES = {
+    "torch": torch,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.fft": torch.fft,
+    "torch.linalg": torch.linalg,
+    "torch.masked": torch.masked,
+    "torch.signal.windows": torch.signal.windows,
+    "torch.sparse": torch.sparse,
+    "torch.special": torch.special,
+    "math": math,
+}
 
 
 def compile_forward(
-    program: Program, *, held: Mapping[str, nn.Module | Tensor], layers_as: str, constants: Mapping[str, object]
+    program: Program,
+    *,
+    held: Mapping[str, nn.Module | Tensor],
+    layers_as: str,
+    constants: Mapping[str, object],
+    functions: Mapping[str, Callable[..., object]],
+    asserts: bool = True,
 ) -> FunctionType:
     """The function `forward(self, <inputs>)` that a program is, once it has passed its trial.
 
     held: the network's layers and parameters, by the names that the program and the state dict know.
     layers_as: what the name `layers` stands for: "list", or "dict" by name.
     constants: values that the config gives the program.
+    functions: those that the config lists, by the names that the program knows.
+    asserts: false leaves the assertions out, for a graph, which cannot hold them.
 
     Raises: ProgramError, with the line and column of the program.
     """
@@ -52,12 +73,12 @@ def compile_forward(
     given["layers"] = all_layers(held, layers_as)
     names = [name for name in (*program.inputs, *given, "training") if name in program.names]
     try_out(program, _code(program, names, guarded.whole()), guarded.functions, given)
-    plain = _Plain(program)
+    plain = _Plain(program, asserts=asserts)
     body = plain.body()
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
     # Python adds its builtins, which torch.compile asks for. The trial, which had none, read no name that is not here.
     namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
-    namespace |= {name: _resolve(function) for name, function in plain.functions.items()}
+    namespace |= {name: _resolve(function, functions) for name, function in plain.functions.items()}
     return FunctionType(_code(program, ["self", *program.inputs], [*prologue, *body]), namespace, "forward")
 
 
@@ -138,13 +159,17 @@ class _Compiled(ast.NodeTransformer):
 
     def listed(self, name: str, home: str, node: ast.AST) -> ast.expr:
         key = f"{home}.{name}"
-        is_value = name in vocabulary.DTYPES or (home == "math" and name in vocabulary.NUMBERS)
+        if home in _HOMES and not hasattr(_HOMES[home], name):
+            raise self.program.error(node, f"torch {torch.__version__} has no `{name}`", "a function that it has")
+        is_value = vocabulary.is_value(name, home)
         self.functions[key] = getattr(_HOMES[home], name) if is_value else Function(name, home)
         return ast.copy_location(_load(key), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Store) or node.id in self.program.variables:
             return node
+        if node.id in self.program.function_names:
+            return self.listed(node.id, GIVEN, node)
         home = "builtins" if node.id in vocabulary.BUILTINS else vocabulary.home_of(node.id)
         return self.listed(node.id, home, node)
 
@@ -164,6 +189,13 @@ class _Compiled(ast.NodeTransformer):
 
 class _Plain(_Compiled):
     """The program as it is written. What gives an iterator gives a list, which may be read more than once."""
+
+    def __init__(self, program: Program, *, asserts: bool) -> None:
+        super().__init__(program)
+        self.asserts = asserts
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        return self.generic_visit(node) if self.asserts else ast.copy_location(ast.Pass(), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         return self.prefixed(node) or self.generic_visit(node)
@@ -232,6 +264,30 @@ class _Guarded(_Compiled):
     def rounds(self, target: ast.expr, value: ast.expr, statements: int) -> ast.expr:
         shape, count = self.constant(_shape(target), value), self.constant(statements, value)
         return self.guard("rounds", value, self.visit(value), shape, count)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        message = [] if node.msg is None else [self.guard("message", node.msg, *self.parts(node.msg))]
+        holds = self.guard("must_hold", node, self.condition(node.test), *message)
+        return ast.copy_location(ast.Expr(holds), node)
+
+    def parts(self, message: ast.expr) -> list[ast.expr]:
+        if not isinstance(message, ast.JoinedStr):
+            return [self.visit(message)]
+        return [self.visit(part.value if isinstance(part, ast.FormattedValue) else part) for part in message.values]
+
+    def condition(self, node: ast.expr) -> ast.expr:
+        """A condition that only the run may know. Every part of it is tried, whatever those before it are."""
+        if isinstance(node, ast.BoolOp):
+            kind = self.constant(type(node.op).__name__, node)
+            return self.guard("joined", node, kind, *map(self.condition, node.values))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return self.guard("opposite", node, self.condition(node.operand))
+        if isinstance(node, ast.Compare):
+            kinds = self.constant(tuple(type(op).__name__ for op in node.ops), node)
+            return self.guard("relation", node, kinds, self.visit(node.left), *map(self.visit, node.comparators))
+        changed = self.visit(node)
+        assert isinstance(changed, ast.expr)
+        return changed
 
     def visit_Return(self, node: ast.Return) -> ast.stmt:
         node.value = self.guard("result", node, *([self.visit(node.value)] if node.value else []))
@@ -304,10 +360,12 @@ def _shape(target: ast.expr) -> Shape:
 # -- what the listed functions are in a run --
 
 
-def _resolve(found: object) -> object:
-    """What runs under a listed name: torch's function, or Python's."""
+def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> object:
+    """What runs under a listed name: torch's function, Python's, or the config's."""
     if not isinstance(found, Function):
         return found
+    if found.home == GIVEN:
+        return given[found.name]
     if found.home != "builtins":
         return getattr(_HOMES[found.home], found.name)
     return _LISTS.get(found.name) or _EITHER.get(found.name) or getattr(builtins, found.name)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import fx, nn
 
 from exp.errors import ConfigError, Fault
@@ -39,6 +40,8 @@ class ProgramModel(nn.Module):
         which a phase may run instead of `forward` (docs/phases.md).
     inputs: the names of the network's inputs. With several, the network takes a mapping with these keys as well.
     constants: values that the program may use by name: numbers, strings, bools, None, and lists of them.
+    functions: functions that the program may call by name, beside those of torch that are listed. They take what the
+        program gives them, and give tensors. A torch.autograd.Function stands for its `apply`.
     initialisation: name pattern to scheme, see models/initialisation.py; applied once all shapes are known.
     freeze: name patterns of parameters that do not learn.
 
@@ -56,6 +59,7 @@ class ProgramModel(nn.Module):
         programs: Mapping[str, str] | None = None,
         inputs: Sequence[str] = ("x",),
         constants: Mapping[str, object] | None = None,
+        functions: Mapping[str, Callable[..., object]] | None = None,
         initialisation: Mapping[str, Scheme] | None = None,
         freeze: Sequence[str] = (),
     ) -> None:
@@ -66,6 +70,7 @@ class ProgramModel(nn.Module):
         self.input_names = tuple(inputs)
         self._layer_names = tuple(layers)
         self._constants = {name: _constant(name, value) for name, value in (constants or {}).items()}
+        self._functions = {name: _callable(name, value) for name, value in (functions or {}).items()}
         self._initialisation = dict(initialisation or {})
         self._freeze = tuple(freeze)
         for name, layer in layers.items():
@@ -101,7 +106,8 @@ class ProgramModel(nn.Module):
         Raises: DependsOnMode where the program branches on `training`.
         """
         program = self.program if name is None else self.programs[name]
-        return fx.GraphModule(self, graph_of_function(self, self._function(program)), type(self).__name__)
+        function = self._function(program, asserts=False)
+        return fx.GraphModule(self, graph_of_function(self, function), type(self).__name__)
 
     @property
     def reads_training(self) -> bool:
@@ -186,12 +192,19 @@ class ProgramModel(nn.Module):
             self._layer_names,
             inputs=self.input_names,
             constants=self._constants,
+            functions=self._functions,
             used_elsewhere=used_elsewhere,
         )
 
-    def _function(self, program: Program) -> FunctionType:
-        held = {name: getattr(self, name) for name in self._layer_names}
-        return compile_forward(program, held=held, layers_as=self.layers_as, constants=self._constants)
+    def _function(self, program: Program, *, asserts: bool = True) -> FunctionType:
+        return compile_forward(
+            program,
+            held={name: getattr(self, name) for name in self._layer_names},
+            layers_as=self.layers_as,
+            constants=self._constants,
+            functions=self._functions,
+            asserts=asserts,
+        )
 
     def _bind(self) -> None:
         # On the instance, so that a call costs what it costs by hand and signatures show the inputs' names.
@@ -266,6 +279,18 @@ def _constant(name: str, value: object) -> object:
     if not isinstance(value, int | float | str | None):
         expected = "a number, a string, a bool, null, or a list of them"
         raise ConfigError([Fault(key=f"constants.{name}", got=f"a {type(value).__name__}", expected=expected)])
+    return value
+
+
+def _callable(name: str, value: object) -> Callable[..., object]:
+    if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
+        applied: Callable[..., object] = value.apply
+        return applied
+    if not callable(value) or isinstance(value, nn.Module) or inspect.isclass(value):
+        expected = "a function, or a torch.autograd.Function"
+        cure = "A layer belongs below `layers`" if isinstance(value, nn.Module) else None
+        got = f"a {type(value).__name__}"
+        raise ConfigError([Fault(key=f"functions.{name}", got=got, expected=expected, cure=cure)])
     return value
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from exp.models.compiler import MODE
+from exp.models.compiler import GIVEN, MODE
 
 # In the place of a tensor of which nothing else is known.
 TENSOR = torch.empty(0, device="meta")
@@ -52,7 +52,7 @@ def _recorded(tracer: fx.Tracer, name: str, value: object) -> object:
         return lambda network: tracer.create_proxy("get_attr", "training", (), {})
     if not callable(value):
         return value
-    return _recorder(tracer, value, always=name.startswith("torch."))
+    return _recorder(tracer, value, always=name.startswith(("torch.", f"{GIVEN}.")))
 
 
 def _recorder(tracer: fx.Tracer, function: Callable[..., object], *, always: bool) -> Callable[..., object]:

@@ -34,6 +34,7 @@ class Program:
     inputs: tuple[str, ...]
     layer_names: frozenset[str]
     constant_names: frozenset[str]
+    function_names: frozenset[str]
     tree: ast.Module = field(repr=False, compare=False)
     source: Source = field(repr=False, compare=False)
 
@@ -87,6 +88,7 @@ def parse(
     *,
     inputs: Sequence[str] = ("x",),
     constants: Iterable[str] = (),
+    functions: Iterable[str] = (),
     used_elsewhere: Iterable[str] = (),
 ) -> Program:
     """Read and check a forward program.
@@ -94,11 +96,19 @@ def parse(
     layer_names: what the model holds, by the names that the program calls them by.
     inputs: the names of the network's inputs.
     constants: names of values that the config gives the program.
+    functions: names of functions that the config lists for the program.
     used_elsewhere: layers that this program need not use, because another one of the network does.
 
     Raises ProgramError, and nothing else, for any text.
     """
-    return _parse(text, frozenset(layer_names), tuple(inputs), frozenset(constants), frozenset(used_elsewhere))
+    names = Names(
+        layers=frozenset(layer_names),
+        inputs=tuple(inputs),
+        constants=frozenset(constants),
+        functions=frozenset(functions),
+        used_elsewhere=frozenset(used_elsewhere),
+    )
+    return _parse(text, names)
 
 
 def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
@@ -115,22 +125,21 @@ def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[s
 
 
 @functools.lru_cache(maxsize=256)  # the copies of a repeated block share one tree, which nobody changes
-def _parse(
-    text: str,
-    layer_names: frozenset[str],
-    inputs: tuple[str, ...],
-    constants: frozenset[str],
-    used_elsewhere: frozenset[str],
-) -> Program:
+def _parse(text: str, names: Names) -> Program:
     source = Source(text)
     if len(text) > MAX_CHARACTERS:
         raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_CURE}")
     tree = _read(source)
     _bound(tree, source)
     program = Program(
-        text=text, inputs=inputs, layer_names=layer_names, constant_names=constants, tree=tree, source=source
+        text=text,
+        inputs=names.inputs,
+        layer_names=names.layers,
+        constant_names=names.constants,
+        function_names=names.functions,
+        tree=tree,
+        source=source,
     )
-    names = Names(layers=layer_names, inputs=inputs, constants=constants, used_elsewhere=used_elsewhere)
     check(tree, names, program.error)
     return program
 

@@ -39,6 +39,16 @@ class Unknown:
 UNKNOWN = Unknown()
 
 
+class Limits:
+    """What finfo and iinfo give: numbers by name, and nothing that an operation takes."""
+
+    def __bool__(self) -> bool:
+        raise Refusal("a condition on the limits of a dtype", "a constant")
+
+
+LIMITS = Limits()
+
+
 @dataclass(frozen=True, eq=False)
 class Function:
     """A listed function: its name in the program, and the module that it is taken from."""

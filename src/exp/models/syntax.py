@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from exp.errors import ExpError
 from exp.models import vocabulary
+from exp.models.left_out import hint
 from exp.spelling import nearest
 
 
@@ -52,15 +53,20 @@ ErrorAt = Callable[[ast.AST, str, str], ProgramError]
 
 RESERVED = frozenset({"layers", "self", "training"})
 
-_STATEMENTS = "assignments, calls, for, if, break, continue, pass and return"
+_STATEMENTS = "assignments, calls, for, if, assert, break, continue, pass and return"
 _EXPRESSIONS = "names, calls, arithmetic, comparison, indexing, constants, tuples, lists, dicts and comprehensions"
 _ALLOWED = (
-    *(ast.Module, ast.Assign, ast.AugAssign, ast.Expr, ast.For, ast.If, ast.Break, ast.Continue, ast.Pass, ast.Return),
+    *(ast.Module, ast.Assign, ast.AugAssign, ast.Expr, ast.For, ast.If, ast.Assert, ast.Break, ast.Continue, ast.Pass),
+    ast.Return,
     *(ast.Name, ast.Load, ast.Store, ast.Constant, ast.Attribute, ast.Call, ast.keyword, ast.Starred, ast.IfExp),
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
     *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.JoinedStr, ast.FormattedValue),
     *(ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
 )
+_ATTRIBUTES = (
+    vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES | vocabulary.RESULTS | vocabulary.LIMIT_ATTRIBUTES
+)
+INSTEAD_OF_WRITING = "of a tensor, where(mask, a, x), x.masked_fill(mask, a) or x.index_copy(...)"
 _CONSTANTS = (int, float, bool, str, type(None), type(...))
 _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
 
@@ -75,6 +81,7 @@ class Names:
     layers: frozenset[str]
     inputs: tuple[str, ...]
     constants: frozenset[str]
+    functions: frozenset[str] = frozenset()
     used_elsewhere: frozenset[str] = frozenset()
 
 
@@ -103,10 +110,14 @@ def _check_names(tree: ast.Module, names: Names, error: ErrorAt) -> None:
     for name in names.inputs:
         if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
             raise error(start, f"an input is called `{name}`", "a plain name, such as x or mask")
-    taken = [*names.inputs, *names.layers, *names.constants]
+    for name in names.functions:
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
+            raise error(start, f"a function is called `{name}`", "a plain name, such as rearrange")
+    taken = [*names.inputs, *names.layers, *names.constants, *names.functions]
     for name in sorted(set(taken)):
         if taken.count(name) > 1:
-            raise error(start, f"`{name}` is the name of two things", "one name for each input, layer and constant")
+            expected = "one name for each input, layer, constant and function"
+            raise error(start, f"`{name}` is the name of two things", expected)
 
 
 class _Checker(ast.NodeVisitor):
@@ -114,6 +125,7 @@ class _Checker(ast.NodeVisitor):
         self.names, self.error = names, error
         self.assigned = assigned_names(tree)
         self.variables = own_names(tree, inputs=names.inputs, layers=names.layers, constants=names.constants)
+        self.known = self.variables | names.functions | vocabulary.FUNCTIONS | vocabulary.BUILTINS
         self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
 
     def visit(self, node: ast.AST) -> None:
@@ -129,12 +141,15 @@ class _Checker(ast.NodeVisitor):
         if isinstance(node.value, int) and abs(node.value) >= 2**63:
             raise self.error(node, "an integer of more than 64 bits", "a smaller one")
 
-    def visit_Name(self, node: ast.Name) -> None:
+    def visit_Name(self, node: ast.Name, *, called: bool = False) -> None:
         if isinstance(node.ctx, ast.Store):
-            if node.id in self.names.layers | self.names.constants | RESERVED:
-                raise self.error(node, f"`{node.id}` would be overwritten", "a name that no layer or constant has")
-        elif node.id not in self.variables | vocabulary.FUNCTIONS | vocabulary.BUILTINS:
-            known = self.variables | vocabulary.FUNCTIONS | vocabulary.BUILTINS
+            if node.id in self.names.layers | self.names.constants | self.names.functions | RESERVED:
+                expected = "a name that no layer, constant or listed function has"
+                raise self.error(node, f"`{node.id}` would be overwritten", expected)
+        elif node.id not in self.known:
+            known = self.known
+            if called:
+                self.refuse_left_out(node, f"`{node.id}`", node.id, known)
             otherwise = "an input, a layer, a variable or a listed function"
             raise self.error(node, f"`{node.id}` is unknown", nearest_or(node.id, known, otherwise=otherwise))
 
@@ -145,16 +160,18 @@ class _Checker(ast.NodeVisitor):
         if prefix is not None:
             known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
             if node.attr not in known:
-                expected = nearest_or(node.attr, known, otherwise="a listed function (docs/models.md)")
+                self.refuse_left_out(node, f"`{prefix}.{node.attr}`", node.attr, known)
+                expected = nearest_or(node.attr, known, otherwise="a listed function (docs/vocabulary.md)")
                 raise self.error(node, f"`{prefix}.{node.attr}` is not on the list", expected)
             return
         known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS
         if not called:
-            known = vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES
+            known = _ATTRIBUTES
         owned_by_layer = not node.attr.startswith("_") and _root(node) in self.may_hold_layers
         if node.attr not in known and not owned_by_layer:
             kind = "method" if called else "attribute"
-            expected = nearest_or(node.attr, known, otherwise=f"a listed {kind} (docs/models.md)")
+            self.refuse_left_out(node, f"the {kind} `.{node.attr}`", node.attr, known)
+            expected = nearest_or(node.attr, known, otherwise=f"a listed {kind} (docs/vocabulary.md)")
             raise self.error(node, f"the {kind} `.{node.attr}` is not on the list", expected)
         self.visit(node.value)
 
@@ -163,6 +180,8 @@ class _Checker(ast.NodeVisitor):
             raise self.error(node, "this cannot be called", "a layer, a listed function or a listed method")
         if isinstance(node.func, ast.Attribute):
             self.visit_Attribute(node.func, called=True)
+        elif isinstance(node.func, ast.Name):
+            self.visit_Name(node.func, called=True)
         else:
             self.visit(node.func)
         for argument in node.keywords:
@@ -205,13 +224,20 @@ class _Checker(ast.NodeVisitor):
             raise self.error(node, "a format in an f-string", "a plain {name}")
         self.generic_visit(node)
 
+    def refuse_left_out(self, node: ast.AST, written: str, name: str, known: Set[str]) -> None:
+        """Say why a name of torch is not listed, where it is known: a similar spelling would mislead."""
+        found = hint(name, known)
+        if found is not None:
+            why, expected = found
+            raise self.error(node, f"{written} is not on the list: it {why}", expected)
+
     def check_target(self, target: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
             for element in target.elts:
                 self.check_target(element)
         elif isinstance(target, ast.Subscript):
             if not isinstance(target.value, ast.Name) or target.value.id not in self.assigned:
-                expected = "`outputs[name] = ...` of a dict or list made here"
+                expected = f"`outputs[name] = ...` of a dict or list made here; {INSTEAD_OF_WRITING}"
                 raise self.error(target, "an assignment into an object", expected)
         elif not isinstance(target, ast.Name):
             raise self.error(target, "an assignment to something that is not a variable", "a name on the left")

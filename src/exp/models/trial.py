@@ -8,16 +8,18 @@ one trial in each mode is enough. Each guard counts what it does, and refuses be
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, TracebackType
 
+import torch
 from torch import Tensor, nn
 
 from exp.models import constants, vocabulary
 from exp.models.program import Program
-from exp.models.stand_ins import COMPUTABLE, UNKNOWN, Function, Layer, Refusal, stand_in
-from exp.models.syntax import ProgramError
+from exp.models.stand_ins import COMPUTABLE, LIMITS, UNKNOWN, Function, Layer, Refusal, stand_in
+from exp.models.syntax import INSTEAD_OF_WRITING, ProgramError
 
 MAX_STEPS = 50_000
 MAX_ARGUMENT_DEPTH = 20
@@ -29,6 +31,7 @@ GUARDS, SLICE = "guards", "builtins.slice"
 Shape = str | tuple["Shape", ...]
 Builtin = Callable[..., object]
 
+_NOT_WRITTEN = "the function's result, or a layer for it"
 _TENSOR_COMPARISONS = frozenset({"Eq", "NotEq", "Lt", "LtE", "Gt", "GtE"})
 
 
@@ -81,6 +84,8 @@ class Guards:
             raise Refusal(f"`{value.path}` is a layer ({value.kind}), not a tensor", cure)
         if isinstance(value, Function):
             raise Refusal(f"`{value.name}` is used as a value", "a call of it")
+        if value is LIMITS:
+            raise Refusal("the limits of a dtype are used as a value", "one of them, such as finfo(x.dtype).min")
         for part in _parts(value):
             self.operand(part, depth + 1)
 
@@ -112,9 +117,46 @@ class Guards:
                 return False
         return True
 
+    def must_hold(self, condition: object, message: object = None) -> None:
+        """An assertion. One about tensors holds or fails when the network runs, on the check's shapes first."""
+        self.count()
+        if isinstance(condition, Function | Layer):
+            bool(condition)  # refuses
+        if condition is not UNKNOWN and not condition:
+            raise Refusal(f"this assertion is false{f': {message}' if isinstance(message, str) else ''}", "a true one")
+
+    def message(self, *parts: object) -> object:
+        """The message of an assertion, in which sizes may stand."""
+        self.operand(list(parts))
+        return self.text(*parts) if UNKNOWN not in parts else UNKNOWN
+
+    def joined(self, kind: str, *conditions: object) -> object:
+        """`and` or `or` in an assertion."""
+        self.count(len(conditions))
+        for one in conditions:
+            if isinstance(one, Function | Layer):
+                bool(one)  # refuses
+        known = [bool(one) for one in conditions if one is not UNKNOWN]
+        decided = False in known if kind == "And" else True in known
+        return UNKNOWN if UNKNOWN in conditions and not decided else (all if kind == "And" else any)(known)
+
+    def opposite(self, condition: object) -> object:
+        """`not` in an assertion."""
+        return UNKNOWN if condition is UNKNOWN else self.unary("Not", condition)
+
+    def relation(self, kinds: tuple[str, ...], *operands: object) -> object:
+        """A comparison in an assertion, which may be one of sizes."""
+        if UNKNOWN not in operands and not any(UNKNOWN in _parts(one) for one in operands):
+            return self.compare(kinds, *operands)
+        self.count(1 + sum(map(_size, operands)) // 100)
+        self.operand(list(operands))
+        return UNKNOWN
+
     def attribute(self, owner: object, name: str) -> object:
         self.count()
-        if owner is UNKNOWN and name in vocabulary.ATTRIBUTES:
+        if owner is UNKNOWN and name in vocabulary.ATTRIBUTES | vocabulary.RESULTS:
+            return UNKNOWN
+        if owner is LIMITS and name in vocabulary.LIMIT_ATTRIBUTES:
             return UNKNOWN
         if isinstance(owner, Layer):
             return owner.attribute(name)
@@ -142,7 +184,8 @@ class Guards:
             return self.key(index)
         if isinstance(owner, list) and isinstance(index, int) and -len(owner) <= index < len(owner):
             return index
-        raise Refusal("an assignment into this", "a dict, or a list of that length, made here")
+        expected = INSTEAD_OF_WRITING if owner is UNKNOWN else "a dict, or a list of that length, made here"
+        raise Refusal(f"an assignment into this {_kind(owner)}", expected)
 
     def key(self, value: object) -> object:
         if not isinstance(value, int | str):
@@ -220,11 +263,16 @@ class Guards:
                 raise Refusal(f"`{name}` of these arguments") from None
         if called.home == "math" and not any(value is UNKNOWN for value in args):
             return constants.mathematics(getattr(math, name), _positional(name, args, kwargs), name)
-        if name in vocabulary.NEEDS_TRAINING and "training" not in kwargs and len(args) < 3:
+        self.operand([args, kwargs])
+        given = _named(called, args, kwargs)
+        written = _written(name, given)
+        if written is not None:
+            raise Refusal(f"`{written}` of `{name}` writes into a tensor that other names may hold", _NOT_WRITTEN)
+        is_functional = called.home == "torch.nn.functional"
+        if is_functional and name in vocabulary.NEEDS_TRAINING and "training" not in given:
             message = f"`{name}` is not told whether the network trains, and would drop values in evaluation, too"
             raise Refusal(message, f"`{name}(x, p, training=training)`, or a layer for it")
-        self.operand([args, kwargs])
-        return UNKNOWN
+        return LIMITS if called.home == "torch" and name in vocabulary.LIMITS else UNKNOWN
 
     def method(self, owner: object, name: str, /, *args: object, **kwargs: object) -> object:
         self.count(1 + _size(owner) // 100)
@@ -348,6 +396,28 @@ def _positional(name: str, args: tuple[object, ...], kwargs: Mapping[str, object
     if kwargs:
         raise Refusal(f"`{name}` of these arguments")
     return args
+
+
+def _named(called: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+    """The arguments of a function of torch.nn.functional by name, where it is written in Python and takes them."""
+    function = getattr(torch.nn.functional, called.name) if called.home == "torch.nn.functional" else None
+    if not isinstance(function, FunctionType):
+        return kwargs
+    try:
+        return dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
+    except TypeError:
+        return kwargs  # torch refuses it in its own words when the shapes are looked at
+
+
+def _written(name: str, given: Mapping[str, object]) -> str | None:
+    """The argument by which a call of a function of torch.nn.functional writes into a tensor; None where none does."""
+    if given.get("inplace", False) is not False:
+        return "inplace"
+    if name not in vocabulary.WRITES:
+        return None
+    argument, switch, default = vocabulary.WRITES[name]
+    is_on = switch is None or given.get(switch, default) is not False
+    return argument if is_on and given.get(argument) is not None else None
 
 
 def _parts(value: object) -> Iterable[object]:

@@ -1,7 +1,9 @@
 """What a forward program may name: the closed lists of functions, methods, attributes and dtypes. Imports no torch.
 
-A name that is not here cannot be reached from a program. Left out on purpose: whatever writes in place (`add_`,
-`out=`), whatever reads a value back to Python (`item`, `tolist`, `numpy`), files, storage, hooks and `data` and `grad`.
+A name that is not here cannot be reached from a program. The lists are the pure operators of torch's own database
+(torch.testing._internal.opinfo), with their documented aliases: they take tensors and numbers and give new ones.
+What is left out on purpose is in models/left_out.py with its reason; tests/models/operators.py holds both against
+torch.
 """
 # ruff: noqa: SIM905  (lists of words are read more easily as words)
 
@@ -10,17 +12,41 @@ from __future__ import annotations
 # Names of torch itself; written `relu(x)` or `torch.relu(x)`.
 TORCH_FUNCTIONS = frozenset(
     """
-    abs acos add addmm all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm bernoulli bmm
-    broadcast_to bucketize cat cdist ceil chunk clamp clone column_stack concat cos cosh count_nonzero cross cummax
-    cumprod cumsum deg2rad diag diag_embed diagonal diff div dot dstack einsum empty_like eq erf erfc exp expm1 eye
-    flatten flip floor floor_divide fmod full full_like gather ge gt hstack hypot index_select inner
-    isfinite isinf isnan le lerp linspace log log10 log1p log2 log_softmax logaddexp logcumsumexp logical_and
-    logical_not logical_or logical_xor logit logsumexp lt masked_fill matmul max maximum mean median
-    meshgrid min minimum mm movedim mul mv nan_to_num narrow ne neg norm normal ones ones_like outer
-    permute pow prod quantile rand rand_like randn randn_like reciprocal relu remainder repeat_interleave reshape
-    roll round rsqrt rsub scatter scatter_add searchsorted selu sigmoid sign sin sinh softmax sort split sqrt square
-    squeeze stack std sub sum swapaxes t take_along_dim tan tanh tensordot tile topk trace transpose tril triu trunc
-    unbind unflatten unsqueeze var var_mean vstack where zeros zeros_like
+    abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all amax amin aminmax angle any
+    arange arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere as_tensor asin asinh
+    atan atan2 atanh atleast_1d atleast_2d atleast_3d baddbmm bartlett_window bernoulli bincount binomial
+    bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor blackman_window block_diag
+    bmm broadcast_shapes broadcast_tensors broadcast_to bucketize cartesian_prod cat cdist ceil chain_matmul
+    cholesky cholesky_inverse cholesky_solve chunk clamp clamp_max clamp_min clip clone column_stack combinations
+    complex concat concatenate conj conj_physical constant_pad_nd copysign corrcoef cos cosh count_nonzero cov cross
+    cummax cummin cumprod cumsum cumulative_trapezoid deg2rad det detach diag diag_embed diagflat diagonal
+    diagonal_scatter diff digamma dist div divide dot dsplit dstack einsum eq erf erfc erfinv exp exp2 expm1 eye
+    fill finfo fix flatten flip fliplr flipud float_power floor floor_divide fmax fmin fmod frac frexp full
+    full_like gather gcd ge geqrf ger gradient greater greater_equal gt hamming_window hann_window heaviside histc
+    histogram histogramdd hsplit hstack hypot i0 igamma igammac iinfo imag index_add index_copy index_fill index_put
+    index_reduce index_select inner inverse is_complex is_floating_point isclose isfinite isin isinf isnan isneginf
+    isposinf isreal istft kaiser_window kron kthvalue lcm ldexp le lerp less less_equal lgamma linspace log log10
+    log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or logical_xor
+    logit logspace logsumexp lt lu lu_solve lu_unpack masked_fill masked_scatter masked_select matmul matrix_exp
+    matrix_power max maximum mean median meshgrid min minimum mm mode moveaxis movedim msort mul multinomial
+    multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow ne neg negative nextafter nonzero
+    nonzero_static norm normal not_equal numel ones ones_like orgqr ormqr outer pca_lowrank permute pinverse poisson
+    polar polygamma positive pow prod promote_types put qr quantile rad2deg rand rand_like randint randint_like
+    randn randn_like randperm ravel real reciprocal relu remainder renorm repeat_interleave reshape resolve_conj
+    resolve_neg result_type roll rot90 round row_stack rsqrt rsub scalar_tensor scatter scatter_add scatter_reduce
+    searchsorted select select_scatter selu sgn sigmoid sign signbit sin sinc sinh slice_scatter slogdet softmax
+    sort split split_with_sizes sqrt square squeeze stack std std_mean stft sub subtract sum svd svd_lowrank
+    swapaxes swapdims t take take_along_dim tan tanh tensor tensor_split tensordot tile topk trace transpose
+    trapezoid trapz triangular_solve tril tril_indices triu triu_indices true_divide trunc unbind unflatten unique
+    unique_consecutive unravel_index unsqueeze vander var var_mean vdot view_as_complex view_as_real vsplit vstack
+    where xlogy zeros zeros_like
+    """.split()
+) | frozenset(
+    # torch documents these of its database no longer, or never did; each is pure.
+    """
+    alias_copy diagonal_copy expand_copy grid_sampler_2d grid_sampler_3d hash_tensor narrow_copy native_group_norm
+    native_layer_norm permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
+    unsafe_chunk unsafe_split unsqueeze_copy view_copy
     """.split()
 )
 
@@ -28,44 +54,142 @@ TORCH_FUNCTIONS = frozenset(
 FUNCTIONAL_FUNCTIONS = frozenset(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    alpha_dropout avg_pool1d avg_pool2d avg_pool3d bilinear celu conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d cosine_similarity dropout dropout1d dropout2d dropout3d elu embedding fold gelu
-    glu group_norm grid_sample affine_grid gumbel_softmax hardshrink hardsigmoid hardswish hardtanh interpolate
-    layer_norm leaky_relu linear log_softmax logsigmoid lp_pool1d lp_pool2d max_pool1d max_pool2d max_pool3d mish
-    normalize one_hot pad pairwise_distance pixel_shuffle pixel_unshuffle prelu relu relu6 rms_norm rrelu
-    scaled_dot_product_attention selu sigmoid silu softmax softmin softplus softshrink softsign tanh tanhshrink
-    threshold unfold
+    adaptive_max_pool3d affine_grid alpha_dropout avg_pool1d avg_pool2d avg_pool3d batch_norm bilinear
+    binary_cross_entropy binary_cross_entropy_with_logits celu channel_shuffle conv1d conv2d conv3d conv_tbc
+    conv_transpose1d conv_transpose2d conv_transpose3d cosine_embedding_loss cosine_similarity cross_entropy
+    ctc_loss dropout dropout1d dropout2d dropout3d elu embedding embedding_bag feature_alpha_dropout fold
+    fractional_max_pool2d fractional_max_pool3d gaussian_nll_loss gelu glu grid_sample group_norm gumbel_softmax
+    hardshrink hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm interpolate kl_div
+    l1_loss layer_norm leaky_relu linear linear_cross_entropy local_response_norm log_softmax logsigmoid lp_pool1d
+    lp_pool2d lp_pool3d margin_ranking_loss max_pool1d max_pool2d max_pool3d max_unpool1d max_unpool2d max_unpool3d
+    mish mse_loss multi_head_attention_forward multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+    nll_loss normalize one_hot pad pairwise_distance pdist pixel_shuffle pixel_unshuffle poisson_nll_loss prelu relu
+    relu6 rms_norm rrelu scaled_dot_product_attention selu sigmoid silu smooth_l1_loss soft_margin_loss softmax
+    softmin softplus softshrink softsign tanh tanhshrink threshold triplet_margin_loss
+    triplet_margin_with_distance_loss unfold upsample upsample_bilinear upsample_nearest
+    """.split()
+)
+# torch's own forms of these, `torch.conv2d`; a bare name is torch.nn.functional's.
+TORCH_FORMS = frozenset(
+    """
+    adaptive_avg_pool1d avg_pool1d bilinear celu channel_shuffle conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d conv_transpose3d cosine_similarity dropout embedding group_norm hardshrink layer_norm
+    max_pool1d max_pool2d max_pool3d pairwise_distance pdist pixel_shuffle pixel_unshuffle prelu rms_norm threshold
     """.split()
 )
 
-# torch.nn.functional.dropout drops in evaluation, too, unless it is told: a program has to say `training=training`.
-NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
+LINALG_FUNCTIONS = frozenset(
+    """
+    cholesky cholesky_ex cond cross det diagonal eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor
+    ldl_factor_ex ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matmul matrix_exp matrix_norm matrix_power
+    matrix_rank multi_dot norm pinv qr slogdet solve solve_ex solve_triangular svd svdvals tensorinv tensorsolve
+    vander vecdot vector_norm
+    """.split()
+)
+FFT_FUNCTIONS = frozenset(
+    """
+    fft fft2 fftfreq fftn fftshift hfft hfft2 hfftn ifft ifft2 ifftn ifftshift ihfft ihfft2 ihfftn irfft irfft2
+    irfftn rfft rfft2 rfftfreq rfftn
+    """.split()
+)
+SPECIAL_FUNCTIONS = frozenset(
+    """
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
+    chebyshev_polynomial_v chebyshev_polynomial_w digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc
+    gammaincc gammaln hermite_polynomial_h hermite_polynomial_he i0 i0e i1 i1e laguerre_polynomial_l
+    legendre_polynomial_p log1p log_ndtr log_softmax logit logsumexp modified_bessel_i0 modified_bessel_i1
+    modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri polygamma psi round scaled_modified_bessel_k0
+    scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w sinc softmax spherical_bessel_j0 xlog1py xlogy
+    zeta
+    """.split()
+)
+MASKED_FUNCTIONS = frozenset(
+    """
+    amax amin argmax argmin cumprod cumsum log_softmax logaddexp logsumexp mean median norm normalize prod softmax
+    softmin std sum var
+    """.split()
+)
+SPARSE_FUNCTIONS = frozenset("addmm log_softmax mm sampled_addmm softmax sum".split())
+WINDOWS = frozenset(
+    "bartlett blackman cosine exponential gaussian general_cosine general_hamming hamming hann kaiser nuttall".split()
+)
+
+# They drop in evaluation, too, unless they are told: a program has to say `training=training`.
+NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "multi_head_attention_forward"})
+
+# They write into what they are given, where the first of these is given and the second is true or left out, or, with
+# None, whenever the first is given.
+WRITES = {
+    "batch_norm": ("running_mean", "training", False),
+    "instance_norm": ("running_mean", "use_input_stats", True),
+    "embedding": ("max_norm", None, True),
+    "embedding_bag": ("max_norm", None, True),
+}
 
 # Python's own functions, on what is known before the run; with a tensor, `max`, `sum` and the like are torch's.
 BUILTINS = frozenset(
     "abs bool dict enumerate float int len list max min range reversed round str sum tuple zip".split()
 )
-MATHEMATICS = frozenset("ceil cos e exp floor inf log log2 pi sin sqrt tanh".split())
-NUMBERS = frozenset({"e", "inf", "pi"})
+MATHEMATICS = frozenset(
+    """
+    acos asin atan atan2 ceil cos cosh degrees e erf exp expm1 fabs floor fmod hypot inf log log10 log1p log2 nan pi
+    pow radians sin sinh sqrt tan tanh tau trunc
+    """.split()
+)
+# Names of math and of torch that stand for a number.
+NUMBERS = frozenset({"e", "inf", "nan", "pi", "tau"})
+TORCH_NUMBERS = NUMBERS - {"tau"}
 
 METHODS = frozenset(
     """
-    abs add all amax amin any argmax argmin argsort bfloat16 bmm bool broadcast_to ceil chunk clamp clone contiguous
-    cos cumprod cumsum detach diag diagonal diff dim div double eq exp expand expand_as flatten flip float floor
-    gather ge gt half index_select int isfinite isinf isnan le lerp log log1p log_softmax logical_and logical_not
-    logical_or logsumexp long lt masked_fill matmul max maximum mean median min minimum mm movedim mul narrow ne neg
-    new_full new_ones new_zeros norm numel permute pow prod reciprocal relu repeat repeat_interleave reshape roll
-    round rsqrt scatter scatter_add sigmoid sign sin size softmax sort split sqrt square squeeze std sub sum swapaxes
-    t take_along_dim tanh tile to topk transpose tril triu trunc type_as unbind unflatten unfold unsqueeze var view
-    view_as where
+    abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all amax amin aminmax angle any
+    arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere asin asinh atan atan2 atanh
+    baddbmm bernoulli bfloat16 bincount bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+    bitwise_xor bmm bool broadcast_to byte cdouble ceil cfloat chalf char cholesky cholesky_inverse cholesky_solve
+    chunk clamp clamp_max clamp_min clip clone conj conj_physical contiguous copysign corrcoef cos cosh
+    count_nonzero cov cross cummax cummin cumprod cumsum deg2rad det detach diag diag_embed diagflat diagonal
+    diagonal_scatter diff digamma dim dist div divide dot double dsplit element_size eq erf erfc erfinv exp exp2
+    expand expand_as expm1 fix flatten flip fliplr flipud float float_power floor floor_divide fmax fmin fmod frac
+    frexp gather gcd ge geqrf ger greater greater_equal gt half hardshrink heaviside histc histogram hsplit hypot i0
+    igamma igammac index_add index_copy index_fill index_put index_reduce index_select inner int inverse is_complex
+    is_contiguous is_floating_point isclose isfinite isinf isnan isneginf isposinf isreal istft kron kthvalue lcm
+    ldexp le lerp less less_equal lgamma log log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet
+    logical_and logical_not logical_or logical_xor logit logsumexp long lt lu lu_solve masked_fill masked_scatter
+    masked_select matmul matrix_exp matrix_power max maximum mean median min minimum mm mode moveaxis movedim msort
+    mul multinomial multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow ndimension ne neg
+    negative nelement new_full new_ones new_tensor new_zeros nextafter nonzero nonzero_static norm not_equal numel
+    orgqr ormqr outer permute pinverse polygamma positive pow prelu prod put qr quantile rad2deg ravel reciprocal
+    relu remainder renorm repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 round
+    rsqrt scatter scatter_add scatter_reduce select select_scatter sgn short sigmoid sign signbit sin sinc sinh size
+    slice_scatter slogdet softmax sort split split_with_sizes sqrt square squeeze std stft stride sub subtract sum
+    sum_to_size svd swapaxes swapdims t take take_along_dim tan tanh tensor_split tile to to_dense to_sparse topk
+    trace transpose triangular_solve tril triu true_divide trunc type type_as unbind unflatten unfold unique
+    unique_consecutive unsqueeze var vdot view view_as vsplit where xlogy
     """.split()
-)
+) | frozenset("hash_tensor narrow_copy unsafe_chunk unsafe_split".split())
 CONTAINER_METHODS = frozenset({"append", "items", "keys", "values"})
 
 ATTRIBUTES = frozenset({"H", "T", "device", "dtype", "imag", "mH", "mT", "ndim", "real", "shape"})
+# Of the named tuples that functions such as max, sort, topk and those of torch.linalg give.
+RESULTS = frozenset(
+    """
+    L LD LU Q R S U V Vh bin_edges eigenvalues eigenvectors exponent hist indices info inverse logabsdet mantissa
+    pivots rank residuals sign singular_values solution values
+    """.split()
+)
 PARAMETER_ATTRIBUTES = frozenset({"bias", "weight"})
+# Of what finfo and iinfo give.
+LIMITS = frozenset({"finfo", "iinfo"})
+LIMIT_ATTRIBUTES = frozenset({"bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny"})
 
-DTYPES = frozenset("bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8".split())
+DTYPES = frozenset(
+    """
+    bfloat16 bool cdouble cfloat chalf complex128 complex32 complex64 double float float16 float32 float64 half int
+    int16 int32 int64 int8 long short uint16 uint32 uint64 uint8
+    """.split()
+)
+MEMORY_FORMATS = frozenset("channels_last channels_last_3d contiguous_format preserve_format".split())
 
 # Spelled-out module prefixes, and where they lead.
 PREFIXES = {
@@ -75,6 +199,22 @@ PREFIXES = {
     "nn.functional": "torch.nn.functional",
     "torch.nn.functional": "torch.nn.functional",
     "math": "math",
+    **{
+        spelling: f"torch.{name}"
+        for name in ("fft", "linalg", "masked", "signal.windows", "sparse", "special")
+        for spelling in (name, f"torch.{name}")
+    },
+}
+_MEMBERS = {
+    "torch": TORCH_FUNCTIONS | TORCH_FORMS | DTYPES | MEMORY_FORMATS | TORCH_NUMBERS,
+    "torch.nn.functional": FUNCTIONAL_FUNCTIONS,
+    "torch.fft": FFT_FUNCTIONS,
+    "torch.linalg": LINALG_FUNCTIONS,
+    "torch.masked": MASKED_FUNCTIONS,
+    "torch.signal.windows": WINDOWS,
+    "torch.sparse": SPARSE_FUNCTIONS,
+    "torch.special": SPECIAL_FUNCTIONS,
+    "math": MATHEMATICS,
 }
 
 FUNCTIONS = TORCH_FUNCTIONS | FUNCTIONAL_FUNCTIONS
@@ -82,10 +222,14 @@ FUNCTIONS = TORCH_FUNCTIONS | FUNCTIONAL_FUNCTIONS
 
 def members(prefix: str) -> frozenset[str]:
     """The names that may follow a prefix of PREFIXES."""
-    home = PREFIXES[prefix]
+    return _MEMBERS[PREFIXES[prefix]]
+
+
+def is_value(name: str, home: str) -> bool:
+    """Whether a listed name of a module is a value rather than a function: a number, a dtype, a memory format."""
     if home == "torch":
-        return TORCH_FUNCTIONS | DTYPES
-    return FUNCTIONAL_FUNCTIONS if home == "torch.nn.functional" else MATHEMATICS
+        return name in DTYPES | MEMORY_FORMATS | TORCH_NUMBERS
+    return home == "math" and name in NUMBERS
 
 
 def home_of(name: str) -> str:

@@ -1,0 +1,211 @@
+"""The vocabulary of forward programs: what it holds, what it refuses and why, and torch's own list of operators."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from exp.check.shapes import examine_shapes
+from exp.models import vocabulary
+from exp.models.containers import ModuleDictModel
+from exp.models.left_out import hint, reason_of
+from exp.models.syntax import ProgramError
+from exp.types import DataSpec
+
+HERE = Path(__file__).parent
+X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+HOMES = {
+    "torch": torch,
+    "torch.nn.functional": nn.functional,
+    "torch.fft": torch.fft,
+    "torch.linalg": torch.linalg,
+    "torch.masked": torch.masked,
+    "torch.signal.windows": torch.signal.windows,
+    "torch.sparse": torch.sparse,
+    "torch.special": torch.special,
+}
+
+
+def run(text: str, x: torch.Tensor = X, **options: object) -> object:
+    return ModuleDictModel(layers=options.pop("layers", {}), forward=text, **options)(x)
+
+
+def refused(text: str, **options: object) -> str:
+    with pytest.raises(ProgramError) as caught:
+        ModuleDictModel(layers=options.pop("layers", {}), forward=text, **options)
+    return f"{caught.value.message}; expected {caught.value.expected}"
+
+
+# -- torch's own list of operators --
+
+
+def share_of_torch(rank: int, *, here: str, seed: int, count: int) -> dict[str, object]:
+    """In a process of its own: the database freezes switches of torch."""
+    spec = importlib.util.spec_from_file_location("operators", Path(here) / "operators.py")
+    operators = sys.modules["operators"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(operators)
+    names = [name for one in operators.load("torch_databases").operators() for name in one.names]
+    rows = operators.seen(most=2, only=random.Random(seed).sample(sorted(set(names)), count))
+    wrong = [line for row in rows for line in row.wrong]
+    return {"names": names, "wrong": wrong, "equal": sum(row.equal for row in rows)}
+
+
+@pytest.mark.numeric
+def test_operators_of_torchs_own_database_are_equal_or_left_out_with_a_reason(ranks) -> None:
+    (found,) = ranks.call(share_of_torch, ranks=1, here=str(HERE), seed=3, count=40)
+    assert found["wrong"] == []
+    assert found["equal"] > 40
+    lasts = {name.rpartition(".")[2] for name in found["names"] if not name.startswith("torch.ops")}
+    listed = set().union(*map(vocabulary.members, vocabulary.PREFIXES)) | vocabulary.METHODS | vocabulary.ATTRIBUTES
+    unknown = sorted(name for name in lasts if name not in listed and reason_of(name) is None)
+    assert unknown == []
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_each_listed_name_is_there_and_each_public_name_is_listed_or_has_a_reason(home: str) -> None:
+    known = vocabulary.members(home)
+    public = [name for name in dir(HOMES[home]) if not name.startswith("_") and callable(getattr(HOMES[home], name))]
+    assert [name for name in known if not hasattr(HOMES[home], name)] == []
+    if home in ("torch", "torch.nn.functional", "torch.fft", "torch.linalg", "torch.special"):
+        assert [name for name in public if name not in known and hint(name, known) is None] == []
+
+
+def test_each_method_is_there_and_each_public_one_is_listed_or_has_a_reason() -> None:
+    known = vocabulary.METHODS | vocabulary.ATTRIBUTES
+    assert [name for name in known if not hasattr(torch.Tensor, name)] == []
+    public = [name for name in dir(torch.Tensor) if not name.startswith("_")]
+    assert [name for name in public if name not in known and hint(name, known) is None] == []
+
+
+def test_nothing_that_is_listed_has_a_reason_to_be_left_out() -> None:
+    # torch had some of torch.linalg's names itself, long ago, and says no more than where they went.
+    listed = vocabulary.FUNCTIONS | vocabulary.METHODS | vocabulary.ATTRIBUTES
+    assert [name for name in listed if reason_of(name)] == []
+
+
+# -- what models are written with --
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("return x.masked_fill(x > 0, torch.finfo(x.dtype).min)", X.masked_fill(X > 0, torch.finfo(X.dtype).min)),
+        ("return (x * 9).long() + iinfo(torch.int).max", (X * 9).long() + torch.iinfo(torch.int32).max),
+        ("return x.to(torch.float), x.type(torch.long)", (X.float(), X.long())),
+        ("return view_as_real(polar(x.abs(), x))", torch.view_as_real(torch.polar(X.abs(), X))),
+        ("return linalg.norm(x, dim=-1) + torch.linalg.vector_norm(x)", X.norm(dim=-1) + X.norm()),
+        ("return fft.irfft(torch.fft.rfft(x), n=4)", torch.fft.irfft(torch.fft.rfft(X), n=4)),
+        ("return x.sort(-1).values[:, 0] + x.max(1).values", X.sort(-1).values[:, 0] + X.max(1).values),
+        ("return x.nonzero()", X.nonzero()),
+        ("return x.sum((0, 1)) + torch.sum(x, (0, 1))", X.sum((0, 1)) * 2),
+        ("return sum((x, x * 2)) + sum(x.chunk(2, 1)).repeat(1, 2)", X * 3 + sum(X.chunk(2, 1)).repeat(1, 2)),
+        ("return x.contiguous(memory_format=torch.contiguous_format) * torch.pi", X * torch.pi),
+        ("return log2(x.abs()).clip(-1, 1).expm1()", torch.log2(X.abs()).clip(-1, 1).expm1()),
+        ("return x + torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)", X + torch.arange(1.0, 5.0)),
+        ("return torch.layer_norm(x, [4]) + torch.dropout(x, 0.5, False)", nn.functional.layer_norm(X, [4]) + X),
+    ],
+)
+def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
+    torch.testing.assert_close(run(text), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("y = x.relu_()\nreturn y", "`.relu_` is not on the list: it writes into its tensor"),
+        ("y = x.relu_()\nreturn y", "expected `relu`, whose result is a new tensor"),
+        ("x.fill_(0.0)\nreturn x", "expected `full_like(x, value)`"),
+        ("x.copy_(x)\nreturn x", "expected the other tensor itself"),
+        ("return F.relu(x, inplace=True)", "`inplace` of `relu` writes into a tensor"),
+        ("return F.relu(x, True)", "`inplace` of `relu` writes into a tensor"),
+        ("return F.dropout(x, 0.1, training, True)", "`inplace` of `dropout` writes"),
+        ("return embedding(x, x, max_norm=1.0)", "`max_norm` of `embedding` writes"),
+        ("return batch_norm(x, x[0], x[1], training=training)", "`running_mean` of `batch_norm` writes"),
+        ("y = x + 1\ny[0] = 0\nreturn y", "an assignment into this tensor; expected of a tensor, where(mask, a, x)"),
+        ("return torch.empty(3)", "gives whatever was in memory; expected `zeros`"),
+        ("return x * x.item()", "reads values out of a tensor"),
+        ("return x.data", "expected `detach()`"),
+        ("return x.cuda()", "where the network runs is the run's decision"),
+        ("return x.gelu()", "is a function of torch.nn.functional; expected `gelu(x)`"),
+        ("return x.view", "is a method of a tensor; expected `x.view()`"),
+        ("return torch.T(x)", "is an attribute of a tensor; expected `x.T`"),
+        ("return torch.load(x)", "reaches out of the network"),
+        ("return nn.Linear(x)", "is a layer, whose weights belong to `layers`"),
+        ("return torch.FloatTensor(x)", "is a class of torch's own"),
+        ("return x.flaten(1)", "`.flaten` is not on the list; expected `flatten`"),
+        ("return x * finfo(x.dtype)", "the limits of a dtype are used as a value"),
+        ("return finfo(x.dtype).dtype", "this value has no attribute `.dtype`"),
+        ("return x.max", "this value has no attribute `.max`"),
+        ("y = x.values\nreturn y(x)", "a tensor is called"),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_refused_with_the_reason(text: str, words: str) -> None:
+    assert words in refused(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "return torch.linalg.torch.load(x)",
+        "return torch.special.Tensor(x)",
+        "return masked.MaskedTensor(x)",
+        "return torch.signal.windows.np(x)",
+        "return torch.signal.os",
+        "return finfo(x.dtype).__class__",
+        "return x.values.__self__",
+        "assert x.__class__, 'a'\nreturn x",
+        "assert x.size(0) > 0, f'{x.__class__}'\nreturn x",
+        "assert open('f'), 'a'\nreturn x",
+        "assert training or head.forward, 'a'\nreturn head(x)",
+        "assert x.shape[0] == 3 or head, 'a'\nreturn head(x)",
+        "assert x.ndim == 2, f'{head}'\nreturn head(x)",
+    ],
+)
+def test_the_wall_stands(text: str) -> None:
+    refused(text, layers={"head": nn.Linear(4, 4)} if "head" in text else {})
+
+
+# -- assertions --
+
+
+def test_an_assertion_about_sizes_holds_or_fails_when_the_network_runs() -> None:
+    text = "assert x.shape[-1] == width and x.ndim in (2, 3), f'{width} wide, not {x.shape[-1]}'\nreturn x * 2"
+    network = ModuleDictModel(layers={}, forward=text, constants={"width": 4})
+    assert torch.equal(network(X), X * 2)
+    with pytest.raises(AssertionError, match="4 wide, not 3"):
+        network(X[:, :3])
+    assert torch.equal(network.graph_module()(X), X * 2)  # a graph has none
+    assert torch.equal(torch.export.export(network, (X,)).module()(X), X * 2)
+
+
+def test_an_assertion_that_the_datas_shape_breaks_is_a_fault_of_the_check() -> None:
+    def network() -> nn.Module:
+        return ModuleDictModel(layers={}, forward="assert x.shape[1] == 5, f'{x.shape[1]} columns'\nreturn x")
+
+    spec = DataSpec(input_shape=(4,), input_dtype="float32", num_classes=None, num_outputs=4)
+    (fault,) = examine_shapes(network_factory=network, spec=spec).faults
+    assert fault.key == "model.forward"
+    assert fault.got.endswith(": 4 columns")
+    assert fault.expected == "an assertion that holds"
+
+
+def test_an_assertion_about_constants_is_decided_before_the_run() -> None:
+    assert "this assertion is false: 3 is too many" in refused(
+        "assert width < 3 and not training, f'{width} is too many'\nreturn x", constants={"width": 3}
+    )
+    run("assert width == 3 or x.shape[0] > 100\nassert not width > 3\nreturn x", constants={"width": 3})
+
+
+def test_a_shape_that_depends_on_numbers_is_left_to_the_run() -> None:
+    spec = DataSpec(input_shape=(4,), input_dtype="float32", num_classes=None, num_outputs=4)
+    found = examine_shapes(
+        network_factory=lambda: ModuleDictModel(layers={}, forward="return masked_select(x, x > 0)"), spec=spec
+    )
+    assert found.faults == ()
+    assert "the model's shapes were not checked" in found.notes[0]

@@ -1,0 +1,125 @@
+"""The one adapter to torch's own databases of operators and modules, torch.testing._internal, which are private.
+
+Written against torch 2.13; tests/models/test_against_torch.py relies on `op_db` (name, aliases, sample_inputs,
+supports_dtype, supports_autograd) and `module_db` (module_cls, module_inputs_func).
+
+Importing them freezes torch.backends' flags in the process, so a test does it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Entries that name a function and call it by another order of arguments: the function's own.
+ORDERS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "einsum": lambda tensors, equation: (equation, *tensors),
+    "nn.functional.embedding": lambda weight, indices: (indices, weight),
+    "pca_lowrank": lambda left, right: (left @ right.mT,),
+    "polygamma": lambda x, order: (order, x),
+    "special.polygamma": lambda x, order: (order, x),
+    "svd_lowrank": lambda left, right: (left @ right.mT,),
+    "where": lambda x, condition, other: (condition, x, other),
+}
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One entry of op_db. names: its own and its aliases'; variant: a word where a name has several entries."""
+
+    names: tuple[str, ...]
+    variant: str
+    entry: Any
+
+    def as_function(self, call: Call) -> Call:
+        """The call in the order of arguments of the function that has its name."""
+        order = ORDERS.get(self.entry.name)
+        return call if order is None else Call(args=order(*call.args), kwargs=call.kwargs)
+
+    def samples(self, most: int) -> list[Call]:
+        """Calls that torch's own tests make, on tensors of the first dtype of DTYPES that it supports."""
+        dtype = next((one for one in DTYPES if self.entry.supports_dtype(one, "cpu")), None)
+        if dtype is None:
+            return []
+        differentiable = self.entry.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+        torch.manual_seed(0)
+        found = []
+        for sample in self.entry.sample_inputs("cpu", dtype, requires_grad=differentiable):
+            found.append(Call(args=(sample.input, *sample.args), kwargs=dict(sample.kwargs)))
+            if len(found) == most:
+                break
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One entry of module_db: a class of torch.nn, and how torch's own tests build and call it."""
+
+    kind: type[torch.nn.Module]
+    entry: Any
+
+    def cases(self, *, training: bool) -> list[tuple[Call, Call]]:
+        """Pairs of the constructor's arguments and the forward's, in float64."""
+        torch.manual_seed(0)
+        made = self.entry.module_inputs_func(
+            self.entry, device="cpu", dtype=torch.float64, requires_grad=True, training=training
+        )
+        return [
+            tuple(
+                Call(args=tuple(one.args), kwargs=dict(one.kwargs))
+                for one in (case.constructor_input, case.forward_input)
+            )
+            for case in made
+            if case.forward_input is not None
+        ]
+
+
+def operators() -> list[Operator]:
+    """Every entry of op_db, in its order."""
+    _import()
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [
+        Operator(
+            names=(entry.name, *(alias.name for alias in entry.aliases)),
+            variant=entry.variant_test_name,
+            entry=entry,
+        )
+        for entry in op_db
+    ]
+
+
+def modules() -> Iterator[Module]:
+    """Every entry of module_db, in its order."""
+    _import()
+    from torch.testing._internal.common_modules import module_db
+
+    return (Module(kind=entry.module_cls, entry=entry) for entry in module_db)
+
+
+def _import() -> None:
+    # The databases import a package for tests whose output is in their source, and use nothing of it.
+    if "expecttest" not in sys.modules:
+        stand_in = types.ModuleType("expecttest")
+        vars(stand_in)["TestCase"] = unittest.TestCase
+        sys.modules["expecttest"] = stand_in
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch.testing._internal.common_methods_invocations
+        import torch.testing._internal.common_modules  # noqa: F401

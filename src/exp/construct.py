@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +17,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
+from exp.config.annotations import EMPTY, annotations_of, is_array
 from exp.config.reading import secrets_kept
-from exp.config.slots import nodes_in, slot_of
-from exp.config.targets import resolve
+from exp.config.slots import MODULE, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
+from exp.config.targets import class_of, resolve
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
@@ -62,13 +64,14 @@ def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> An
 
 
 def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Mapping[str, Any]) -> Any:
-    target = resolve(node["_target_"], allow=allow)
+    target = resolve(node["_target_"], returns=returned_at(key), allow=allow)
     arguments = {
         name: construct(value, key=f"{key}.{name}", allow=allow)
         for name, value in node.items()
         if name not in ("_target_", "_partial_", "_args_")
     }
     positional = [construct(value, key=f"{key}._args_", allow=allow) for value in node.get("_args_") or ()]
+    arguments = _for_torch(target, arguments)
     if offers:
         takes = inspect.signature(target).parameters
         arguments.update(
@@ -79,7 +82,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     if node.get("_partial_"):
         return functools.partial(target, *positional, **arguments)
     try:
-        return target(*positional, **arguments)
+        return _judged(target(*positional, **arguments), target, node["_target_"], key=key)
     except ProgramError as error:
         error.key = error.key or f"{key}.{error.place}"
         raise
@@ -100,6 +103,46 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         raise ConfigError([
             dataclasses.replace(fault, got=redacted(fault.got), expected=redacted(fault.expected))
         ]) from error  # fmt: skip
+
+
+def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
+    """What a target gave; of a function it must be of a class that its place takes."""
+    if inspect.isclass(target):
+        return made
+    wanted = returned_at(key)
+    # What has a length and numbers its parts is no data set for that.
+    other = (tuple, dict, str) if MODULE in wanted else (tuple, dict, str, nn.Module)
+    if wanted and (isinstance(made, other) or not isinstance(made, tuple(map(class_of, wanted)))):
+        got = f"{name}, which returned a {type(made).__module__}.{type(made).__qualname__}"
+        raise ConfigError([Fault(key=f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")])
+    if key == "model" and trains_itself(type(made)):
+        raise ConfigError([own_training_fault(name)])
+    return made
+
+
+def _for_torch(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with numbers as tensors and names as dtypes, where the target annotates these.
+
+    Without an annotation, as torch's own layers leave `dtype`, a text that names one of torch's dtypes in full is it.
+    """
+    if not any(isinstance(value, str | list | int | float) for value in arguments.values()):
+        return arguments
+    annotations = annotations_of(target)
+    return {name: _as_annotated(value, annotations.get(name, EMPTY), target) for name, value in arguments.items()}
+
+
+def _as_annotated(value: Any, annotation: Any, target: Any) -> Any:
+    kinds = typing.get_args(annotation) or (annotation,)
+    if isinstance(value, str):
+        is_named = value.startswith("torch.") and annotation is EMPTY
+        dtype = vars(torch).get(value.removeprefix("torch.")) if torch.dtype in kinds or is_named else None
+        return dtype if isinstance(dtype, torch.dtype) else value
+    is_number = isinstance(value, int | float) and not {bool, int, float} & set(kinds)
+    if Tensor in kinds and (is_number or isinstance(value, list)) and is_array(value):
+        # The losses of torch take weights of floating numbers alone.
+        is_torchs = str(target.__module__).startswith("torch.")
+        return torch.tensor(value, dtype=torch.get_default_dtype() if is_torchs else None)
+    return value
 
 
 def _with_secrets(text: str, *, key: str) -> str:

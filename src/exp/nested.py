@@ -1,11 +1,13 @@
-"""Walk nested data, such as a batch or a network's output: mappings, tuples and lists of tensors."""
+"""Walk nested data, such as a batch or a network's output: mappings, tuples, lists and dataclasses of tensors."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_not
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Size, Tensor
@@ -16,8 +18,8 @@ Nested = TypeVar("Nested")
 def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
     """Applies a function to each tensor and keeps the structure.
 
-    A mapping that can be built from a dict, a namedtuple, a tuple and a list keep their classes; another mapping
-    becomes a dict. One in which nothing changes is returned itself. A torch.Size is no structure.
+    A mapping that can be built from a dict, a namedtuple, a tuple, a list and a dataclass keep their classes; another
+    mapping becomes a dict. One in which nothing changes is returned itself. A torch.Size is no structure.
     """
     if isinstance(data, Tensor):
         return cast(Nested, function(data))
@@ -25,6 +27,8 @@ def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
         old = list(data.values())
     elif isinstance(data, list | tuple) and not isinstance(data, Size):
         old = list(data)
+    elif is_record(data):
+        old = list(_fields(data).values())
     else:
         return data
     new = [mapped(value, function) for value in old]
@@ -37,10 +41,14 @@ def moved(data: Nested, device: torch.device) -> Nested:
 
 
 def rebuilt(data: Nested, parts: Sequence[object]) -> Nested:
-    """A mapping, list or tuple like `data`, with these in the place of its values, in order."""
+    """A mapping, list, tuple or dataclass like `data`, with these in the place of its values, in order."""
     made: object
     kind: Callable[..., object] = type(data)
-    if isinstance(data, Mapping):
+    if not isinstance(data, Mapping | list | tuple):
+        made = copy.copy(data)
+        for name, part in zip(_fields(data), parts, strict=True):
+            object.__setattr__(made, name, part)  # of a frozen one, too
+    elif isinstance(data, Mapping):
         made = dict(zip(data, parts, strict=True))
         if kind is not dict:
             # A defaultdict, whose first argument is another, stays a dict.
@@ -59,3 +67,33 @@ def tensors_in(data: object) -> Iterator[Tensor]:
     elif isinstance(data, Mapping | list | tuple):
         for value in data.values() if isinstance(data, Mapping) else data:
             yield from tensors_in(value)
+    elif is_record(data):
+        yield from tensors_in(_fields(data))
+
+
+def named_parts(output: object) -> Mapping[str, Any]:
+    """What a network's output holds by name: of a mapping, a dataclass or a namedtuple under the names that it gives.
+
+    The parts of another tuple, or of a list, are output_0, output_1 and so on. A part that is None is left out; one
+    tensor has no parts.
+    """
+    if isinstance(output, Tensor):
+        return {}
+    if isinstance(output, Mapping):
+        found = {str(name): part for name, part in output.items()}
+    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+        found = dict(zip(output._fields, output, strict=True))
+    elif isinstance(output, list | tuple) and not isinstance(output, Size):
+        found = {f"output_{place}": part for place, part in enumerate(output)}
+    else:
+        found = _fields(output) if is_record(output) else {}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def is_record(data: object) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def _fields(data: Any) -> dict[str, Any]:
+    return {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Predicate
 
-from exp.check.kinds import EMPTY
+from exp.config.annotations import EMPTY
 from exp.errors import LIBRARIES, Fault, is_installed
 
 # Classes that take names in **kwargs and pick them out by hand.

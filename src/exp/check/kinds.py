@@ -14,10 +14,10 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from exp.config.annotations import EMPTY, is_array
 from exp.config.reading import UNKNOWN, is_node, leaves
 from exp.errors import LIBRARIES
 
-EMPTY = inspect.Parameter.empty
 SEQUENCES = (
     list,
     tuple,
@@ -29,6 +29,8 @@ SEQUENCES = (
 )
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+# Of torch's own classes, what a config may say in their place.
+TORCHS = {"torch.dtype": "a dtype, such as torch.float64", "torch.Tensor": "numbers, or lists of them"}
 # What annotated_types declares of a value, by its names there.
 BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
@@ -81,10 +83,13 @@ def worded(annotation: Any, default: Any = EMPTY) -> str:
         return "a path"
     if base is collections.abc.Callable:
         return "a node with a _target_ and _partial_: true"
+    if inspect.isclass(base) and _name_of(base) in TORCHS:
+        return TORCHS[_name_of(base)]
     return f"a node whose _target_ is a {base.__name__}" if inspect.isclass(base) else str(annotation)
 
 
 def _worded_union(arguments: tuple[Any, ...]) -> str:
+    arguments = _without_tensors(arguments)
     plain = [kind for kind in arguments if not _is_object(kind)] or list(arguments)
     kinds = [worded(kind) for kind in plain if kind is not type(None)]
     if WORDS[float] in kinds and WORDS[int] in kinds:
@@ -185,7 +190,7 @@ def _is(value: Any, annotation: Any) -> bool:
     if origin is typing.Literal:
         return any(value == word and type(value) is type(word) for word in arguments)
     if _is_union(origin):
-        return any(_is(value, argument) for argument in arguments)
+        return any(_is(value, argument) for argument in _without_tensors(arguments))
     if origin is typing.Annotated:
         return _is(value, arguments[0]) and (is_node(value) or _is_within(value, arguments[1:]))
     base = origin or annotation
@@ -229,12 +234,24 @@ def _is_class(value: Any, base: Any) -> bool:
         return isinstance(value, str)
     if issubclass(base, datetime.timedelta):
         return False
-    if f"{base.__module__}.{base.__qualname__}" == "torch.device":
+    named = _name_of(base)
+    if named == "torch.device":
         return isinstance(value, str | int) and not isinstance(value, bool)
+    if named == "torch.dtype":
+        return isinstance(value, str) and _is_dtype(value)
+    if named == "torch.Tensor" and is_array(value):
+        return True
     # A mapping or list may hold the nodes that the class is built from; a scalar can not become one.
     if base.__module__.partition(".")[0] in LIBRARIES and not issubclass(base, tuple | dict):
         return any(is_node(inner) for _, inner in leaves(value))
     return isinstance(value, list | dict)
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether a text names one of torch's dtypes, with or without `torch.`; torch is imported where it is asked."""
+    import torch
+
+    return isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
 def _is_object(annotation: Any) -> bool:
@@ -247,8 +264,20 @@ def _is_object(annotation: Any) -> bool:
         and base not in WORDS
         and base not in SEQUENCES
         and base not in MAPPINGS
+        and _name_of(base) not in TORCHS
         and not (issubclass(base, enum.Enum | os.PathLike))
     )
+
+
+def _without_tensors(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The kinds of a union; where a number is one of them, a tensor is one number that lies on a device."""
+    if float not in kinds:
+        return kinds
+    return tuple(kind for kind in kinds if not (inspect.isclass(kind) and _name_of(kind) == "torch.Tensor"))
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_union(origin: Any) -> bool:

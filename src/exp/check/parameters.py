@@ -9,11 +9,20 @@ from typing import Any
 from omegaconf import DictConfig
 
 from exp.check.foreign import missing_package
-from exp.check.kinds import EMPTY, worded
+from exp.check.kinds import worded
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_faults, value_fault
+from exp.config.annotations import EMPTY
 from exp.config.reading import UNKNOWN
-from exp.config.slots import RESERVED_IN_NODE, Slot, nodes_in, slot_of
+from exp.config.slots import (
+    RESERVED_IN_NODE,
+    Slot,
+    nodes_in,
+    own_training_fault,
+    returned_at,
+    slot_of,
+    trains_itself,
+)
 from exp.config.sources import position_of
 from exp.config.targets import TargetError, resolve
 from exp.errors import ConfigError, Fault, MissingExtraError
@@ -35,27 +44,29 @@ def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
         faults += node_faults(key, node, place=place, allow=allow)
-        for index, name in enumerate(_positional_names(node, allow=allow)):
+        for index, name in enumerate(_positional_names(node, place, allow=allow)):
             places[f"{key}._args_.{index}"] = f"{place}.{name}"
     return faults
 
 
-def _positional_names(node: dict[str, Any], *, allow: Sequence[str]) -> tuple[str, ...]:
+def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(node.get("_args_"), list) or not isinstance(node["_target_"], str):
         return ()
     try:
-        return signature_of(resolve(node["_target_"], allow=allow)).positional[: len(node["_args_"])]
+        target = resolve(node["_target_"], returns=returned_at(place), allow=allow)
+        return signature_of(target).positional[: len(node["_args_"])]
     except (ConfigError, MissingExtraError):
         return ()  # the node's own fault
 
 
 def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str]) -> Iterator[Fault]:
     """The faults of one node, those of nodes within it left out. place: the key by which its slot goes."""
-    slot = slot_of(place or key)
+    place = place or key
+    slot = slot_of(place)
     if node["_target_"] is UNKNOWN:
         return
     try:
-        target = resolve(node["_target_"], base=slot.bases or None, allow=allow)
+        target = resolve(node["_target_"], base=slot.bases or None, returns=returned_at(place), allow=allow)
     except TargetError as error:
         yield _placed(error.faults[0], f"{key}._target_")
         return
@@ -67,6 +78,9 @@ def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, all
         return
     if inspect.isclass(target) and (missing := missing_package(target, key=f"{key}._target_")) is not None:
         yield missing
+        return
+    if place == "model" and inspect.isclass(target) and trains_itself(target):
+        yield own_training_fault(node["_target_"])
         return
     yield from _reserved(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]

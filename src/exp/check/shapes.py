@@ -18,7 +18,7 @@ from exp.models.forward_trace import Call, ForwardTrace, Recorder
 from exp.models.inference import LAZY_CLASSES, example_inputs, materialise
 from exp.models.matching import FEATURE_NORMS
 from exp.models.syntax import ProgramError
-from exp.nested import tensors_in
+from exp.nested import is_record, named_parts, tensors_in
 from exp.objectives.loss_inputs import ELEMENTWISE
 from exp.objectives.objective import Objective, Term
 from exp.objectives.penalties import R1, JacobianNorm
@@ -212,14 +212,15 @@ def output_faults(
 
     output: what the network returned for a batch. calls: of all its modules, in the order in which they returned.
     """
-    named = {"output": output, **output} if isinstance(output, Mapping) else {"output": output}
+    parts = named_parts(output)
+    named = {"output": output, **parts}
     faults = []
     for name, loss, wanted in _terms(objective):
         if wanted not in named:
             continue  # it may be an entry of the batch
         value = named[wanted]
         if not isinstance(value, Tensor):
-            cure = f"Set objective.{name}.output to one of {', '.join(output)}" if isinstance(output, Mapping) else None
+            cure = f"Set objective.{name}.output to one of {among(parts)}" if parts else None
             got = f"the network returns {described(value)}"
             faults.append(Fault(key=f"objective.{name}", got=got, expected="one tensor to compare", cure=cure))
             continue
@@ -293,7 +294,7 @@ def described(value: object) -> str:
         return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(described, value))})"
-    return repr(value)
+    return described(named_parts(value)) if is_record(value) else repr(value)
 
 
 def layer_fault(error: BaseException, key: str, call: Call) -> Fault:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from exp.check.foreign import HIDDEN_NAMES, bounded
-from exp.check.kinds import EMPTY
+from exp.config.annotations import EMPTY, evaluated
 from exp.config.reading import is_node
 from exp.config.targets import resolve
-from exp.errors import ConfigError, MissingExtraError
+from exp.errors import LIBRARIES, ConfigError, MissingExtraError
 
 PLAIN = (type(None), bool, int, float, str, list, tuple)
 
@@ -77,7 +77,8 @@ def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
     if not is_node(own) or not isinstance(own["_target_"], str):
         return own
     try:
-        parameters = signature_of(resolve(own["_target_"], allow=allow)).parameters.values()
+        target = resolve(own["_target_"], returns=("builtins.object",), allow=allow)
+        parameters = signature_of(target).parameters.values()
     except (ConfigError, MissingExtraError):
         return own
     plain = [(one.name, one.default) for one in parameters if isinstance(one.default, PLAIN)]
@@ -117,7 +118,7 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
         return Signature(parameters={}, open=True, positional=(), rest=True)
     if bound:
         parameters = parameters[1:]
-    named, positional, rest, is_open = {}, [], False, False
+    named, positional, rest, is_open = {}, [], False, _wrapper_takes_more(function)
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             is_open = True
@@ -126,9 +127,21 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
         else:
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 positional.append(parameter.name)
-            annotation = _evaluated(parameter.annotation, function)
+            annotation = evaluated(parameter.annotation, function)
             named[parameter.name] = Parameter(name=parameter.name, annotation=annotation, default=parameter.default)
     return Signature(parameters=named, open=is_open, positional=tuple(positional), rest=rest)
+
+
+def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
+    """Whether a wrapper of functools.wraps takes names that `__wrapped__`, which inspect reads, does not show.
+
+    What it does with them nobody can tell by reading. The libraries' own only pass on what the wrapped takes.
+    """
+    top = getattr(function, "__module__", None) or ""
+    if not hasattr(function, "__wrapped__") or top.partition(".")[0] in LIBRARIES:
+        return False
+    shown = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in shown)
 
 
 def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Signature:
@@ -170,24 +183,3 @@ def _bases_above(target: type, maker: Callable[..., Any]) -> Iterator[type]:
         if above and f"{base.__module__}.{base.__qualname__}" != "torch.nn.modules.module.Module":
             yield base
         above = above or base is holder
-
-
-def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
-    """An annotation with its names looked up in the module that wrote it; EMPTY where that module lacks them."""
-    if annotation is EMPTY or not _holds_text(annotation):
-        return annotation
-    stand_in = type("Annotated", (), {"__annotations__": {"value": annotation}})
-    try:
-        names = vars(inspect.getmodule(inspect.unwrap(function)))
-        return typing.get_type_hints(stand_in, globalns=names, include_extras=True)["value"]
-    except (NameError, TypeError, AttributeError, SyntaxError):
-        # Names under TYPE_CHECKING are not there at run time: such a parameter takes any value.
-        return EMPTY
-
-
-def _holds_text(annotation: Any) -> bool:
-    if isinstance(annotation, str | typing.ForwardRef):
-        return True
-    return any(
-        _holds_text(argument) for argument in typing.get_args(annotation) if not isinstance(argument, list)
-    ) and (typing.get_origin(annotation) is not typing.Literal)

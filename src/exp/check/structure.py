@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.check.kinds import EMPTY, fits, worded, words_of
+from exp.check.kinds import fits, worded, words_of
 from exp.check.schema import PRESENT, SCHEMA, VALUES, Node, Repeats
+from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
 from exp.config.reading import UNKNOWN, is_node, leaves

@@ -18,6 +18,7 @@ from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forw
 from exp.models.containers import config_key
 from exp.models.forward_trace import ForwardTrace
 from exp.models.matching import ANY_BATCH_NORM
+from exp.nested import named_parts
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL
 from exp.optim.phase import Phase
@@ -104,8 +105,7 @@ def _probabilities(
             if not isinstance(term, Term) or trace is None:
                 continue
             takes = _taken_by(term.loss)
-            output = trace.output
-            value = output.get(term.output) if isinstance(output, Mapping) else output
+            value = {"output": trace.output, **named_parts(trace.output)}.get(term.output)
             function, module = _made_by(trace, value) if takes and isinstance(value, Tensor) else (None, None)
             if function is not None:
                 key = config_key(trace.network, _path(trace.network, module))

@@ -144,6 +144,7 @@ class Loader(ConfigLoaderImpl):
         self.layers: list[Layer] = []
         self.chosen: DictConfig | None = None
         self.tries_jobs = True
+        self._declared: DictConfig | None = None
         self._overrides: list[Override] = []
 
     def _parse_overrides_and_create_caching_repo(
@@ -154,13 +155,35 @@ class Loader(ConfigLoaderImpl):
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]
+        own = [repo.load_config(default.config_path or "") for default in defaults if default.primary]
+        # A copy, for Hydra merges the others into it.
+        has_whole_node = any(map(_is_whole_node, self._overrides))
+        self._declared = copy.deepcopy(own[0].config) if has_whole_node and own and own[0] is not None else None
         config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
         # A fifteenth of what it takes to compose once more, where a value cannot be set.
         self.chosen = copy.deepcopy(config) if self._overrides else config
         OmegaConf.set_struct(self.chosen, True)
         for override in self._overrides:
-            declare_parameter(config, override)
+            self._make_ready(config, override)
         return config
+
+    def _make_ready(self, config: DictConfig, override: Override) -> None:
+        """Change a composed config so that Hydra, which merges, does what the override means."""
+        declare_parameter(config, override)
+        if not _is_whole_node(override):
+            return
+        key = override.key_or_group
+        try:
+            node = OmegaConf.select(config, key)
+            declared = None if self._declared is None else OmegaConf.select(self._declared, key)
+        except OmegaConfBaseException:
+            return  # told where the override is applied
+        # `'model={_target_: mine.Net}'` has nothing of the layers of the model that the groups chose. What the primary
+        # config declares stays, for exp itself reads it.
+        if isinstance(node, DictConfig) and "_target_" in node:
+            with open_dict(config):
+                OmegaConf.update(config, key, {} if declared is None else copy.deepcopy(declared), merge=False)
+                OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
 
     def _layer(self, default: ResultDefault, repo: IConfigRepository) -> Layer:
         config_path = default.config_path or ""
@@ -185,7 +208,7 @@ class Loader(ConfigLoaderImpl):
 
     def apply(self, override: Override, config: DictConfig) -> None:
         """Changes a composed config by one override that is no choice of a group."""
-        declare_parameter(config, override)
+        self._make_ready(config, override)
         with hydra_base():
             self._apply_overrides_to_config([override], config)
 
@@ -242,6 +265,12 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
     if not is_slip(name, map(str, node)):
         with open_dict(node):
             node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing
+
+
+def _is_whole_node(override: Override) -> bool:
+    """Whether an override without a sign gives a mapping with a `_target_`."""
+    value = None if override.is_sweep_override() else override.value()
+    return override.type is OverrideType.CHANGE and isinstance(value, dict) and "_target_" in value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,8 +8,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from exp.config.reading import is_node, leaves
+from exp.errors import Fault
 
 MODULE = "torch.nn.Module"
+# Of functions that give a data set, whose class may be anybody's: what reads samples by number.
+DATA_SETS = ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")
+# A model of these has a training of its own, which nobody would call.
+LIGHTNING_MODULES = (
+    "lightning.pytorch.core.module.LightningModule",
+    "pytorch_lightning.core.module.LightningModule",
+)
 RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")
 
 
@@ -101,6 +109,30 @@ def slot_of(key: str) -> Slot:
         if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
             return slot
     return LAYER if parts[0] == "model" and is_layer(parts) else ANYWHERE
+
+
+def returned_at(key: str) -> tuple[str, ...]:
+    """Dotted names of the classes of which a function at this key returns one; empty where no function may stand."""
+    parts = key.split(".")
+    if parts[0] == "model" or slot_of(key).bases == (MODULE,):
+        return (MODULE,)
+    holds_data = parts[-1] in ("dataset", "train", "val", "test") or parts[-2:-1] == ["datasets"]
+    return DATA_SETS if parts[0] == "data" and holds_data else ()
+
+
+def trains_itself(kind: type) -> bool:
+    """Whether a class is a LightningModule, of either of Lightning's two names. Nothing is imported."""
+    return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
+
+
+def own_training_fault(name: str) -> Fault:
+    """The fault of a LightningModule as the model. name: of the class, or of what makes it."""
+    return Fault(
+        key="model._target_",
+        got=f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call",
+        expected="the bare network, a torch.nn.Module",
+        cure="Name the class of the network that it holds; its loss belongs to objective, its optimizer to optimizer",
+    )
 
 
 def is_layer(parts: list[str]) -> bool:

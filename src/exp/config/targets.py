@@ -1,10 +1,14 @@
-"""The wall that every `_target_` passes: a dotted name becomes a class, or nothing is imported.
+"""The wall that every `_target_` passes: a dotted name becomes a class or a function, or nothing is imported.
 
 1. The name itself is compared with the allowed packages, before any import.
-2. Only its module part is imported, and one attribute is taken out of that module's own namespace.
+2. Only its module part is imported, and one attribute is taken out of that module's own namespace; of a package that
+   imports its parts when they are asked for, out of what the package itself gives for the name.
 3. It must be a class whose own name is the one written or, in a listed package, a public alias of a class that lives
    in that package; or one of a short list of torch functions.
 4. It must be of its slot's base class: a Module for a layer, an Optimizer for the optimizer.
+5. A function, or a class's own method that makes one (`AutoModel.from_config`), may stand where what it returns is
+   judged: the model, a layer, a loss, a data set. It must live in the package like a class, and the package be one that
+   the command line, an entry point or the user's own ./conf allows: those of torch and Lightning stay listed by name.
 
 So a name that an allowed module happens to import (`logging.os.system`) leads nowhere.
 """
@@ -22,6 +26,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from exp.config.annotations import return_annotation
 from exp.config.search_path import ENTRY_POINTS, is_users_conf, make_importable
 from exp.errors import ConfigError, ExpError, Fault
 from exp.spelling import among, nearest
@@ -78,6 +83,7 @@ MOVED = {
     "torch.nn.optim.": "torch.optim.",
     "src.": "",
 }
+_NOTHING = object()
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)+", re.ASCII)
 
 
@@ -89,24 +95,28 @@ class TargetError(ConfigError):
         super().__init__([Fault(key="_target_", got=got, expected=expected, cure=cure)])
 
 
-def resolve(dotted: str, *, base: str | Sequence[str] | None = None, allow: Sequence[str] = ()) -> Any:
-    """The class, or listed function, of a dotted name. Nothing outside the allowed packages is imported.
+def resolve(
+    dotted: str,
+    *,
+    base: str | Sequence[str] | None = None,
+    returns: Sequence[str] = (),
+    allow: Sequence[str] = (),
+) -> Any:
+    """The class or function of a dotted name. Nothing outside the allowed packages is imported.
 
     base: dotted name, or names, of the classes that its slot takes one of; None where any allowed class fits.
+    returns: dotted names of the classes of which a function must return one; without any, no function is taken but
+        the listed. Whoever calls it judges what comes back.
     allow: packages that the command line allows, `security.allow`.
     Raises: TargetError.
     """
     home = _home_of_name(dotted, allow=allow)
-    module_name, _, attribute = dotted.rpartition(".")
-    module = _import(module_name, dotted)
-    own = vars(module)
-    if attribute not in own or attribute.startswith("_"):
-        raise _absent(dotted, module_name, own)
-    value = own[attribute]
-    if dotted in FUNCTIONS:
-        found_by_list = True
-    else:
-        found_by_list = False
+    value = _found(dotted, home=home)
+    if inspect.isroutine(value) and dotted not in FUNCTIONS:
+        _require_function(dotted, value, home=home, returns=returns)
+        return value
+    found_by_list = dotted in FUNCTIONS
+    if not found_by_list:
         _require_class_at_home(dotted, value, home=home)
     if base is not None:
         _require_base(dotted, value, bases=[base] if isinstance(base, str) else list(base))
@@ -154,6 +164,80 @@ def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
     return parts[0] if parts[0] in plugin_packages() else None
 
 
+def _found(dotted: str, *, home: str) -> Any:
+    """What the name leads to: an attribute of a module, or a method that a class of a module makes objects by."""
+    module_name, _, attribute = dotted.rpartition(".")
+    package, _, holder = module_name.rpartition(".")
+    # By the habit of all libraries a class begins with a capital, and a module does not.
+    if package and holder[:1].isupper() and inspect.isclass(owner := _member(_import(package, dotted), holder)):
+        _require_class_at_home(module_name, owner, home=home)
+        own = inspect.getattr_static(owner, attribute, None)
+        if attribute.startswith("_") or not isinstance(own, classmethod | staticmethod):
+            makers = [name for name in dir(owner) if isinstance(inspect.getattr_static(owner, name, None), classmethod)]
+            near = nearest(attribute, [name for name in makers if not name.startswith("_")])
+            raise TargetError(
+                target=dotted,
+                got=f"{dotted}, which is no class method of {module_name}",
+                expected=f"a class, such as {module_name} itself, or a class method that makes an object",
+                cure=f"Did you mean {module_name}.{near[0]}?" if near else None,
+            )
+        return getattr(owner, attribute)
+    module = _import(module_name, dotted)
+    value = _member(module, attribute)
+    if value is _NOTHING:
+        raise _absent(dotted, module_name, module, home=home)
+    return value
+
+
+def _member(module: Any, name: str) -> Any:
+    """What a module's own namespace holds, or what its own `__getattr__` gives: such a package imports late."""
+    if name.startswith("_"):
+        return _NOTHING
+    own = vars(module)
+    if name in own:
+        return own[name]
+    if "__getattr__" not in own and "__getattr__" not in vars(type(module)):
+        return _NOTHING
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        return _NOTHING
+    except (Exception, SystemExit) as error:
+        raise _broken(f"{module.__name__}.{name}", module.__name__, error) from error
+
+
+def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[str]) -> None:
+    is_method = inspect.ismethod(value) or dotted.rpartition(".")[0].rpartition(".")[2][:1].isupper()
+    kind = "a method" if is_method else "a function"
+    if home in LISTED.values() or home in LISTED_CLASSES.values():
+        raise TargetError(
+            target=dotted, got=f"{dotted}, {kind}", expected="a class", cure="Wrap it in a class of your own"
+        )
+    if not returns:
+        raise TargetError(
+            target=dotted,
+            got=f"{dotted}, {kind}",
+            expected="a class: what a function returns is judged for a model, a layer, a loss or a data set alone",
+            cure="Wrap it in a class of your own",
+        )
+    if not (inspect.isfunction(value) or inspect.ismethod(value)):
+        raise TargetError(
+            target=dotted, got=f"{dotted}, a {type(value).__name__}", expected="a class, or a function in Python"
+        )
+    real = f"{value.__module__}.{value.__qualname__}"
+    if real != dotted and not _inside(real, home):
+        raise TargetError(target=dotted, got=f"{dotted}, which is {real}", expected=f"a class or a function of {home}")
+    said = return_annotation(value)
+    classes = [class_of(name) for name in returns]
+    # A base class says too little to refuse: nn.Module, where a subclass is asked for.
+    if said is not None and not any(issubclass(said, one) or issubclass(one, said) for one in classes):
+        raise TargetError(
+            target=dotted,
+            got=f"{dotted}, {kind} that returns {'nothing' if said is type(None) else f'a {said.__name__}'}",
+            expected=f"one that returns a {classes[0].__name__}",
+        )
+
+
 def _import(module_name: str, dotted: str) -> Any:
     top = module_name.split(".")[0]
     if top not in closed_packages() and stands_beside_conf(top):
@@ -190,13 +274,13 @@ def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
 
 
 def _require_base(dotted: str, value: Any, *, bases: list[str]) -> None:
-    classes = tuple(_load(base) for base in bases)
+    classes = tuple(class_of(base) for base in bases)
     if not (inspect.isclass(value) and issubclass(value, classes)):
         wanted = " or ".join(bases)
         raise TargetError(target=dotted, got=f"{dotted}, which is no {wanted}", expected=f"a subclass of {wanted}")
 
 
-def _load(dotted: str) -> Any:
+def class_of(dotted: str) -> Any:
     """A base class by a name of ours, never by one out of a config."""
     module_name, _, attribute = dotted.rpartition(".")
     return getattr(importlib.import_module(module_name), attribute)
@@ -236,10 +320,14 @@ def _cure_outside(dotted: str) -> str | None:
     )
 
 
-def _absent(dotted: str, module_name: str, own: dict[str, Any]) -> TargetError:
+def _absent(dotted: str, module_name: str, module: Any, *, home: str) -> TargetError:
     attribute = dotted.rpartition(".")[2]
-    classes = [name for name, value in own.items() if inspect.isclass(value) and not name.startswith("_")]
-    near = nearest(attribute, classes)
+    own = vars(module)
+    known = [name for name, value in own.items() if inspect.isclass(value)]
+    if home not in LISTED.values():
+        # What is imported late is known by its name alone.
+        known += [name for name in dir(module) if name not in own or inspect.isfunction(own[name])]
+    near = nearest(attribute, [name for name in known if not name.startswith("_")])
     return TargetError(
         target=dotted,
         got=f"{dotted}, which is not there",

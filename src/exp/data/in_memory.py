@@ -39,6 +39,15 @@ class Indexed(Protocol):
 
 
 @runtime_checkable
+class Samples(Protocol):
+    """What gives samples by their numbers, as a data set of any library does."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> object: ...
+
+
+@runtime_checkable
 class EpochDependent(Protocol):
     """Data in memory whose samples differ from epoch to epoch, such as a text cut at another offset."""
 

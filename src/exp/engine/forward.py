@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from exp.engine.compilation import as_needed
 from exp.errors import RunError
 from exp.models.inference import input_names, network_call
-from exp.nested import Nested, mapped
+from exp.nested import Nested, mapped, named_parts
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
 from exp.types import INPUT
@@ -30,8 +30,8 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
     """Return one forward pass: of what runs the network and a batch's data it makes the values by name.
 
     inputs: the names of the data's inputs, as network_call takes them.
-    They are the batch's own entries (`input` and `target` where they have no names), what the network returns by name,
-    and `output`, which is all that it returns unless it names one so.
+    They are the batch's own entries (`input` and `target` where they have no names), what the network returns by name
+    (nested.named_parts), and `output`, which is all that it returns unless it names one so.
     """
     call = network_call(network, inputs)
 
@@ -42,12 +42,9 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
         else:
             values = _named(data)
             output = run_network(values["input"])
-        if isinstance(output, Mapping):
-            values.update(output)
-            if "output" not in output:
-                values["output"] = output
-        else:
-            values["output"] = output
+        values["output"] = output
+        if type(output) is not Tensor:
+            values.update(named_parts(output))
         return values
 
     return forward

@@ -1,0 +1,309 @@
+"""A `_target_` that is a function, a class method or a late import; what its values become; a whole node typed."""
+
+import sys
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+import exp
+from exp.check.parameters import node_faults
+from exp.check.plan import plan
+from exp.check.plan import resolve as resolve_config
+from exp.config.slots import returned_at
+from exp.config.targets import TargetError, resolve
+from exp.construct import construct
+from exp.errors import ConfigError
+
+MAKERS = """
+import functools
+from collections import OrderedDict
+from dataclasses import dataclass
+from subprocess import check_output, run
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def net(width=7, **more):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def says_module(width: int = 7) -> "nn.Module":
+    return net(width)
+
+
+def says_nothing(path: str) -> None:
+    raise SystemExit("called")
+
+
+def says_text(path: str) -> "str":
+    raise SystemExit("called")
+
+
+def wrong(width: int = 3):
+    return {"width": width}
+
+
+def pairs(samples: int = 40):
+    return TensorDataset(torch.randn(samples, 4), torch.arange(samples) % 3)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+    @classmethod
+    def from_width(cls, width: int, **more):
+        return cls(width)
+
+    @staticmethod
+    def small():
+        return Net(1)
+
+    def method(self):
+        return self
+
+
+class Typed(nn.Module):
+    def __init__(self, weight: "torch.Tensor | None" = None, dtype: torch.dtype = torch.float32, other=None):
+        super().__init__()
+        self.weight, self.dtype, self.other = weight, dtype, other
+
+
+def passes_more(init):
+    @functools.wraps(init)
+    def wrapped(self, *args, **kwargs):
+        self.more = {name: kwargs.pop(name) for name in list(kwargs) if name != "width"}
+        init(self, *args, **kwargs)
+    return wrapped
+
+
+class Wrapped(nn.Module):
+    @passes_more
+    def __init__(self, width: int = 3):
+        super().__init__()
+
+
+class Lit(LightningModule):
+    def __init__(self, width: int = 3):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).sum()
+
+
+def lit():
+    return Lit()
+
+
+cached = functools.lru_cache(net)
+"""
+LATE = """
+import importlib
+
+
+def __getattr__(name):
+    if name == "Late":
+        return importlib.import_module("late_package.parts").Late
+    if name == "Popen":
+        import subprocess
+        return subprocess.Popen
+    if name == "Broken":
+        raise ImportError("no backend")
+    raise AttributeError(name)
+
+
+def __dir__():
+    return ["Late"]
+"""
+MODULE = ("torch.nn.Module",)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "makers.py").write_text(MAKERS)
+    (tmp_path / "late_package").mkdir()
+    (tmp_path / "late_package" / "__init__.py").write_text(LATE)
+    (tmp_path / "late_package" / "parts.py").write_text("import torch\nclass Late(torch.nn.Identity): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("makers", "late_package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["net", "says_module", "Net.from_width", "Net.small"])
+def test_a_function_of_an_allowed_module_may_make_a_module(name):
+    assert callable(resolve(f"makers.{name}", base=MODULE, returns=MODULE))
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("run", "which is subprocess.run"),
+        ("check_output", "which is subprocess.check_output"),
+        ("says_nothing", "a function that returns nothing; expected one that returns a Module"),
+        ("says_text", "a function that returns a str"),
+        ("Net.method", "which is no class method of makers.Net"),
+        ("Net.__init__", "expected the dotted name"),
+        ("Net.from_widht", "Did you mean makers.Net.from_width"),
+        ("OrderedDict.fromkeys", "which is collections.OrderedDict"),
+        ("says_modul", r"Did you mean makers.says_module\?"),
+        ("cached", "a _lru_cache_wrapper; expected a class, or a function"),
+    ],
+)
+def test_what_is_not_the_modules_own_maker_is_refused(name, got):
+    with pytest.raises(TargetError, match=got):
+        resolve(f"makers.{name}", base=MODULE, returns=MODULE)
+
+
+@pytest.mark.parametrize("name", [
+    "torch.nn.utils.parametrize.cached", "torch.nn.functional.linear", "torch.nn.Embedding.from_pretrained",
+    "torch.hub.load", "torchmetrics.Metric.clone", "exp.models.containers.with_forward",
+])  # fmt: skip
+def test_functions_of_the_listed_packages_stay_listed_by_name(name):
+    with pytest.raises(TargetError):
+        resolve(name, returns=MODULE)
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [("model", MODULE), ("model.layers.body", MODULE), ("model.backbone", MODULE), ("objective.mine.loss", MODULE),
+     ("data.dataset", ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")), ("data.transforms.a", ()),
+     ("optimizer", ()), ("callbacks.x", ()), ("hooks.x", ())],
+)  # fmt: skip
+def test_a_function_may_stand_where_what_it_returns_is_judged(key, found):
+    assert returned_at(key) == found
+
+
+def test_a_late_import_is_found_and_held_to_its_own_home():
+    assert resolve("late_package.Late", base="torch.nn.Module").__module__ == "late_package.parts"
+    with pytest.raises(TargetError, match=r"which is subprocess\.Popen"):
+        resolve("late_package.Popen")
+    with pytest.raises(TargetError, match="failed with ImportError: no backend"):
+        resolve("late_package.Broken")
+    with pytest.raises(TargetError, match=r"Did you mean late_package\.Late\?"):
+        resolve("late_package.Lat")
+
+
+def test_what_a_function_returns_is_judged_by_its_place():
+    with pytest.raises(ConfigError, match=r"model\._target_: makers\.wrong, which returned a builtins\.dict"):
+        construct({"_target_": "makers.wrong"}, key="model", allow=())
+    with pytest.raises(ConfigError, match=r"data\.dataset\._target_: makers\.net, which returned a torch"):
+        construct({"_target_": "makers.net"}, key="data.dataset", allow=())
+    assert len(construct({"_target_": "makers.pairs", "samples": 6}, key="data.dataset", allow=())) == 6
+
+
+def checked(*overrides: str):
+    return plan(resolve_config(exp.compose(["hydra.run.dir=run", *overrides])))
+
+
+def test_a_model_a_layer_and_a_data_set_made_by_functions_pass_the_check(home):
+    made = checked("model={_target_: makers.net, width: 9, anything: 3}").shapes
+    assert made.parameters == 64 * 9 + 9 + 9 * 10 + 10
+    (home / "conf/model/layered.yaml").write_text(
+        "# Layers: model=layered\n_target_: exp.models.containers.SequentialModel\n"
+        "layers: {body: {_target_: makers.Net.from_width, width: 3}}\n"
+    )
+    assert checked("model=layered").shapes.parameters == 650
+    found = checked(
+        "model={_target_: torch.nn.Linear, in_features: 4, out_features: 3}",
+        "data={_target_: exp.data.data.Data, dataset: {_target_: makers.pairs}, num_classes: 3}",
+    )
+    assert found.spec.input_shape == (4,)
+    assert found.plain["data"]["batch_size"] == 64
+
+
+@pytest.mark.parametrize("node", ["makers.Lit", "makers.lit"])
+def test_a_lightning_module_as_the_model_is_refused_by_name(node):
+    with pytest.raises(ConfigError, match=f"model._target_: {node}, a LightningModule.*Name the class of the network"):
+        checked(f"model={{_target_: {node}}}")
+
+
+def test_a_whole_node_replaces_what_a_group_chose(home):
+    config = exp.compose(["hydra.run.dir=run", "model={_target_: makers.Net, width: 3}"])
+    assert OmegaConf.to_container(config.model) == {"_target_": "makers.Net", "width": 3}
+    config = exp.compose(["hydra.run.dir=run", "model=mlp", "model={_target_: makers.Net}", "model.width=4"])
+    assert OmegaConf.to_container(config.model) == {"_target_": "makers.Net", "width": 4}
+    # What exp itself reads of a node stays as train.yaml has it; the parameters of the other class go.
+    config = exp.compose(["hydra.run.dir=run", "optimizer={_target_: torch.optim.SGD, lr: 0.1}"])
+    assert OmegaConf.to_container(config.optimizer) == {
+        "groups": {}, "exempt_from_decay": [], "_target_": "torch.optim.SGD", "lr": 0.1,
+    }  # fmt: skip
+    # A layer keeps its place among the others.
+    before = list(exp.compose(["hydra.run.dir=run"]).model.layers)
+    config = exp.compose(["hydra.run.dir=run", f"model.layers.{before[1]}={{_target_: torch.nn.Tanh}}"])
+    assert list(config.model.layers) == before
+    assert OmegaConf.to_container(config.model.layers[before[1]]) == {"_target_": "torch.nn.Tanh"}
+    # Without a `_target_`, or with two plus signs, it is merged.
+    config = exp.compose(["hydra.run.dir=run", "optimizer={lr: 0.1}"])
+    assert config.optimizer.lr == 0.1
+    assert config.optimizer._target_ == "torch.optim.AdamW"
+
+
+def faults(node, key="model.layers.x"):
+    return [f"{fault.key}: {fault.got}; expected {fault.expected}" for fault in node_faults(key, node, allow=())]
+
+
+def test_names_behind_a_wrapped_constructor_are_left_to_it():
+    assert faults({"_target_": "makers.Wrapped", "num_labels": 3}) == []
+    made = construct({"_target_": "makers.Wrapped", "num_labels": 3}, key="model", allow=())
+    assert made.more == {"num_labels": 3}
+    # Of the libraries' own wrappers the wrapped one says what there is.
+    assert faults({"_target_": "lightning.pytorch.Trainer", "max_epoch": 3}, key="trainer") != []
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({"weight": [0.25, 0.5]}, "weight", torch.tensor([0.25, 0.5])),
+        ({"weight": [[1, 2], [3, 4]]}, "weight", torch.tensor([[1, 2], [3, 4]])),
+        ({"weight": 2}, "weight", torch.tensor(2)),
+        ({"weight": None}, "weight", None),
+        ({"dtype": "torch.float64"}, "dtype", torch.float64),
+        ({"dtype": "bfloat16"}, "dtype", torch.bfloat16),
+        ({"other": "torch.int32"}, "other", torch.int32),
+        ({"other": "float64"}, "other", "float64"),
+        ({"other": [0.5]}, "other", [0.5]),
+    ],
+)
+def test_numbers_become_tensors_and_names_dtypes_where_they_are_annotated(given, name, expected):
+    node = {"_target_": "makers.Typed", **given}
+    assert faults(node) == []
+    found = getattr(construct(node, key="model", allow=()), name)
+    assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+    assert not isinstance(expected, torch.Tensor) or found.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weight": "heavy"}, "expected numbers, or lists of them, or null"),
+        ({"weight": [[1, 2], [3]]}, "numbers, or lists of them"),
+        ({"dtype": "torch.float65"}, "expected a dtype, such as torch.float64"),
+        ({"dtype": 64}, "expected a dtype"),
+    ],
+)
+def test_what_is_no_tensor_or_dtype_is_told(given, said):
+    (fault,) = faults({"_target_": "makers.Typed", **given})
+    assert said in fault
+
+
+def test_torchs_own_losses_and_layers_take_them():
+    loss = construct({"_target_": "torch.nn.CrossEntropyLoss", "weight": [1, 3]}, key="objective.a", allow=())
+    assert loss.weight.tolist() == [1.0, 3.0]
+    assert loss.weight.dtype == torch.float32
+    node = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3, "dtype": "torch.float64"}
+    assert faults(node) == []
+    assert construct(node, key="model", allow=()).weight.dtype == torch.float64
+    assert isinstance(construct(node, key="model", allow=()), nn.Linear)

@@ -144,7 +144,7 @@ class Loader(ConfigLoaderImpl):
         self.layers: list[Layer] = []
         self.chosen: DictConfig | None = None
         self.tries_jobs = True
-        self._declared: DictConfig | None = None
+        self._declared: Container | None = None
         self._overrides: list[Override] = []
 
     def _parse_overrides_and_create_caching_repo(

@@ -33,7 +33,7 @@ def options(group: str) -> list[str]:
 
 
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
-NEEDS = dict.fromkeys(("tensors", "csv", "csv_regression", "parquet"), "a file")
+NEEDS = dict.fromkeys(("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images"), "a file")
 if not is_installed("deepspeed"):
     NEEDS["deepspeed"] = "an extra"
 EXTRAS = ("mlflow", "wandb")

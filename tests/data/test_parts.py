@@ -151,3 +151,31 @@ def test_pinning_without_a_device_is_refused():
         pytest.skip("this machine can pin")
     with pytest.raises(ConfigError, match=r"data.pin_memory: true; expected a machine with a CUDA device"):
         Data(dataset=numbers(), pin_memory=True)
+
+
+class Plain(torch.utils.data.Dataset):
+    num_classes = 5
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.zeros(2), index % 3
+
+
+def test_a_plain_data_set_says_its_classes_through_its_parts():
+    assert Data(dataset=Plain()).spec.num_classes == 5
+    assert Data(train=Subset(Subset(Plain(), range(8)), range(4))).spec.num_classes == 5
+
+
+def test_what_takes_from_training_has_parts_of_its_kind():
+    class Asking(Plain):
+        def fit(self):
+            return {"length": len(self)}
+
+        def prepare(self, fitted):
+            return self
+
+    with pytest.raises(ConfigError, match=r"data.dataset: Asking with fit\(\) and prepare\(\), and neither select"):
+        Data(dataset=Asking())
+    assert Data(train=Asking()).fitted == {"length": 10}

@@ -31,6 +31,7 @@ from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
 from exp.config.targets import resolve as resolve_target
+from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
 from exp.types import DataSpec, Stage
 
@@ -231,6 +232,8 @@ def resolve(config: DictConfig) -> Resolved:
                 is_filled = _fill_in(config)
             except ConfigError as error:
                 faults += error.faults
+            except SampleError as error:
+                faults.append(error.fault)
     # Before all else, for other nodes interpolate the shape and the classes.
     faults += first_stage(config) if is_filled else first
     faults += [*start_faults, *second_stage(config)]
@@ -315,7 +318,6 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     Returns: what to say of its first samples that is no fault.
     """
     from exp.check.first_samples import is_shipped, sample_faults
-    from exp.data.faults import SampleError
 
     plain = decided.plain
     try:

@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 Column = TypeVar("Column", bound=Iterable[object])
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
 MANY_LABELS = 20
+NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -152,6 +153,26 @@ def words_of(values: Sequence[str | None]) -> Words:
     return Words(codes=np.array([order[value] for value in values], dtype=np.int64), names=tuple(names))
 
 
+def labels_in(sheet: Sheet, column: int) -> Words:
+    """A column of classes.
+
+    Raises: ConfigError where one is missing, and for numbers that look like a regression's.
+    """
+    texts = sheet.texts(column)
+    sheet.complete(column, texts, cure=NO_ANSWER)
+    labels = words_of(texts)
+    numbers = [number for name in labels.names if (number := _number(name)) is not None]
+    is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
+    if len(labels.names) > MANY_LABELS and not is_counted:
+        raise data_fault(
+            "dataset.task",
+            got=f"classification of {len(labels.names)} labels that are numbers with a fraction",
+            expected="regression for the column " + sheet.names[column],
+            cure="data=csv_regression selects it, with its objective and metrics",
+        )
+    return labels
+
+
 def days_since_1970(text: str, form: str | None) -> float:
     """A date in ISO 8601, or in a form as of strptime. One without a zone is in UTC.
 
@@ -194,13 +215,12 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
 def _targets(
     sheet: Sheet, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], faults: list[Fault]
 ) -> Iterator[tuple[str, np.ndarray | Words]]:
-    cure = "A row without its answer teaches nothing: leave it out of the file"
     for name, columns in targets.items():
         if not columns:
             faults += data_fault("dataset.target", got="no column", expected="one to predict, or several").faults
         elif tasks[name] == "regression":
             read = _each(sheet, columns, sheet.numbers, faults)
-            faults += _incomplete(sheet, read, cure)
+            faults += _incomplete(sheet, read)
             if len(read) == len(columns):
                 yield name, np.stack(list(read.values()), 1)
         elif len(columns) > 1:
@@ -208,33 +228,18 @@ def _targets(
             cured = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
             faults += data_fault("dataset.target", got=got, expected="one column of classes", cure=cured).faults
         else:
-            texts = sheet.texts(columns[0])
-            faults += _incomplete(sheet, {sheet.names[columns[0]]: texts}, cure)
             try:
-                yield name, _labels(sheet, columns[0], words_of(texts))
+                yield name, labels_in(sheet, columns[0])
             except ConfigError as error:
                 faults += error.faults
 
 
-def _incomplete(sheet: Sheet, columns: Mapping[str, Iterable[object]], cure: str) -> Iterator[Fault]:
+def _incomplete(sheet: Sheet, columns: Mapping[str, Iterable[object]]) -> Iterator[Fault]:
     for name, values in columns.items():
         try:
-            sheet.complete(sheet.names.index(name), values, cure=cure)
+            sheet.complete(sheet.names.index(name), values, cure=NO_ANSWER)
         except ConfigError as error:
             yield from error.faults
-
-
-def _labels(sheet: Sheet, column: int, labels: Words) -> Words:
-    numbers = [number for name in labels.names if (number := _number(name)) is not None]
-    is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
-    if len(labels.names) > MANY_LABELS and not is_counted:
-        raise data_fault(
-            "dataset.task",
-            got=f"classification of {len(labels.names)} labels that are numbers with a fraction",
-            expected="regression for the column " + sheet.names[column],
-            cure="data=csv_regression selects it, with its objective and metrics",
-        )
-    return labels
 
 
 def _number(text: str) -> float | None:

@@ -6,7 +6,7 @@ import glob
 import importlib.util
 import logging
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +21,28 @@ def data_file(path: str, *, directory: str) -> Path:
 
     Raises: ConfigError where neither is there.
     """
+    return _place(path, directory, Path.is_file, "file")
+
+
+def data_folder(path: str, *, directory: str) -> Path:
+    """The folder at path, or else at path below the data directory.
+
+    Raises: ConfigError where neither is there.
+    """
+    return _place(path, directory, Path.is_dir, "folder")
+
+
+def _place(path: str, directory: str, is_there: Callable[[Path], bool], kind: str) -> Path:
     given = Path(path).expanduser()
     places = [given] if given.is_absolute() else [given, Path(directory).expanduser() / given]
     for place in places:
-        if place.is_file():
+        if is_there(place):
             return place
-    neighbours = [file.name for place in places if place.parent.is_dir() for file in place.parent.iterdir()]
+    neighbours = [other.name for place in places if place.parent.is_dir() for other in place.parent.iterdir()]
     raise data_fault(
         "dataset.path",
-        got=f"no file at {' nor at '.join(str(place.absolute()) for place in places)}",
-        expected="a file to read",
+        got=f"no {kind} at {' nor at '.join(str(place.absolute()) for place in places)}",
+        expected=f"a {kind} to read",
         cure=name_cure(given.name, neighbours),
     )
 

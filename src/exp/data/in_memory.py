@@ -64,6 +64,14 @@ class Splittable(Protocol):
 
 
 @runtime_checkable
+class Selectable(Protocol):
+    """A data set of which some samples are one of its kind."""
+
+    def select(self, indices: Tensor) -> AnyDataset:
+        """These samples, int64 `[n]`."""
+
+
+@runtime_checkable
 class Fittable(Protocol):
     """A part that takes something from the training part, such as a mean or a vocabulary."""
 

@@ -15,6 +15,7 @@ from exp.data.in_memory import (
     Fittable,
     Fitted,
     Indexed,
+    Selectable,
     Selection,
     Splittable,
     Tensors,
@@ -154,8 +155,15 @@ def random_splits(sizes: Mapping[Name, int | float], *, length: int, seed: int) 
 
 
 def _select(dataset: AnyDataset, indices: Tensor) -> AnyDataset:
-    if isinstance(dataset, Tensors):
-        return dataset.select(indices)
+    if isinstance(dataset, Tensors | Fittable):
+        if isinstance(dataset, Selectable):
+            return dataset.select(indices)
+        name = type(dataset).__name__
+        raise data_fault(
+            "dataset",
+            got=f"{name} with fit() and prepare(), and neither select(indices) nor divide(sizes)",
+            expected="a data set whose part is of its kind, so that the training part can tell what it knows",
+        )
     if isinstance(dataset, Indexed):
         return Selection(source=dataset, indices=indices)
     return Subset(dataset, indices.tolist())

@@ -198,6 +198,8 @@ class SampleSource(Dataset["Sample | ExpError"]):
         reseed_sample(seed=self.seed, epoch=epoch, index=index)
         try:
             return Sample(index=index, data=apply_transforms(self.dataset[index], self.transforms))
+        except SampleError as error:
+            return error
         except BaseException as error:
             return told(error, what=f"reading {self.named(index)}")
 

@@ -1,0 +1,85 @@
+"""MNIST and data sets in its format: images and labels in IDX files, plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from exp.data.dataset_files import data_folder
+from exp.data.faults import data_fault
+from exp.data.in_memory import Tensors
+
+FILES = {"train": "train", "test": "t10k"}
+# The type of an IDX file's numbers, its third byte. Several bytes are big-endian.
+DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+
+
+class Idx(Tensors):
+    """Images float32 `[1, H, W]` of pixels between 0 and 1, less a mean and over a deviation, and classes, int64.
+
+    The format of MNIST, FashionMNIST, KMNIST and their like. Nothing is downloaded.
+
+    path: the folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+        t10k-labels-idx1-ubyte, each with or without .gz; relative to the current folder, or else to directory.
+    part: "train" or "test", which is t10k. mean, std: of the pixels, by which they are normalised.
+
+    Raises: ConfigError for a file that is not there, or is not of that format.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        part: Literal["train", "test"] = "train",
+        directory: str = "data",
+        mean: float = 0.0,
+        std: float = 1.0,
+    ) -> None:
+        folder = data_folder(path, directory=directory)
+        images, labels = (read_idx(_file(folder, f"{FILES[part]}-{kind}")) for kind in ("images-idx3", "labels-idx1"))
+        if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+            raise data_fault(
+                "dataset.path",
+                got=f"images {list(images.shape)} and labels {list(labels.shape)} in {folder}",
+                expected="images [N, H, W] and as many labels [N]",
+            )
+        pixels = (torch.from_numpy(images.astype(np.float32)) / 255 - mean) / std
+        classes = torch.from_numpy(labels.astype(np.int64))
+        super().__init__(entries=(pixels[:, None], classes), num_classes=int(classes.max()) + 1)
+
+
+def read_idx(file: Path) -> np.ndarray:
+    """The array of an IDX file: two zero bytes, a type, the number of axes, their sizes, and the numbers.
+
+    Raises: ConfigError where it is not such a file, or is cut off.
+    """
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise data_fault("dataset.path", got=f"{file} ({error})", expected="an IDX file") from error
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in DTYPES:
+        raise data_fault("dataset.path", got=f"{file}, which begins with {content[:4]!r}", expected="an IDX file")
+    dtype, axes = np.dtype(DTYPES[content[2]]), content[3]
+    start = 4 + 4 * axes
+    shape = tuple(int(size) for size in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), dtype=">u4"))
+    wanted = start + dtype.itemsize * math.prod(shape)
+    if len(content) != wanted:
+        raise data_fault(
+            "dataset.path", got=f"{file} of {len(content)} bytes", expected=f"{wanted}, as its beginning says"
+        )
+    return np.frombuffer(content[start:], dtype=dtype).reshape(shape)
+
+
+def _file(folder: Path, name: str) -> Path:
+    # Some copies have a point where the original has a dash.
+    names = [f"{name}-ubyte", f"{name}-ubyte.gz", f"{name.replace('-idx', '.idx')}-ubyte"]
+    for one in names:
+        if (folder / one).is_file():
+            return folder / one
+    raise data_fault("dataset.path", got=f"{folder} without {names[0]}", expected="it, with or without .gz")

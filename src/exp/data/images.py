@@ -1,0 +1,310 @@
+"""Pictures in files: a folder for each class, or a table of paths and targets. Decoded where a sample is read."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from exp.data.columns import Name, Task, labels_in
+from exp.data.dataset_files import data_file, data_folder
+from exp.data.delimited import read_sheet
+from exp.data.entries import TARGET
+from exp.data.faults import SampleError, data_fault, fitted_entry
+from exp.data.in_memory import Fitted
+from exp.errors import ConfigError, Fault
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+Mode = Literal["L", "RGB"]
+# pillow's modes that hold 8 bits a channel, and may be converted.
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+# Whose beginnings are read before the run; of more pictures, evenly chosen ones.
+LOOKED_AT = 2000
+FITTED = "images"
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Pictures float32 `[C, H, W]` with pixels from 0 to 1, less the mean and over the deviation; and a target.
+
+    A target is a class, int64 `[]`, or with task="regression" a number, float32 `[1]`.
+
+    path: a folder that has one for each class, or a CSV file with a column of paths, which start at its own folder.
+        Relative to the current folder, or else to directory.
+    target, picture: of a CSV file, the column to predict and the column of paths. task: as of Csv.
+    resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
+    mode: "RGB" or "L" (grey), to which all pictures are converted; None keeps what they are, which must be one of both.
+    mean, std: of each channel, by which pixels are normalised; None leaves them.
+
+    Raises: ConfigError for pictures that are not there, cannot be read or differ in size or mode, and where there are
+        no two classes. Of more than 2,000 pictures, some are looked at before the run, the others as they are read.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        directory: str = "data",
+        target: Name = TARGET,
+        picture: Name = "path",
+        task: Task = "classification",
+        resize: int | Sequence[int] | None = None,
+        crop: int | Sequence[int] | None = None,
+        mode: Mode | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        self.resize = resize if resize is None or isinstance(resize, int) else _pair("resize", resize)
+        self.crop = None if crop is None else _pair("crop", [crop, crop] if isinstance(crop, int) else crop)
+        self.mode, self.mean, self.std = mode, mean, std
+        self.indices: Tensor | None = None
+        if path.endswith(".csv"):
+            file = data_file(path, directory=directory)
+            self.files, self.targets, self.classes = _listed(file, target=target, picture=picture, task=task)
+        else:
+            folder = data_folder(path, directory=directory)
+            self.files, self.targets, self.classes = _in_folders(folder)
+        self._look()
+
+    def fit(self) -> Fitted:
+        """The classes by name, in order."""
+        return {FITTED: {"classes": list(self.classes)}}
+
+    def prepare(self, fitted: Fitted) -> Images:
+        """Numbers the classes as the training part does.
+
+        Raises: ConfigError for a class that it does not know.
+        """
+        known: list[str] = fitted_entry(fitted, FITTED, part=self)["classes"]
+        unknown = [name for name in self.classes if name not in known]
+        if unknown:
+            got = f"the class {unknown[0]}, which training does not know"
+            raise data_fault("", got=got, expected=f"its classes, {', '.join(known)}")
+        part = copy.copy(self)
+        part.classes = tuple(known)
+        if self.classes:
+            part.targets = torch.tensor([known.index(name) for name in self.classes])[self.targets]
+        return part
+
+    @property
+    def num_classes(self) -> int | None:
+        return len(self.classes) or None
+
+    def select(self, indices: Tensor) -> Self:
+        """These pictures as a data set of their own."""
+        part = copy.copy(self)
+        part.files = [self.files[index] for index in indices.tolist()]
+        part.targets, part.indices = self.targets[indices], indices
+        return part
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        try:
+            with Image.open(self.files[index]) as opened:
+                picture = self._sized(self._converted(opened, self.files[index]))
+                pixels = np.array(picture, dtype=np.float32) / 255
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise SampleError(_broken(self.files[index], error)) from error
+        channels = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+        return self._normalised(channels), self.targets[index]
+
+    def _converted(self, picture: Image.Image, file: Path) -> Image.Image:
+        if picture.mode not in EIGHT_BITS:
+            raise SampleError(_deep(file, picture.mode))
+        return picture.convert(self.mode) if self.mode is not None else picture
+
+    def _sized(self, picture: Image.Image) -> Image.Image:
+        size = _target_size(picture.size, self.resize)
+        if size != picture.size:
+            # As torchvision's, with antialiasing.
+            picture = picture.resize(size, Image.Resampling.BILINEAR)
+        if self.crop is None:
+            return picture
+        height, width = self.crop
+        left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+        return picture.crop((left, top, left + width, top + height))
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        if self.mean is None or self.std is None:
+            return pixels
+        mean, std = (torch.tensor(value, dtype=torch.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
+        return (pixels - mean) / std
+
+    def _look(self) -> None:
+        """Raises: ConfigError for what the beginnings of the files say: no pictures, modes, sizes."""
+        looked = self.files[:: -(-len(self.files) // LOOKED_AT)]
+        modes: dict[str, list[Path]] = {}
+        sizes: dict[tuple[int, int], list[Path]] = {}
+        for file in looked:
+            try:
+                with Image.open(file) as picture:
+                    modes.setdefault(picture.mode, []).append(file)
+                    sizes.setdefault(_target_size(picture.size, self.resize), []).append(file)
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                raise ConfigError([_broken(file, error)]) from error
+        faults = [_deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
+        faults += [] if faults else _mode_faults(modes, self.mode)
+        faults += self._size_faults(sizes)
+        if (self.mean is None) != (self.std is None):
+            key, other = ("mean", "std") if self.mean is None else ("std", "mean")
+            faults += data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both").faults
+        if faults:
+            raise ConfigError(faults)
+
+    def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[Path]]) -> Iterator[Fault]:
+        if self.crop is not None:
+            height, width = self.crop
+            small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
+            if small:
+                (held_width, held_height), files = small[0]
+                yield Fault(
+                    key="data.dataset.crop",
+                    got=f"{height} x {width}, and {files[0]} has {held_height} x {held_width}",
+                    expected="at most what all pictures have",
+                    cure="Make them larger before with data.dataset.resize",
+                )
+        elif len(sizes) > 1:
+            (first, some), (second, others), *_ = sizes.items()
+            yield Fault(
+                key="data.dataset.resize",
+                got=f"{self.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
+                f"{first[1]} x {first[0]}, {others[0]} {second[1]} x {second[0]}",
+                expected="one size for all",
+                cure="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop",
+            )
+
+
+class RandomFlip:
+    """Mirror a picture `[C, H, W]` left to right, at random. p: how often."""
+
+    def __init__(self, *, p: float = 0.5) -> None:
+        self.p = p
+
+    def __call__(self, picture: Tensor) -> Tensor:
+        return picture.flip(-1) if torch.rand(()) < self.p else picture
+
+
+class RandomCrop:
+    """Cut a random piece of a picture `[C, H, W]`.
+
+    size: pixels of a square, or [H, W]. padding: pixels added around the picture before.
+    """
+
+    def __init__(self, *, size: int | Sequence[int], padding: int = 0) -> None:
+        self.height, self.width = _pair("size", [size, size] if isinstance(size, int) else size)
+        self.padding = padding
+
+    def __call__(self, picture: Tensor) -> Tensor:
+        picture = torch.nn.functional.pad(picture, [self.padding] * 4)
+        top, left = (
+            int(torch.randint(there - wanted + 1, ()))
+            for there, wanted in zip(picture.shape[1:], (self.height, self.width), strict=True)
+        )
+        return picture[:, top : top + self.height, left : left + self.width]
+
+
+def _in_folders(folder: Path) -> tuple[list[Path], Tensor, tuple[str, ...]]:
+    """The pictures of a folder for each class, each one's class, and their names by the alphabet.
+
+    Raises: ConfigError for a class without a picture, and where there are no two classes.
+    """
+    folders = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    found = {one.name: sorted(file for file in one.rglob("*") if file.suffix.lower() in ENDINGS) for one in folders}
+    empty = [name for name, files in found.items() if not files]
+    if empty:
+        raise data_fault(
+            "dataset.path",
+            got=f"{folder / empty[0]} without a picture",
+            expected=f"a file that ends in {', '.join(ENDINGS)}",
+            cure="Remove the folder, or put its pictures there",
+        )
+    if len(found) < 2:
+        held = f"one folder, {folders[0].name}" if folders else "no folder"
+        raise data_fault(
+            "dataset.path",
+            got=f"{folder} with {held}",
+            expected="a folder of pictures for each of two or more classes",
+            cure="Or give a CSV file with the columns path and target",
+        )
+    files = [file for several in found.values() for file in several]
+    targets = [number for number, several in enumerate(found.values()) for _ in several]
+    return files, torch.tensor(targets), tuple(found)
+
+
+def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[Path], Tensor, tuple[str, ...]]:
+    """The pictures that a CSV file lists, their targets, and the names of the classes.
+
+    Raises: ConfigError for a picture that is not there, and where there are no two classes.
+    """
+    sheet = read_sheet(file, delimiter=",", header=True)
+    column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
+    texts = sheet.texts(column)
+    sheet.complete(column, texts, cure="Leave the row out")
+    files = [file.parent / str(text) for text in texts]
+    for row, one in enumerate(files):
+        if not one.is_file():
+            raise sheet.bad(
+                row, column, f"{one}, which is not there", "a picture", "Paths start at the CSV file's folder"
+            )
+    if task == "regression":
+        numbers = sheet.numbers(wanted)
+        sheet.complete(wanted, numbers, cure="Leave the row out")
+        return files, torch.from_numpy(numbers).float()[:, None], ()
+    labels = labels_in(sheet, wanted)
+    if len(labels.names) < 2:
+        raise data_fault("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
+    return files, torch.from_numpy(labels.codes), labels.names
+
+
+def _target_size(size: tuple[int, int], resize: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Width and height after resizing."""
+    if resize is None:
+        return size
+    if not isinstance(resize, int):
+        return resize[1], resize[0]
+    short = min(size)
+    width, height = (int(resize * side / short) for side in size)
+    return width, height
+
+
+def _mode_faults(modes: Mapping[str, Sequence[Path]], wanted: Mode | None) -> Iterator[Fault]:
+    if wanted is not None or (len(modes) == 1 and next(iter(modes)) in ("L", "RGB")):
+        return
+    counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()
+    told = " and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2])
+    yield Fault(
+        key="data.dataset.mode",
+        got=f"null, and {told}",
+        expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
+        cure="Write data.dataset.mode=RGB, or data.dataset.mode=L",
+    )
+
+
+def _broken(file: Path, error: BaseException) -> Fault:
+    reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
+    got = f"{file}, which cannot be read: {reason}"
+    return Fault(key="data.dataset.path", got=got, expected="whole pictures", cure="Replace the file, or leave it out")
+
+
+def _deep(file: Path, mode: str) -> Fault:
+    return Fault(
+        key="data.dataset.path",
+        got=f"{file} of pillow's mode {mode}, with more than 8 bits a channel",
+        expected="pictures of 8 bits a channel",
+        cure="Convert them, or give their numbers as arrays: data=npy",
+    )
+
+
+def _pair(key: str, size: Sequence[int]) -> tuple[int, int]:
+    if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
+        raise data_fault(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")
+    return size[0], size[1]

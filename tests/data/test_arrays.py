@@ -1,0 +1,202 @@
+"""Arrays in NumPy's files, time series cut into windows, and MNIST's own format: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import exp
+from exp.data.arrays import Arrays
+from exp.data.data import Data
+from exp.data.idx import Idx, read_idx
+from exp.data.windows import Windows
+from exp.errors import ConfigError
+
+
+@pytest.fixture
+def scans(tmp_path):
+    draw = np.random.default_rng(0)
+    held = {
+        "image": draw.integers(0, 255, (20, 1, 4, 4), dtype=np.uint8),
+        "row": draw.normal(size=(20, 3)),
+        "mask": draw.random((20, 5)) > 0.5,
+        "words": draw.integers(0, 9, (20, 6), dtype=np.int16),
+        "kind": np.arange(20, dtype=np.uint8) % 3,
+        "price": draw.normal(size=20).astype(">f8"),
+    }
+    for name, array in held.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    np.savez(tmp_path / "all.npz", **held)
+    return tmp_path, held
+
+
+@pytest.mark.parametrize("place", ["", "all.npz"])
+def test_arrays_by_name_are_inputs(scans, place):
+    folder, held = scans
+    made = Arrays(path=str(folder / place), target="kind", inputs=["image", "row", "mask", "words"], scale=1 / 255)
+    data = Data(dataset=made, parts={"train": 12, "test": 8}, batch_size=5)
+    shapes = {name: (one.shape, one.dtype) for name, one in data.spec.inputs.items()}
+    assert shapes == {
+        "image": ((1, 4, 4), "float32"),
+        "row": ((3,), "float32"),
+        "mask": ((5,), "bool"),
+        "words": ((6,), "int64"),
+    }
+    assert (data.spec.num_classes, data.spec.num_outputs) == (3, 3)
+    part = data.part("test")
+    seen = torch.cat([batch.data["row"] for batch in data.loader("test")])
+    assert torch.equal(seen, torch.from_numpy(held["row"][part.indices.numpy()]).float())
+    assert torch.allclose(part[0]["image"] * 255, torch.from_numpy(held["image"][int(part.indices[0])]).float())
+    if not place:
+        assert isinstance(made._held["image"], np.memmap)
+        assert len(pickle.dumps(made)) < 2_000, "a worker is sent the place, not the numbers"
+
+
+def test_one_input_and_a_number_to_predict_are_a_pair(scans):
+    data = Data(dataset=Arrays(path=str(scans[0]), target="price", inputs=["row"]))
+    inputs, targets = next(iter(data.loader("test"))).data
+    assert (inputs.shape[1:], targets.shape[1:], targets.dtype) == ((3,), (1,), torch.float32)
+    assert data.spec.num_outputs == 1
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_faults_of_arrays_by_name(scans, tmp_path, capsys):
+    folder, _ = scans
+
+    def refused(message, **settings):
+        with pytest.raises(ConfigError, match=message):
+            Arrays(**{"path": str(folder), "target": "kind", **settings})
+
+    refused(r"data.dataset.target: knd; .*Did you mean kind\?", target="knd")
+    refused(r"data.dataset.inputs: imge; .*Did you mean image\?", inputs=["imge"])
+    refused(r"no folder at .*; expected a folder to read", path=str(tmp_path / "gone"))
+    np.save(folder / "short.npy", np.zeros((3, 2)))
+    refused(r"image has 20, short has 3, kind has 20; expected as many samples", inputs=["image", "short"])
+    np.save(folder / "objects.npy", np.array([Evil()], dtype=object), allow_pickle=True)
+    refused(r"objects.npy \(.*Python objects.*\); expected an array of numbers")
+    (folder / "objects.npy").write_bytes(pickle.dumps(Evil()))
+    refused(r"objects.npy \(.*\); expected an array of numbers")
+    np.save(folder / "objects.npy", np.array(["a", "b"]))
+    refused(r"objects.npy, which holds <U1; expected an array of numbers")
+    np.save(folder / "objects.npy", np.float64(1))
+    refused(r"objects.npy, which is one number")
+    (folder / "one.npz").write_bytes(b"PK\x03\x04 no")
+    refused(r"one.npz \(.*\); expected arrays of numbers", path=str(folder / "one.npz"))
+    np.savez(folder / "objects.npz", kind=np.array([Evil()], dtype=object), x=np.zeros(1))
+    refused(r"objects.npz \(.*allow_pickle", path=str(folder / "objects.npz"))
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def load(tmp_path):
+    draw = np.random.default_rng(1)
+    rows = np.stack([np.arange(100.0), draw.normal(5, 3, 100), draw.normal(size=100)], 1)
+    path = tmp_path / "load.csv"
+    np.savetxt(path, rows, delimiter=",", header="hour,load,wind", comments="", fmt="%.17g")
+    np.save(tmp_path / "load.npy", rows)
+    return path, rows
+
+
+@pytest.mark.parametrize(("horizon", "stride", "targets"), [(1, 1, "load"), (3, 2, ["wind", "load"])])
+def test_windows_are_those_of_a_loop_and_know_nothing_of_other_parts(load, horizon, stride, targets):
+    path, rows = load
+    series = Windows(path=str(path), targets=targets, length=6, horizon=horizon, stride=stride, time="hour")
+    data = Data(dataset=series, parts={"train": 0.6, "val": 0.2, "test": 0.2})
+    values = rows[:, 1:]
+    mean, deviation = values[:60].mean(0), values[:60].std(0)
+    for stage, start, stop in (("train", 0, 60), ("val", 60, 80), ("test", 80, 100)):
+        part = (values[start:stop] - mean) / deviation
+        firsts = range(0, len(part) - 6 - horizon + 1, stride)
+        inputs = np.stack([part[first : first + 6] for first in firsts])
+        order = [0] if targets == "load" else [1, 0]
+        wanted = np.stack([part[first + 6 : first + 6 + horizon][:, order] for first in firsts])
+        given = data.part(stage).gather(torch.arange(len(firsts)))
+        assert len(data.part(stage)) == len(firsts)
+        np.testing.assert_allclose(given[0].numpy(), inputs, atol=1e-6)
+        np.testing.assert_allclose(given[1].numpy(), wanted[..., 0] if targets == "load" else wanted, atol=1e-6)
+    assert data.fitted["windows"]["columns"] == ["load", "wind"]
+    assert data.spec.num_outputs == (1 if targets == "load" else 2)
+
+
+def test_windows_of_an_array_and_by_number_of_windows(load):
+    path, rows = load
+    series = Windows(path=str(path.with_suffix(".npy")), targets=1, columns=[2], length=4, standardise=False)
+    data = Data(dataset=series, parts={"train": 10, "val": 5})
+    assert [len(data.part(stage)) for stage in data.stages] == [10, 5]
+    inputs, targets = data.part("train")[0]
+    np.testing.assert_allclose(inputs[:, 0].numpy(), rows[:4, 2].astype(np.float32))
+    assert targets.item() == pytest.approx(rows[4, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": "lode"}, r"data.dataset.targets: lode; .*Did you mean load\?"),
+        ({"time": "load"}, r"data.dataset.time: load of .*, which does not grow from row \d+"),
+        ({"length": 90}, r"data.dataset.length: 90 with a horizon of 1, and a part of 70 rows; expected 70 at most"),
+        ({"targets": []}, r"data.dataset.targets: no column"),
+    ],
+)
+def test_faults_of_windows(load, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Data(dataset=Windows(**{"path": str(load[0]), "targets": "load", **settings}))
+
+
+def test_a_hole_in_a_series_is_told_with_its_line(tmp_path):
+    (tmp_path / "a.csv").write_text("day,x\n2024-01-01,1\n2024-01-02,\n2024-01-03,3\n")
+    with pytest.raises(ConfigError, match=r"no value in line 3 of .*column x"):
+        Windows(path=str(tmp_path / "a.csv"), targets="x", time="day", length=1)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    draw = np.random.default_rng(2)
+    held = {}
+    for part, rows in (("train", 30), ("t10k", 10)):
+        held[part] = draw.integers(0, 255, (rows, 8, 8), dtype=np.uint8), np.arange(rows, dtype=np.uint8) % 5
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(idx(held[part][0]))
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(held[part][1])))
+    return tmp_path, held
+
+
+def test_mnist_from_its_files(mnist):
+    folder, held = mnist
+    made = Idx(path=str(folder), part="test", mean=0.5, std=0.25)
+    expected = (torch.from_numpy(held["t10k"][0]).float() / 255 - 0.5) / 0.25
+    assert torch.allclose(made.entries[0], expected[:, None])
+    assert made.entries[1].tolist() == held["t10k"][1].tolist()
+    config = exp.compose(["data=mnist", f"data.dataset.path={folder}"])
+    exp.validate(config)
+
+
+def test_faults_of_idx_files(mnist):
+    folder, held = mnist
+    file = folder / "train-images-idx3-ubyte"
+    for content, message in (
+        (file.read_bytes()[:-1], r"of 1935 bytes; expected 1936, as its beginning says"),
+        (b"\0\0\x08\x03\0\0", r"of 6 bytes; expected"),
+        (b"\x89PNG....", r"which begins with b'.x89PNG'; expected an IDX file"),
+        (idx(held["train"][0][:3]), r"images \[3, 8, 8\] and labels \[30\]"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            Idx(path=str(folder))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"without train-images-idx3-ubyte; expected it, with or without .gz"):
+        Idx(path=str(folder))
+    (folder / "train-labels-idx1-ubyte.gz").write_bytes(b"\x1f\x8b no")
+    with pytest.raises(ConfigError, match=r"expected an IDX file"):
+        read_idx(folder / "train-labels-idx1-ubyte.gz")

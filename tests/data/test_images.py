@@ -1,0 +1,131 @@
+"""Pictures in folders and lists: what a sample is, and the fault that each wrong file deserves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import exp
+from exp.data.data import Data
+from exp.data.images import Images, RandomCrop, RandomFlip
+from exp.errors import ConfigError
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """Three classes of four pictures of 8 x 6 pixels, each of its own brightness."""
+    folder = tmp_path / "pets"
+    for name, colour in COLOURS.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(4):
+            pixels = np.full((6, 8, 3), colour, dtype=np.uint8) // (number + 1)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    (folder / "red" / "notes.txt").write_text("no picture")
+    return folder
+
+
+def test_a_sample_is_its_pixels_and_the_class_of_its_folder(pets):
+    data = Data(dataset=Images(path=str(pets)), parts={"train": 6, "val": 6}, batch_size=3)
+    assert (data.spec.input_shape, data.spec.input_dtype, data.spec.num_classes) == ((3, 6, 8), "float32", 3)
+    assert data.fitted == {"images": {"classes": ["blue", "green", "red"]}}
+    part = data.part("val")
+    for index in range(len(part)):
+        pixels, target = part[index]
+        with Image.open(part.files[index]) as picture:
+            expected = np.asarray(picture)
+        assert np.array_equal((pixels * 255).round().permute(1, 2, 0).numpy(), expected)
+        assert part.files[index].parent.name == list(COLOURS)[int(target)]
+
+
+def test_resized_cropped_and_normalised(pets):
+    made = Images(path=str(pets), resize=12, crop=[12, 10], mode="L", mean=[0.5], std=[0.25])
+    pixels, _ = made[0]
+    with Image.open(made.files[0]) as picture:
+        grey = picture.convert("L").resize((16, 12), Image.Resampling.BILINEAR).crop((3, 0, 13, 12))
+    assert pixels.shape == (1, 12, 10)
+    expected = (torch.from_numpy(np.array(grey, dtype=np.float32)) / 255 - 0.5) / 0.25
+    assert torch.allclose(pixels[0], expected)
+
+
+def test_a_list_of_paths_and_targets(pets):
+    rows = [f"{name}/{number}.png,{name},{number}.5" for name in ("red", "blue") for number in range(3)]
+    (pets / "list.csv").write_text("\n".join(["path,kind,age", *rows]))
+    classes = Images(path=str(pets / "list.csv"), target="kind")
+    assert (classes.classes, classes.targets.tolist()) == (("blue", "red"), [1, 1, 1, 0, 0, 0])
+    numbers = Images(path=str(pets / "list.csv"), target="age", task="regression")
+    assert numbers[2][1].tolist() == [2.5]
+    assert Data(train=numbers).spec.num_classes is None
+
+
+def test_parts_in_folders_of_their_own_number_classes_as_training_does(pets, tmp_path):
+    for name in ("green", "red"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (pets / name / "0.png").rename(tmp_path / "val" / name / "0.png")
+    train, val = Images(path=str(pets)), Images(path=str(tmp_path / "val"))
+    assert Data(train=train, val=val).part("val").targets.tolist() == [1, 2]
+    with pytest.raises(ConfigError, match=r"the class blue, which training does not know; expected .* green, red"):
+        Data(train=val, val=train)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings", "message"),
+    [
+        (lambda pets: (pets / "blue/1.png").write_bytes(b"no picture"), {}, r"1.png, which cannot be read: not of a"),
+        (lambda pets: (pets / "blue/1.png").write_bytes(b""), {}, r"blue/1.png, which cannot be read"),
+        (lambda pets: (pets / "owl").mkdir(), {}, r"pets/owl without a picture; expected a file that ends in .png"),
+        (lambda pets: Image.new("RGB", (9, 9)).save(pets / "red/9.png"), {}, r"dataset.resize: null, and pictures"),
+        (lambda pets: Image.new("RGB", (9, 9)).save(pets / "red/9.png"), {"resize": 4}, r"data.dataset.resize: 4, and"),
+        (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, and .*0.png has 6 x 8"),
+        (lambda pets: Image.new("L", (8, 6)).save(pets / "red/9.png"), {}, r"12 of mode RGB.* and 1 of mode L, such"),
+        (lambda pets: Image.new("P", (8, 6)).save(pets / "red/9.png"), {}, r"1 of mode P.*data.dataset.mode=RGB"),
+        (lambda pets: Image.new("I;16", (8, 6)).save(pets / "red/9.png"), {"mode": "L"}, r"9.png of .* 8 bits"),
+        (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),
+        (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null beside data.dataset.mean; expected both"),
+        (lambda pets: None, {"resize": [4]}, r"data.dataset.resize: \[4\]; expected pixels"),
+    ],
+)  # fmt: skip
+def test_faults_of_pictures(pets, spoil, settings, message):
+    spoil(pets)
+    settings = {**settings, "path": str(pets / settings.get("path", ""))}
+    with pytest.raises(ConfigError, match=message):
+        Images(**settings)
+
+
+def test_one_class_and_a_picture_that_is_not_there(pets):
+    (pets / "list.csv").write_text("path,target\nred/0.png,a\nred/1.png,a\n")
+    with pytest.raises(ConfigError, match=r"one class, a, in"):
+        Images(path=str(pets / "list.csv"))
+    (pets / "list.csv").write_text("path,target\nred/0.png,a\nred/7.png,b\n")
+    with pytest.raises(ConfigError, match=r"red/7.png, which is not there in line 3 of"):
+        Images(path=str(pets / "list.csv"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_picture_that_breaks_off_is_told_by_the_check(pets, first):
+    whole = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    for name in COLOURS:
+        for number in range(4):
+            Image.fromarray(whole).save(pets / name / f"{number}.png")
+    # Its beginning says nothing of it.
+    for file in (pets / "blue").glob("*.png") if first else [pets / "red/2.png"]:
+        file.write_bytes(file.read_bytes()[:4000])
+    words = ["data=images", f"data.dataset.path={pets}", "data.parts={train: 0.5, val: 0.5, test: 0}", "test=false"]
+    with pytest.raises(
+        ConfigError, match=r"data.dataset.path: .*png, which cannot be read: .*; expected whole pictures"
+    ):
+        exp.validate(exp.compose([*words, "data.num_workers=0"]))
+
+
+def test_random_crops_and_flips_keep_to_the_sample(pets):
+    made = Images(path=str(pets))
+    settings = {"train": made, "train_transforms": {"flip": RandomFlip(), "crop": RandomCrop(size=4, padding=1)}}
+    batches = [
+        [batch.data[0] for batch in Data(**settings, num_workers=workers, batch_size=5).loader("train")]
+        for workers in (0, 2)
+    ]
+    assert batches[0][0].shape == (5, 3, 4, 4)
+    assert all(torch.equal(mine, other) for mine, other in zip(*batches, strict=True))

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import exp
+from exp.check.plan import plan, refuse_other_data, resolve
 from exp.data.data import Data
 from exp.data.images import Images, RandomCrop, RandomFlip
 from exp.errors import ConfigError
@@ -105,7 +106,7 @@ def test_one_class_and_a_picture_that_is_not_there(pets):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_picture_that_breaks_off_is_told_by_the_check(pets, first):
+def test_a_picture_that_breaks_off_is_told_before_the_run(pets, first):
     whole = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     for name in COLOURS:
         for number in range(4):
@@ -117,7 +118,7 @@ def test_a_picture_that_breaks_off_is_told_by_the_check(pets, first):
     with pytest.raises(
         ConfigError, match=r"data.dataset.path: .*png, which cannot be read: .*; expected whole pictures"
     ):
-        exp.validate(exp.compose([*words, "data.num_workers=0"]))
+        refuse_other_data(plan(resolve(exp.compose([*words, "data.num_workers=0"]))))
 
 
 def test_random_crops_and_flips_keep_to_the_sample(pets):

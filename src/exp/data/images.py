@@ -110,6 +110,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         try:
             with Image.open(self.files[index]) as opened:
+                opened.load()  # NumPy would make nothing of what breaks off, and say nothing
                 picture = self._sized(self._converted(opened, self.files[index]))
                 pixels = np.array(picture, dtype=np.float32) / 255
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -39,6 +39,7 @@ from exp.strategies.strategy import Strategy
 from exp.types import DataSpec
 
 Plain = Mapping[str, Any]
+MADE_OF_A_PART = ("sampler", "batch_sampler")
 
 
 def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> Any:
@@ -177,7 +178,13 @@ def build_data(plain: Plain) -> Data:
         ignored.add(IGNORED)
     earlier = functools.partial(_fitted, plain["resume"])
     offers = {"seed": plain["seed"], "ignored_labels": sorted(ignored), "earlier": earlier}
-    data: Data = construct(plain["data"], key="data", allow=_allow(plain), **offers)
+    # Made by the data, once it has the part that they are of.
+    partial = {
+        name: {**plain["data"][name], "_partial_": True}
+        for name in MADE_OF_A_PART
+        if isinstance(plain["data"].get(name), Mapping)
+    }
+    data: Data = construct({**plain["data"], **partial}, key="data", allow=_allow(plain), **offers)
     return data
 
 

@@ -34,7 +34,7 @@ def test_every_sample_is_seen_once_an_epoch(batches, world_size, epoch):
         assert len(mine) == len(batches)
         for number, pairs in enumerate(mine):
             assert {at for at, _ in pairs} == {epoch}
-            if sampler.share(number).size:
+            if sampler.share_of(batches.size(number)).size:
                 seen += [index for _, index in pairs]
     left_out = batches.length % batches.batch_size if batches.drop_last else 0
     assert len(seen) == len(set(seen)) == batches.length - left_out

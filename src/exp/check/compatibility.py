@@ -64,6 +64,7 @@ NEEDS: Mapping[str, str] = {
     **HOOK_NEEDS,
     "own_passes": "terms of the objective call the network, or parts of it, themselves",
     "mean_over_samples": "terms of the objective divide by weights of their targets, which ranks add up",
+    "several_sizes": "data.batch_sampler makes batches of several sizes",
     "several_backwards": "phases have backwards and optimizers of their own",
     "several_steps": "a step is as many backwards and optimizer steps as the phases have",
     "one_program": "torch.compile takes the whole network",
@@ -114,6 +115,10 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "splits_devices": "terms of one forward pass: others call the network's layers themselves",
     },
     "mean_over_samples": {"splits_layers": "means over samples, which micro-batches add up to"},
+    "several_sizes": {
+        "splits_layers": "null: a schedule is made for micro-batches of one size",
+        "accumulation": "null: a step takes its micro-batches alike, and samples of a smaller one would count for more",
+    },
     "several_backwards": {
         **dict.fromkeys(_SHARDS, "gradients of parts are put together once a step"),
         "splits_layers": "a schedule makes one backward a step",
@@ -248,6 +253,10 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
             needs=frozenset({"mean_over_samples"}),
             cure="exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples",
         )
+    if "batch_sampler" in config["data"] and config["data"]["batch_sampler"] is not None:
+        needs = frozenset({"several_sizes"})
+        cure = "Change {switch}, or leave the batch sampler out"
+        yield Part(key="data.batch_sampler", named="batches of several sizes", needs=needs, cure=cure)
     if config["phases"]:
         yield Part(
             key="phases",

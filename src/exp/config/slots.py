@@ -68,9 +68,21 @@ SCHEDULER = Slot(
     filled=("optimizer", "total_steps"),
     reserved=("interval", "monitor"),
 )
+SAMPLER = Slot(
+    pattern="data.sampler",
+    bases=("torch.utils.data.Sampler",),
+    filled=("data_source", "inputs", "num_classes"),
+)
+BATCH_SAMPLER = Slot(
+    pattern="data.batch_sampler",
+    bases=SAMPLER.bases,
+    filled=("data_source", "inputs", "batch_size", "shuffle", "drop_last"),
+)
 SLOTS = (
     Slot(pattern="model", bases=(MODULE,)),
     Slot(pattern="data", bases=("exp.data.data.Data",), filled=("seed",)),
+    SAMPLER,
+    BATCH_SAMPLER,
     OPTIMIZER,
     SCHEDULER,
     Slot(pattern="trainer", bases=("lightning.pytorch.Trainer",), refused=TRAINER_REFUSED),

@@ -60,6 +60,10 @@ LISTED_CLASSES = {
     "torch.utils.data.ChainDataset": "torch.utils.data",
     "torch.utils.data.StackDataset": "torch.utils.data",
     "torch.utils.data.Subset": "torch.utils.data",
+    "torch.utils.data.RandomSampler": "torch.utils.data",
+    "torch.utils.data.SequentialSampler": "torch.utils.data",
+    "torch.utils.data.SubsetRandomSampler": "torch.utils.data",
+    "torch.utils.data.WeightedRandomSampler": "torch.utils.data",
 }
 # With `_partial_: true`, as an activation or an initialisation. Each takes tensors and numbers and gives tensors.
 FUNCTIONS = frozenset(

@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
 from torch.utils.data import IterableDataset, default_collate
 
+from exp.data.collate import Collate, Pad, collate_of
 from exp.data.entries import by_name, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Fitted, Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
 from exp.data.labels import IGNORED, Labels
-from exp.data.loader import GlobalBatches, Loader, ShareSampler
+from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators
+from exp.data.samplers import BalancedSampler
+from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import ShareOfStream, StreamLoader, open_stream
 from exp.data.workers import (
     Assembly,
-    Collate,
     FetchOptions,
     SampleSource,
     StartMethod,
@@ -32,7 +34,7 @@ from exp.data.workers import (
     received,
 )
 from exp.errors import ConfigError, RunError
-from exp.types import DataSpec, SampleDtype, Stage, tensor_specs
+from exp.types import DataSpec, SampleDtype, Stage
 
 # Of a part, that the check looks at before a run.
 SAMPLES = 64
@@ -48,11 +50,16 @@ class Data:
     parts: size of each part of `dataset`: a fraction, or a whole number of samples. parts_seed: chooses them; not the
         run's seed, so that a checkpoint is never tested on what another seed trained it on.
     batch_size: samples of a global batch, over all ranks. drop_last: leave out the short last batch of training.
+    sampler: which samples of train an epoch takes: a class of torch's kind, made with the part as `data_source`, or
+        `balanced`, which draws each class alike; None takes each once. It draws by torch's generators, seeded from
+        (seed, epoch), and is shared out over ranks here.
+    batch_sampler: which samples make a global batch, in every part: a class of torch's kind, made with the part as
+        `data_source`; None takes batch_size one after another.
     num_workers, prefetch_factor, persistent_workers, multiprocessing_context: DataLoader's own.
     pin_memory: None means where there is a CUDA device.
     shuffle_buffer: samples among which the order of a stream is random.
     transforms: applied in turn to the input of each sample. train_transforms: the same before them, in training only.
-    collate: list of samples to batch; None means torch's own.
+    collate: list of samples to batch; `pad` brings tensors to one size (exp.data.collate.Pad); None means torch's own.
     inputs: a shape and a dtype for each input by name, of samples with several or with another than `input`; null in
         a shape is a length that differs from batch to batch. Of samples that are tuples the names are in their order.
     input_shape, input_dtype, num_classes, num_outputs: see DataSpec. None leaves them, and `inputs`, to the data.
@@ -79,6 +86,8 @@ class Data:
         batch_size: int = 64,
         shuffle: bool = True,
         drop_last: bool = False,
+        sampler: MakeSampler | Literal["balanced"] | None = None,
+        batch_sampler: MakeSampler | None = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch_factor: Annotated[int, Ge(1)] | None = None,
@@ -87,7 +96,7 @@ class Data:
         shuffle_buffer: Annotated[int, Ge(0)] = 1000,
         transforms: Mapping[str, Any] | None = None,
         train_transforms: Mapping[str, Any] | None = None,
-        collate: Collate | None = None,
+        collate: Collate | Literal["pad"] | None = None,
         inputs: Mapping[str, Any] | None = None,
         input_shape: Sequence[int] | None = None,
         input_dtype: SampleDtype | None = None,
@@ -103,7 +112,7 @@ class Data:
         self.shuffle_buffer = shuffle_buffer
         self._transforms = tuple((transforms or {}).values())
         self._train_transforms = tuple((train_transforms or {}).values())
-        self._collate = collate or default_collate
+        self._collate = collate_of(collate, inputs=tuple(inputs or ()))
         self._options = FetchOptions(
             num_workers=num_workers,
             pin_memory=use_pinned_memory(pin_memory),
@@ -115,19 +124,19 @@ class Data:
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self.fitted = fit(raw, earlier=earlier or (lambda: None))
         self._parts = prepare(raw, self.fitted)
+        self._drawn: SampledOrder | None = None
+        self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
         self._inputs = tuple(inputs or ())
-        declared = DeclaredSpec(
-            inputs=None if inputs is None else tensor_specs(inputs),
-            input_shape=None if input_shape is None else tuple(input_shape),
-            input_dtype=input_dtype,
-            num_classes=num_classes,
-            num_outputs=num_outputs,
-        )
+        declared = DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs)
         self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.spec = self._spec(declared)
         self._labels = replace(self._labels, classes=self.spec.num_classes)
         self._check_labels()
+        if sampler is not None:
+            self._drawn = self._sampled(BalancedSampler if sampler == "balanced" else sampler)
+        if batch_sampler is not None:
+            self._batched = {stage: self._sampled_batches(batch_sampler, stage) for stage in self._parts}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -219,17 +228,64 @@ class Data:
         return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
 
     def _by_index(self, stage: Stage) -> bool:
-        return isinstance(self._parts[stage], Indexed) and not self._transforms_of(stage)
+        is_plain = self._collate is default_collate and not self._transforms_of(stage)
+        return is_plain and isinstance(self._parts[stage], Indexed)
 
-    def _batches_of(self, stage: Stage) -> GlobalBatches:
+    def _batches_of(self, stage: Stage) -> EpochBatches:
+        if stage in self._batched:
+            return self._batched[stage]
         train = stage == "train"
+        draw = self._drawn if train else None
         return GlobalBatches(
-            length=samples_in(self._parts[stage]),
+            length=samples_in(self._parts[stage]) if draw is None else len(draw),
             batch_size=self.batch_size,
             shuffle=self.shuffle and train,
             drop_last=self.drop_last and train,
             seed=self.seed,
+            draw=draw,
         )
+
+    @property
+    def _held(self) -> tuple[str, ...]:
+        """The names of a sample's values, before they are a batch."""
+        return self._collate.held(self._inputs) if isinstance(self._collate, Pad) else self._inputs
+
+    def _sampled(self, make: MakeSampler) -> SampledOrder:
+        """The order that a sampler of the training part gives."""
+        part = self._parts.get("train")
+        if part is None or isinstance(part, IterableDataset):
+            got = "no training part" if part is None else "a training part that is a stream of samples"
+            raise data_fault(
+                "sampler", got=f"a sampler, and {got}", expected="a data set with an index, to take samples from"
+            )
+        if not self.shuffle:
+            raise data_fault("shuffle", got="false, beside a sampler", expected="true: the sampler decides the order")
+        offers = {"data_source": part, "inputs": self._held, "num_classes": self.spec.num_classes}
+        passes = Passes(maker(make, key="sampler", offers=offers), key="sampler", stage="train", seed=self.seed)
+        order = SampledOrder(passes, samples=samples_in(part))
+        if self.drop_last and len(order) < self.batch_size:
+            raise self._no_batch(len(order))
+        return order
+
+    def _sampled_batches(self, make: MakeSampler, stage: Stage) -> SampledBatches:
+        """The batches that a batch sampler of one part gives."""
+        part, train, key = self._parts[stage], stage == "train", "batch_sampler"
+        if self._drawn is not None:
+            raise data_fault(
+                key, got="a batch sampler, beside data.sampler", expected="one of the two: it chooses the samples, too"
+            )
+        if isinstance(part, IterableDataset):
+            got = f"a batch sampler, and a {stage} part that is a stream of samples"
+            raise data_fault(key, got=got, expected="a data set with an index, to take samples from")
+        offers = {
+            "data_source": part,
+            "inputs": self._held,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle and train,
+            "drop_last": self.drop_last and train,
+        }
+        passes = Passes(maker(make, key=key, offers=offers), key=key, stage=stage, seed=self.seed)
+        return SampledBatches(passes, samples=samples_in(part), seed=self.seed, is_whole=not train)
 
     def _check_batches(self) -> None:
         for stage, part in self._parts.items():
@@ -239,12 +295,15 @@ class Data:
             if not held:
                 raise data_fault(stage, got="an empty data set", expected="at least one sample")
             if not len(self._batches_of(stage)):
-                raise data_fault(
-                    "batch_size",
-                    got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
-                    expected=f"{held} or less",
-                    cure="Make the batch smaller, or keep the short one with data.drop_last=false",
-                )
+                raise self._no_batch(held)
+
+    def _no_batch(self, held: int) -> ConfigError:
+        return data_fault(
+            "batch_size",
+            got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
+            expected=f"{held} or less",
+            cure="Make the batch smaller, or keep the short one with data.drop_last=false",
+        )
 
     def _check_labels(self) -> None:
         """Data in memory is looked at whole; other labels as they are read."""

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from exp.data.entries import by_name
 from exp.data.labels import Labels
-from exp.data.loader import Loader, ShareSampler
+from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.errors import UserCodeError
 from exp.nested import mapped, tensors_in
 from exp.types import Batch, Stage
@@ -88,9 +88,11 @@ class Tensors(Dataset[Entries]):
     num_classes: of a classification; None for a regression, and where it is not known.
     num_outputs: how many numbers a model gives for a sample; None where the classes or the target say it.
     indices: an attribute, of the samples in the data set of which this is a part; None where it is whole.
+    whole_length: an attribute, the samples of that data set.
     """
 
     indices: Tensor | None = None
+    whole_length: int | None = None
 
     def __init__(self, *, entries: Entries, num_classes: int | None = None, num_outputs: int | None = None) -> None:
         self.entries = entries
@@ -112,7 +114,7 @@ class Tensors(Dataset[Entries]):
         """Copies these samples into a data set of their own, of the same kind."""
         part = copy.copy(self)
         part.entries = self.gather(indices)
-        part.indices = indices
+        part.indices, part.whole_length = indices, len(self)
         return part
 
 
@@ -166,6 +168,9 @@ class IndexedLoader(Loader):
         dataset = self.dataset
         if self.stage == "train" and isinstance(dataset, EpochDependent):
             dataset = dataset.at_epoch(seed=self.batches.seed, epoch=epoch)
+        if not isinstance(self.batches, GlobalBatches):
+            yield from self._unequal(dataset, epoch, start)
+            return
         order = self.batches.order(epoch)
         full = self.batches.length // self.batches.batch_size
         world_size, size = self.sampler.world_size, self.batches.batch_size
@@ -182,6 +187,14 @@ class IndexedLoader(Loader):
             indices = order[full * self.batches.batch_size :][mine.start : mine.stop]
             for data in self._views(dataset, indices, each=len(indices)):
                 yield Batch(data, mine.size, size, world_size)
+
+    def _unequal(self, dataset: Indexed, epoch: int, start: int) -> Iterator[Batch]:
+        """Batches of several sizes, each gathered by itself."""
+        order, edges = self.batches.order(epoch), self.batches.edges(epoch)
+        for first, (size, mine) in zip(edges[start:], self.sampler.sizes(epoch, start), strict=False):
+            indices = order[first + mine.start : first + mine.stop]
+            for data in self._views(dataset, indices, each=len(indices)):
+                yield Batch(data, mine.size, size, self.sampler.world_size)
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
         """The samples at indices as batches of `each`, which share one storage."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,24 +65,72 @@ class Loader(ABC):
         """This rank's shares of the batches from `start` on."""
 
 
+@runtime_checkable
+class Epochs(Protocol):
+    """A stream or a sampler that wants to know its epoch before it is read."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class Draw(Protocol):
+    """Which samples of a part an epoch takes, in which order: a function of the epoch alone."""
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+
+    def __call__(self, epoch: int) -> Tensor:
+        """Their indices, int64 `[len]`."""
+
+
+class EpochBatches(ABC):
+    """The global batches of every epoch. All epochs have as many. What they hold is a function of (seed, epoch) alone.
+
+    seed: of the run. batch_size: samples of the largest batch.
+    """
+
+    seed: int
+    batch_size: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+
+    @abstractmethod
+    def order(self, epoch: int) -> Tensor:
+        """Indices of the samples in the order in which they are seen, int64 `[length]`."""
+
+    @abstractmethod
+    def edges(self, epoch: int) -> Sequence[int]:
+        """Where each batch begins in that order, and behind them where the last one ends."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class GlobalBatches:
-    """The global batches of an epoch over `length` samples. The order is a function of (seed, epoch) alone."""
+class GlobalBatches(EpochBatches):
+    """Batches of one size, but for a short last one, of `length` samples in each epoch.
+
+    draw: which samples they are; None takes each of `length` once, shuffled or in their order.
+    """
 
     length: int
     batch_size: int
     shuffle: bool
     drop_last: bool
     seed: int
+    draw: Draw | None = None
 
     def __len__(self) -> int:
         return batch_count(self.length, self.batch_size, drop_last=self.drop_last)
 
     def order(self, epoch: int) -> Tensor:
-        """Indices of the samples in the order in which they are seen, int64 `[length]`."""
+        if self.draw is not None:
+            return self.draw(epoch)
         if self.shuffle:
             return permutation(seed=self.seed, epoch=epoch, length=self.length)
         return torch.arange(self.length)
+
+    def edges(self, epoch: int) -> Sequence[int]:
+        starts = range(0, len(self) * self.batch_size, self.batch_size)
+        return [*starts, min(len(self) * self.batch_size, self.length)]
 
     def size(self, batch: int) -> int:
         """Samples of one global batch, B: all the same but for a short last one."""
@@ -118,7 +168,7 @@ class ShareSampler:
     The epoch travels with each index, since persistent workers hold a copy of the data set from the first epoch.
     """
 
-    def __init__(self, *, batches: GlobalBatches, rank: int, world_size: int) -> None:
+    def __init__(self, *, batches: EpochBatches, rank: int, world_size: int) -> None:
         self.batches, self.rank, self.world_size = batches, rank, world_size
         self.epoch = 0
         self.start = 0
@@ -126,16 +176,18 @@ class ShareSampler:
     def __len__(self) -> int:
         return len(self.batches) - self.start
 
-    def share(self, batch: int) -> Share:
-        return self.share_of(self.batches.size(batch))
-
     def share_of(self, size: int) -> Share:
         """This rank's part of a global batch of `size` samples."""
         return share(size=size, rank=self.rank, world_size=self.world_size)
 
+    def sizes(self, epoch: int, start: int) -> Iterator[tuple[int, Share]]:
+        """The samples of each global batch from `start` on, and this rank's part of it."""
+        edges = self.batches.edges(epoch)
+        for first, last in pairwise(edges[start:]):
+            yield last - first, self.share_of(last - first)
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, order = self.epoch, self.batches.order(self.epoch)
-        for batch in range(self.start, len(self.batches)):
-            first = batch * self.batches.batch_size
-            mine = self.share(batch)
+        edges = self.batches.edges(epoch)[self.start :]
+        for first, (_, mine) in zip(edges, self.sizes(epoch, self.start), strict=False):
             yield [(epoch, index) for index in order[first + mine.start : first + mine.stop].tolist()]

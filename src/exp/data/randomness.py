@@ -38,6 +38,11 @@ def reseed_sample(*, seed: int, epoch: int, index: int) -> None:
     _seed_generators(seed_for(seed, "sample", epoch, index))
 
 
+def reseed_sampler(*, seed: int, stage: Stage, epoch: int) -> None:
+    """Sets the same generators to the stream of one pass of a sampler; epoch -1 is that in which it is made."""
+    _seed_generators(seed_for(seed, "sampler", stage, epoch))
+
+
 def initialisation(seed: int) -> None:
     """Sets the same generators to the stream that a model's first weights are drawn from."""
     _seed_generators(seed_for(seed, "initialisation"))

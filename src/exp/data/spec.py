@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 from torch.utils.data import Subset
@@ -14,7 +14,7 @@ from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
 from exp.spelling import among, did_you_mean
-from exp.types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_name
+from exp.types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_name, tensor_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,24 @@ class DeclaredSpec:
     input_dtype: str | None
     num_classes: int | None
     num_outputs: int | None
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Mapping[str, Any] | None,
+        input_shape: Sequence[int] | None,
+        input_dtype: str | None,
+        num_classes: int | None,
+        num_outputs: int | None,
+    ) -> DeclaredSpec:
+        """Reads them as a config has them."""
+        return cls(
+            inputs=None if inputs is None else tensor_specs(inputs),
+            input_shape=None if input_shape is None else tuple(input_shape),
+            input_dtype=input_dtype,
+            num_classes=num_classes,
+            num_outputs=num_outputs,
+        )
 
     @property
     def whole(self) -> DataSpec | None:

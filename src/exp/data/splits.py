@@ -83,7 +83,12 @@ def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | Non
 
 def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, AnyDataset]:
     """The parts as a model sees them."""
-    return {stage: part.prepare(fitted) if isinstance(part, Fittable) else part for stage, part in parts.items()}
+    ready = {stage: part.prepare(fitted) if isinstance(part, Fittable) else part for stage, part in parts.items()}
+    for stage, part in parts.items():
+        made = ready[stage]
+        if isinstance(part, Tensors) and isinstance(made, Tensors) and len(made) == len(part):
+            made.indices, made.whole_length = part.indices, part.whole_length
+    return ready
 
 
 def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from exp.data.in_memory import samples_in
-from exp.data.loader import Loader, batch_count, share
+from exp.data.loader import Epochs, Loader, batch_count, share
 from exp.data.randomness import reseed_sample, sample_generator
 from exp.data.workers import (
     Assembly,
@@ -34,13 +33,6 @@ from exp.errors import ExpError, RunError
 from exp.types import Batch, Stage
 
 END = object()
-
-
-@runtime_checkable
-class Epochs(Protocol):
-    """A stream that wants to know its epoch before it is read."""
-
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from exp.data.collate import Collate
 from exp.data.entries import by_name, target_in
 from exp.data.faults import SampleError
 from exp.data.in_memory import sample_name, samples_in
@@ -25,7 +26,6 @@ from exp.signals import heed
 from exp.types import Batch, Stage
 
 Transform = Callable[[Any], Any]
-Collate = Callable[[Any], Any]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 Item = TypeVar("Item")
 
@@ -92,6 +92,8 @@ class Assembly:
             read.append(sample)
         try:
             batch = self.collate([sample.data for sample in read])
+        except (ConfigError, SampleError) as error:
+            return error
         except BaseException as error:
             if self.collate is default_collate and (fault := self._misfit(read)):
                 return SampleError(fault)
@@ -130,7 +132,8 @@ class Assembly:
                     key="data.collate",
                     got=f"{self.named(other.index)} has the sizes {found}, and {self.named(first.index)} {sizes}",
                     expected="one size for all samples",
-                    cure="Bring them to one in data.transforms, or name in data.collate what makes a batch of them",
+                    cure="Pad them by data.collate=pad, bring them to one in data.transforms, or name in data.collate "
+                    "what makes a batch of them",
                 )
         return None
 
@@ -229,9 +232,8 @@ class WorkerLoader(Loader):
         sampler = self._sampler
         sampler.epoch, sampler.start = epoch, start
         fetched = isolate_generators(iter(self._dataloader), in_process=not self._options.num_workers)
-        for batch, data in enumerate(fetched, start):
-            size = sampler.batches.size(batch)
-            yield Batch(received(data), sampler.share_of(size).size, size, sampler.world_size)
+        for data, (size, mine) in zip(fetched, sampler.sizes(epoch, start), strict=False):
+            yield Batch(received(data), mine.size, size, sampler.world_size)
 
 
 def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:

@@ -150,8 +150,10 @@ REASONS = (
             thread_safe_generator unify_type_list utils wait
             """.split()
         ),
-        pattern=re.compile(r"jiterator_\w+|(get|set)_(deterministic|default|printoptions)\w*|\w*deterministic\w*|\w*autocast\w*|\w*anomaly\w*"
-            r"|import_ir\w*|parse_\w+|sym_\w+|\w*torch_function\w*|boolean_dispatch|classproperty"),
+        pattern=re.compile(
+            r"jiterator_\w+|(get|set)_(deterministic|default|printoptions)\w*|\w*deterministic\w*|\w*autocast\w*|\w*anomaly\w*"
+            r"|import_ir\w*|parse_\w+|sym_\w+|\w*torch_function\w*|boolean_dispatch|classproperty"
+        ),
     ),
     Reason(
         title="Answers about types",

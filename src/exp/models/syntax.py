@@ -63,9 +63,7 @@ _ALLOWED = (
     *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.JoinedStr, ast.FormattedValue),
     *(ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
 )
-_ATTRIBUTES = (
-    vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES | vocabulary.RESULTS | vocabulary.LIMIT_ATTRIBUTES
-)
+_ATTRIBUTES = vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES | vocabulary.RESULTS | vocabulary.LIMIT_ATTRIBUTES
 INSTEAD_OF_WRITING = "of a tensor, where(mask, a, x), x.masked_fill(mask, a) or x.index_copy(...)"
 _CONSTANTS = (int, float, bool, str, type(None), type(...))
 _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)

@@ -1,0 +1,64 @@
+"""Samplers, data and a network as a user would write them beside ./conf (test_samplers.py, test_batches.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Sampler
+
+
+class Growing(Sampler[int]):
+    """Keeps something from pass to pass: each begins one sample further on. It draws by torch's generator, too."""
+
+    def __init__(self, data_source: Any, stride: int = 1) -> None:
+        self.count, self.stride, self.passes = len(data_source), stride, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.passes = self.passes * self.stride, self.passes + 1
+        order = torch.randperm(self.count)
+        yield from [(first + index) % self.count for index in order.tolist()]
+
+
+class Shrinking(Growing):
+    """Another number of samples in each epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from list(super().__iter__())[self.passes :]
+
+
+class Beyond(Growing):
+    def __iter__(self) -> Iterator[int]:
+        yield self.count
+
+
+class Words(Dataset[Any]):
+    """Sequences of 3 to 11 tokens, and a class for each token."""
+
+    def __init__(self, samples: int = 48) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.arange(3 + index * 5 % 9) + index
+        return tokens % 7, tokens * 3 % 5
+
+
+class Tagger(nn.Module):
+    """A class for each token from it and from the mean of those that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 5)
+
+    def forward(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = self.embed(input)
+        mean = (found * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+        return self.head(found + mean.tanh())

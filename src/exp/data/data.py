@@ -133,10 +133,7 @@ class Data:
         self.spec = self._spec(declared)
         self._labels = replace(self._labels, classes=self.spec.num_classes)
         self._check_labels()
-        if sampler is not None:
-            self._drawn = self._sampled(BalancedSampler if sampler == "balanced" else sampler)
-        if batch_sampler is not None:
-            self._batched = {stage: self._sampled_batches(batch_sampler, stage) for stage in self._parts}
+        self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -249,6 +246,13 @@ class Data:
     def _held(self) -> tuple[str, ...]:
         """The names of a sample's values, before they are a batch."""
         return self._collate.held(self._inputs) if isinstance(self._collate, Pad) else self._inputs
+
+    def _choose(self, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
+        """Let samplers choose the samples and the batches, now that it is known what they are made of."""
+        if sampler is not None:
+            self._drawn = self._sampled(sampler)
+        if batch_sampler is not None:
+            self._batched = {stage: self._sampled_batches(batch_sampler, stage) for stage in self._parts}
 
     def _sampled(self, make: MakeSampler) -> SampledOrder:
         """The order that a sampler of the training part gives."""

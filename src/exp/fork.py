@@ -138,6 +138,7 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Map
     from exp.config.freeze import record_parent
     from exp.engine.checkpoint import CHECKPOINTS, AtomicCheckpointIO, copy_checkpoint, read_checkpoint
     from exp.engine.checkpointing import BEST, CONFIG, POSITION
+    from exp.engine.recording import LATEST
     from exp.resume import START
 
     beside = path.with_name("best.ckpt")
@@ -149,7 +150,8 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Map
     else:
         best = None  # its file is gone: the best is sought from here
     text = (directory / "config.yaml").read_text(encoding="utf-8")
-    AtomicCheckpointIO().save_checkpoint({**state, BEST: best, CONFIG: text}, start)
+    # The child's report has the child's own values: it may not log all that the parent did.
+    AtomicCheckpointIO().save_checkpoint({**state, BEST: best, CONFIG: text, LATEST: {}}, start)
     parent = {"run": str(run), "step": state[POSITION]["step"], "checkpoint": str(path), "changed": changed}
     record_parent(directory, parent)
     return start

@@ -318,6 +318,15 @@ def test_an_option_of_a_yaml_that_is_not_there_is_a_fault_with_its_neighbour():
     assert "Did you mean adamw?" in str(error)
 
 
+@pytest.mark.parametrize("names", [["me"], ["one", "two"], ["one", "two", "three"]])
+def test_configs_that_include_each_other_are_named_by_their_files(names):
+    for name, following in zip(names, [*names[1:], names[0]], strict=True):
+        write(f"conf/model/{name}.yaml", f"# Round. Select it with model={name}\ndefaults: [{following}, _self_]\n")
+    (fault,) = refused(f"model={names[0]}").faults
+    assert fault.key == "defaults"
+    assert sorted(fault.source.split(", ")) == sorted(f"conf/model/{name}.yaml" for name in names)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -16,6 +16,7 @@ import logging
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,24 @@ class _Repository(ConfigRepository):
         ]
 
 
+class _Visits(CachingConfigRepository):
+    """A repository that counts how often the defaults lists of a composition ask for each config."""
+
+    def __init__(self, delegate: IConfigRepository) -> None:
+        super().__init__(delegate)
+        self._counts: Counter[str] = Counter()
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        self._counts[config_path] += 1
+        return super().load_config(config_path)
+
+    def files_in_circle(self) -> list[Path]:
+        """The files that a composition without an end asked for again and again, and that name each other."""
+        most = max(self._counts.values(), default=0)
+        found = {path: self.load_config(path) for path, count in dict(self._counts).items() if 2 * count > most}
+        return [file for path, config in found.items() if (file := _file_of(config, path)) is not None]
+
+
 class Loader(ConfigLoaderImpl):
     """Hydra's own loader on our search path.
 
@@ -146,12 +165,14 @@ class Loader(ConfigLoaderImpl):
         self.tries_jobs = True
         self._declared: Container | None = None
         self._overrides: list[Override] = []
+        self._visits: _Visits | None = None
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
         self._overrides, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
-        return self._overrides, repo
+        self._visits = _Visits(repo)
+        return self._overrides, self._visits
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]
@@ -187,11 +208,7 @@ class Loader(ConfigLoaderImpl):
 
     def _layer(self, default: ResultDefault, repo: IConfigRepository) -> Layer:
         config_path = default.config_path or ""
-        loaded = repo.load_config(config_path)
-        file = None
-        if loaded is not None and loaded.path.startswith("file://"):
-            directory = loaded.path.removeprefix("file://")
-            file = BoundedFileSource(loaded.provider, directory).file(config_path)
+        file = _file_of(repo.load_config(config_path), config_path)
         return Layer(config_path=config_path, package=default.package or "", file=file)
 
     def compose(self, *, config_name: str, overrides: Sequence[str], multirun: bool = False) -> DictConfig:
@@ -200,7 +217,21 @@ class Loader(ConfigLoaderImpl):
         self.chosen = None
         with hydra_base(), _warnings_as_faults():
             setup_globals()
-            return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)
+            try:
+                return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)
+            except RecursionError as error:
+                raise ConfigError([self._circle_fault()]) from error
+
+    def _circle_fault(self) -> Fault:
+        """The fault of a composition that does not come to its end."""
+        files = self._visits.files_in_circle() if self._visits is not None else []
+        return Fault(
+            key="defaults",
+            got="a defaults list that leads back to itself",
+            expected="configs that do not include each other",
+            cure="Take one of them out of the other's list" if len(files) > 1 else "Take it out of its own list",
+            source=", ".join(map(shown, files)) or None,
+        )
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         # A sweeper composes every job for a try and stops at the first fault; our launcher lists those of all jobs.
@@ -392,6 +423,12 @@ def _nodes(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         holds = isinstance(raw, Container) and not (raw._is_none() or raw._is_missing() or raw._is_interpolation())
         if holds:
             yield from _nodes(raw, f"{prefix}{key}.")
+
+
+def _file_of(loaded: ConfigResult | None, config_path: str) -> Path | None:
+    if loaded is None or not loaded.path.startswith("file://"):
+        return None
+    return BoundedFileSource(loaded.provider, loaded.path.removeprefix("file://")).file(config_path)
 
 
 def argument_parser(program: str, *, version: str = HYDRA_VERSION) -> argparse.ArgumentParser:

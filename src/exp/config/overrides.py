@@ -6,6 +6,7 @@ Most is said before anything is composed. Hydra stops at the first that it stumb
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from exp.secrets import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
 
 MAX_CHARACTERS = 20_000
+# What Hydra's grammar takes for one (1.3.8), with the place of a group behind an @.
+KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
 
 
@@ -63,6 +66,9 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
             parsed = parse_override(text)
         except (HydraException, RecursionError, ValueError) as error:
             faults.append(_syntax_fault(text, error))
+            continue
+        if not parsed.key_or_group:
+            faults.append(_key_fault(text))
             continue
         # Hydra takes a mapping given to a group for values of the node.
         chooses = vocabulary.loader.group_exists(parsed.key_or_group) and not isinstance(parsed.value(), dict)
@@ -397,11 +403,13 @@ def _exposed_fault(text: str, secret: str) -> Fault:
 
 def _syntax_fault(text: str, error: Exception) -> Fault:
     short = _short(text)
-    key = short.lstrip("+~").partition("=")[0] or "overrides"
+    key = _typed_key(short)
     if isinstance(error, RecursionError):
         return _fault(key, "nested too deeply", "a value of a few levels")
     if "=" not in text:
         return _fault(key, f"{short!r} has no =", "key=value", "Flags begin with -, see --help")
+    if not KEY.fullmatch(_typed_key(text)):
+        return _key_fault(text)
     problem = str(error).split("\nSee ")[0].splitlines()
     detail = problem[0][:120] if problem else type(error).__name__
     return _fault(
@@ -410,8 +418,21 @@ def _syntax_fault(text: str, error: Exception) -> Fault:
     )  # fmt: skip
 
 
+def _key_fault(text: str) -> Fault:
+    """A fault for what stands before the = and is no key."""
+    typed = _typed_key(text)
+    near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
+    cure = f"Did you mean {_short(near + text[text.index('=') :])}?" if KEY.fullmatch(near) and "=" in text else None
+    expected = "names joined by points, or a group's"
+    return _fault(_short(typed) or "=", f"{_short(text)!r} begins with no key", expected, cure)
+
+
+def _typed_key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
+
+
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key=key or "overrides", got=got, expected=expected, cure=cure, source=COMMAND_LINE)
+    return Fault(key=key.strip() or "overrides", got=got, expected=expected, cure=cure, source=COMMAND_LINE)
 
 
 def _short(text: str) -> str:

@@ -261,7 +261,9 @@ class Coverage:
         if self._shown is not None:
             shown = reduce(self._shown)[:-1].tolist()
             classes = [place for place, is_shown in enumerate(shown) if not is_shown]
-        for name, ranges in self._ranges.items():
+        # In one order on all ranks, one of which may have had no sample with that input.
+        for name in ("", *self._names):
+            ranges = self._ranges.get(name)
             width = 0 if ranges is None else ranges.shape[1]
             widest, opposite = reduce(torch.tensor([float(width), float(-width)], device=self._device)).tolist()
             # Ranks may have met features of other numbers.

@@ -194,7 +194,8 @@ class TrainingModule(LightningModule):
         if isinstance(schedule, ReduceLROnPlateau):
             config["monitor"] = optimization.monitor
             config["reduce_on_plateau"] = True
-            if (optimization.monitor or "").endswith("/val"):
+            # `accuracy/val`, and `loss/val/<term>`.
+            if "val" in (optimization.monitor or "").split("/"):
                 # Else Lightning steps it with the value of the last validation again.
                 config["frequency"] = self.trainer.check_val_every_n_epoch or 1
         return config

@@ -126,22 +126,23 @@ class _Repository(ConfigRepository):
         ]
 
 
-class _Visits(CachingConfigRepository):
-    """A repository that counts how often the defaults lists of a composition ask for each config."""
+class _Visits:
+    """Counts how often the defaults lists of a composition ask a repository for each config."""
 
-    def __init__(self, delegate: IConfigRepository) -> None:
-        super().__init__(delegate)
+    def __init__(self, repository: CachingConfigRepository) -> None:
         self._counts: Counter[str] = Counter()
+        self._load = repository.load_config
+        repository.load_config = self._counted  # type: ignore[method-assign]  # its constructor copies all it holds
 
-    def load_config(self, config_path: str) -> ConfigResult | None:
+    def _counted(self, config_path: str) -> ConfigResult | None:
         self._counts[config_path] += 1
-        return super().load_config(config_path)
+        return self._load(config_path)
 
     def files_in_circle(self) -> list[Path]:
-        """The files that a composition without an end asked for again and again, and that name each other."""
+        """The files that a composition without an end asked for again and again: they name each other."""
         most = max(self._counts.values(), default=0)
-        found = {path: self.load_config(path) for path, count in dict(self._counts).items() if 2 * count > most}
-        return [file for path, config in found.items() if (file := _file_of(config, path)) is not None]
+        circle = [path for path, count in self._counts.items() if 2 * count > most]
+        return [file for path in circle if (file := _file_of(self._load(path), path)) is not None]
 
 
 class Loader(ConfigLoaderImpl):
@@ -172,7 +173,7 @@ class Loader(ConfigLoaderImpl):
     ) -> tuple[list[Override], CachingConfigRepository]:
         self._overrides, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         self._visits = _Visits(repo)
-        return self._overrides, self._visits
+        return self._overrides, repo
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.layers = [self._layer(default, repo) for default in defaults]

@@ -312,7 +312,7 @@ def swept_key_faults(loader: Loader, config: DictConfig, lines: Sequence[Line]) 
     None where the options of a group are swept, too, for another option may have other keys.
     """
     swept = [line for line in lines if line.is_sweep]
-    if any(line.group for line in swept):
+    if not swept or any(line.group for line in swept):
         return []
     tried = copy.deepcopy(config)
     faults = []

@@ -55,6 +55,31 @@ def test_gpt_fits_text_and_not_images(build_model: Callable) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda x: torch.softmax(x, 9), lambda x: torch.softmax(x, -2)),
+        (lambda x: nn.Softmin(dim=-3)(x), lambda x: nn.Softmin(dim=1)(x)),
+        (lambda x: x.sort(dim=2).values, lambda x: x.sort(dim=1).values),
+        (lambda x: x.index_select(2, torch.tensor([0])), lambda x: x.index_select(1, torch.arange(10, device="meta"))),
+    ],
+)
+def test_a_dim_that_only_a_real_device_refuses_is_refused_on_stand_ins(
+    wrong: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.body, self.last = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), last
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.body(x))
+
+    (fault,) = examine(lambda: Net(wrong)).faults
+    assert "Dimension out of range (expected to be in range of [-2, 1], but got" in fault.got
+    assert not examine(lambda: Net(right)).faults
+
+
 WRONG = [
     (
         ("sequential", "model.layers.head.out_features=9"),

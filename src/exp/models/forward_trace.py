@@ -15,6 +15,13 @@ from exp.models.inference import network_call
 from exp.nested import tensors_in
 
 
+# Functions that refuse a `dim` which the tensor does not have on every device but meta (torch 2.13, by its op_db).
+UNCHECKED_ON_META = frozenset({
+    "argsort", "index_reduce", "index_reduce_", "index_select", "select_scatter", "slice_scatter", "softmax", "softmin",
+    "sort",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a module: its positional inputs and, once it returned, its output."""
@@ -119,6 +126,8 @@ class Recorder(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # whatever the function gives
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in UNCHECKED_ON_META:
+            _require_dim(args, kwargs)
         result = func(*args, **kwargs)
         sources, results = list(tensors_in([args, kwargs])), list(tensors_in(result))
         if sources and results:
@@ -131,3 +140,14 @@ class Recorder(TorchFunctionMode):
         while self._stack and self._stack.pop().module is not module:
             pass
         self.calls.append(Call(module, inputs, output))
+
+
+def _require_dim(arguments: Sequence[object], named: Mapping[str, object]) -> None:
+    """Raise what torch raises on a CPU. The dim is the first whole number among the arguments."""
+    dim = named["dim"] if "dim" in named else next((one for one in arguments if type(one) is int), None)
+    tensor = next((one for one in (*arguments, *named.values()) if isinstance(one, Tensor)), None)
+    if tensor is None or type(dim) is not int:
+        return
+    size = max(tensor.dim(), 1)
+    if not -size <= dim < size:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-size}, {size - 1}], but got {dim})")

@@ -56,18 +56,16 @@ def _refuse_ranks() -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from exp.sweeps.sweep import compose_sweep, sweep
+
+    master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+
+    # What starts processes comes in after the faults of the composition.
     from exp.sweeps.job import JobProcesses
-    from exp.sweeps.sweep import sweep
     from exp.train import fit, validate  # not of this module, which has another name where it is the program
 
     with contextlib.closing(JobProcesses(fit, validate)) as jobs:
-        return sweep(
-            arguments.overrides,
-            run=jobs,
-            check=jobs.check,
-            config_dir=arguments.config_dir,
-            config_name=arguments.config_name,
-        )
+        return sweep(master, run=jobs, check=jobs.check)
 
 
 # torch and lightning come in with these, after every fault of the composition.

@@ -14,7 +14,7 @@ from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.errors import ConfigError, Fault, Interrupted, RunError
 from exp.report import Report
-from exp.sweeps.sweep import Sweep, sweep
+from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
 
 class Runs:
@@ -60,7 +60,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def run_sweep(*overrides: str) -> tuple[int, Runs]:
     runs = Runs()
-    return sweep(list(overrides), run=runs, check=valid), runs
+    return sweep(compose_sweep(overrides), run=runs, check=valid), runs
 
 
 def sweep_directories() -> list[Path]:
@@ -130,7 +130,7 @@ def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status, lau
 def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind():
     runs = Runs()
     with pytest.raises(ConfigError) as caught:
-        sweep(["seed=1,13,2", "optimizer.lr=0.1,0.2"], run=runs, check=valid)
+        sweep(compose_sweep(["seed=1,13,2", "optimizer.lr=0.1,0.2"]), run=runs, check=valid)
     assert runs.configs == []
     (fault,) = caught.value.faults
     assert fault.source == "jobs 2, 3, command line"
@@ -139,18 +139,18 @@ def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind()
 
 def test_the_faults_of_different_jobs_are_told_with_their_overrides():
     with pytest.raises(ConfigError) as caught:
-        sweep(["seed=1,13", "model.layers.nope.x=1,2"], run=Runs(), check=valid)
+        sweep(compose_sweep(["seed=1,13", "model.layers.nope.x=1,2"]), run=Runs(), check=valid)
     text = str(caught.value)
     assert "model.layers.nope.x" in text
     assert len(text.splitlines()) <= 12
     with pytest.raises(ConfigError) as caught:
-        sweep(["seed=1,13"], run=Runs(), check=valid)
+        sweep(compose_sweep(["seed=1,13"]), run=Runs(), check=valid)
     assert "job 1 (seed=13)" in str(caught.value)
 
 
 def test_a_fault_of_the_whole_command_is_told_once_and_makes_no_directory():
     with pytest.raises(ConfigError) as caught:
-        sweep(["seed=1,2", "optimzer.lr=3", "optimizer=adamw,adamm"], run=Runs(), check=valid)
+        sweep(compose_sweep(["seed=1,2", "optimzer.lr=3", "optimizer=adamw,adamm"]), run=Runs(), check=valid)
     assert [fault.key for fault in caught.value.faults] == ["optimzer.lr", "optimizer"]
     assert list(Path.cwd().iterdir()) == []
 
@@ -270,7 +270,7 @@ import json, sys
 from pathlib import Path
 from exp.errors import RunError
 from exp.report import Report
-from exp.sweeps.sweep import Sweep, sweep
+from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
 def run(config):
     directory = Path(config._composition_.directory)
@@ -280,7 +280,7 @@ def run(config):
         raise RunError("no")
     return Report(status="completed", directory=str(directory), metrics={"loss/val": config.optimizer.lr})
 
-print("STATUS", sweep(sys.argv[1:], run=run, check=lambda configs: [None] * len(configs)))
+print("STATUS", sweep(compose_sweep(sys.argv[1:]), run=run, check=lambda configs: [None] * len(configs)))
 """
 
 

@@ -79,11 +79,9 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from hydra.errors import HydraException
 
-    from exp.check.stages import config_faults, early_faults
-    from exp.config.compose import composition_of
     from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
     from exp.sweeps.job import JobProcesses
-    from exp.sweeps.sweep import Sweep, job_faults, refuse_size
+    from exp.sweeps.sweep import Sweep, compose_sweep, job_faults
     from exp.train import fit, validate
 
     class Checked(Sweep):
@@ -103,14 +101,12 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
 
     # The command line's own launcher would start the jobs.
     overrides = [text for text in arguments.overrides if not text.lstrip("+").startswith("hydra/launcher=")]
-    master = composition_of(
+    master = compose_sweep(
         overrides,
         config_dir=arguments.config_dir,
         config_name=arguments.config_name,
-        multirun=True,
-        check=config_faults if arguments.all else early_faults,
+        everything=arguments.all,
     )
-    refuse_size(master)
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
     jobs = Checked(

@@ -14,7 +14,6 @@ from exp.models.containers import path_of
 from exp.models.inference import network_call
 from exp.nested import tensors_in
 
-
 # Functions that refuse a `dim` which the tensor does not have on every device but meta (torch 2.13, by its op_db).
 UNCHECKED_ON_META = frozenset({
     "argsort", "index_reduce", "index_reduce_", "index_select", "select_scatter", "slice_scatter", "softmax", "softmin",

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
@@ -35,9 +35,11 @@ from exp.config.hydra_adapter import (
 )
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
-from exp.report import Report
 from exp.secrets import redacted
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
+
+if TYPE_CHECKING:
+    from exp.report import Report
 
 MAX_FAULTS = 30
 MAX_JOBS = 10_000
@@ -319,24 +321,31 @@ def _no_job(key: str) -> Fault:
     return Fault(key=key.lstrip("+~"), got="no value to sweep over, so no job", expected="one value or more")
 
 
-def sweep(
+def compose_sweep(
     overrides: Sequence[str],
     *,
-    run: Callable[[DictConfig], Report],
-    check: Check,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-) -> int:
+    everything: bool = False,
+) -> Composition:
+    """Compose what all jobs of a sweep share. everything: as of exp.check.stages.compose.
+
+    Raises: ConfigError with the faults that no job can do without, found without importing torch.
+    """
+    check = config_faults if everything else early_faults
+    master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
+    refuse_size(master)
+    return master
+
+
+def sweep(master: Composition, *, run: Callable[[DictConfig], Report], check: Check) -> int:
     """Runs every job that the sweeper names.
 
+    master: of `compose_sweep`.
     run: runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
     Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
-    master = composition_of(
-        overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=early_faults
-    )
-    refuse_size(master)
     with hydra_config(master.config):
         wanted = Path(master.config.hydra.sweep.dir)
     try:

@@ -9,13 +9,16 @@ import pickle
 import runpy
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -35,13 +38,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("exp", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("exp")
+
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
 # One process that has imported everything, and starts no thread: what is forked from it needs no seconds to start.
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["torch", "lightning.pytorch", "torchmetrics", "exp.run", "exp.worker", "exp.train"])
+WARM.set_forkserver_preload(["warm"])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
+
+
+def forked(program: Path, settings: Mapping[str, object]) -> BaseProcess:
+    """A started process that runs a program with SETTINGS, forked from the warm one."""
+    # That one alone has the modules of the tests on its path.
+    sys.path.insert(0, str(program.parent))
+    try:
+        forkserver.ensure_running()
+    finally:
+        sys.path.remove(str(program.parent))
+    # The standard library's runpy can be named to another process; a module of the tests cannot.
+    process = WARM.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
+    process.start()
+    return process
 
 
 def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cpu") -> nn.Module:
@@ -125,10 +146,7 @@ class Ranks:
                 "result": str(exchange / f"result{rank}"),
                 **settings,
             }
-            # The standard library's runpy can be named to another process; a module of the tests cannot.
-            arguments = (str(RANK_PROGRAM), {"SETTINGS": given}, "__main__")
-            started.append(WARM.Process(target=runpy.run_path, args=arguments))
-            started[-1].start()
+            started.append(forked(RANK_PROGRAM, given))
         try:
             ends = time.monotonic() + seconds
             for process in started:
@@ -211,8 +229,7 @@ class Commands:
             "error": str(streams[1]),
             "fresh_ranks": fresh_ranks,
         }
-        process = WARM.Process(target=runpy.run_path, args=(str(COMMAND_PROGRAM), {"SETTINGS": settings}, "__main__"))
-        process.start()
+        process = forked(COMMAND_PROGRAM, settings)
         self._started.append(process)
         return Command(process=process, arguments=arguments, streams=streams)
 

@@ -120,8 +120,9 @@ def test_the_schema_has_the_keys_of_train_yaml(empty):
 def test_the_first_stage_imports_neither_torch_nor_lightning(empty):
     program = (
         "import sys; from exp.check.stages import compose; from exp.check.stages import first_stage, located\n"
+        "from exp.config.reading import read\n"
         "config = compose(['optimizer.lr=fast', 'monitor=los/val'])\n"
-        "assert len(located(config, first_stage(config))) == 2\n"
+        "assert len(located(config, first_stage(read(config)))) == 2\n"
         "print([name for name in ('torch', 'lightning', 'torchmetrics', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -318,7 +319,7 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         edited(plain, change)
     plain.pop(COMPOSITION, None)
     config = OmegaConf.create(plain)
-    for fault in [*first_stage(config), *second_stage(config)]:
+    for fault in [*first_stage(read(config)), *second_stage(config, read(config))]:
         assert fault.key
         assert len(str(fault)) < 2000
         assert "\n" not in str(fault)
@@ -377,7 +378,7 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
     told = capfd.readouterr().err
     assert "model.layers.deep.repeat: 1000, which makes 1,0" in told
     assert "expected 100,000 layers at most" in told
-    assert first_stage(compose(["model=mlp", command.replace("TIMES", "2")])) == []
+    assert first_stage(read(compose(["model=mlp", command.replace("TIMES", "2")]))) == []
 
 
 @pytest.mark.parametrize(

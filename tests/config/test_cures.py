@@ -7,6 +7,7 @@ import pytest
 import exp
 from exp.check.stages import first_stage
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
+from exp.config.reading import read
 
 # What somebody would have typed for the key that the cure ends in.
 SAMPLES = {
@@ -45,7 +46,7 @@ def test_what_a_cure_says_to_write_is_right(tmp_path, monkeypatch, command):
     key = command.partition("=")[0]
     # A mode of max needs something that is better when higher.
     others = ["monitor=accuracy/val"] if command == "mode=max" else []
-    faults = [fault for fault in first_stage(exp.compose([command, *others])) if fault.key.startswith(key)]
+    faults = [fault for fault in first_stage(read(exp.compose([command, *others]))) if fault.key.startswith(key)]
     assert faults == []
 
 

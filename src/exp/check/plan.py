@@ -221,12 +221,13 @@ class Examination:
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
     config = copy.deepcopy(config)
-    first = first_stage(config)
+    reading, asked = read(config), OmegaConf.select(config, "resume")
+    first = first_stage(reading)
     faults: list[Fault] = []
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
     is_filled = False
     if not _touched(first, DATA_KEYS):  # else told with the first stage
-        faults = second_stage(config, only="data")
+        faults = second_stage(config, reading, only="data")
         if not faults:
             try:
                 is_filled = _fill_in(config)
@@ -235,10 +236,11 @@ def resolve(config: DictConfig) -> Resolved:
             except SampleError as error:
                 faults.append(error.fault)
     # Before all else, for other nodes interpolate the shape and the classes.
-    faults += first_stage(config) if is_filled else first
-    faults += [*start_faults, *second_stage(config)]
-    plain, _ = read(config)
-    plain.pop(COMPOSITION, None)
+    if is_filled or OmegaConf.select(config, "resume") != asked:
+        reading = read(config)
+    faults += first_stage(reading) if is_filled else first
+    faults += [*start_faults, *second_stage(config, reading)]
+    plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
     return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
 
 
@@ -607,7 +609,7 @@ def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
     except ConfigError as error:
         return list(error.faults), ()
     config.resume = None if found.path is None else str(found.path)
-    return first_stage(config), found.notes
+    return first_stage(read(config)), found.notes
 
 
 def _fill_in(config: DictConfig) -> bool:

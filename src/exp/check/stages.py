@@ -17,7 +17,7 @@ from exp.check.structure import structure_faults
 from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
-from exp.config.reading import Values, read
+from exp.config.reading import Reading, Values, read
 from exp.config.sources import source_of
 from exp.errors import ConfigError, Fault
 
@@ -44,13 +44,14 @@ def compose(
 
 def config_faults(config: DictConfig) -> list[Fault]:
     """The faults of both stages, each with the file it came from."""
-    return located(config, [*first_stage(config), *second_stage(config)])
+    reading = read(config)
+    return located(config, [*first_stage(reading), *second_stage(config, reading)])
 
 
 def early_faults(config: DictConfig) -> list[Fault]:
     """The faults that are there whatever the data set says of itself, found without importing torch."""
     # A value that follows the data's is there when the data have said it.
-    return [fault for fault in located(config, first_stage(config)) if not _follows_the_data(config, fault.key)]
+    return [fault for fault in located(config, first_stage(read(config))) if not _follows_the_data(config, fault.key)]
 
 
 def refuse_early(config: DictConfig) -> None:
@@ -65,25 +66,24 @@ def _follows_the_data(config: DictConfig, key: str) -> bool:
     return isinstance(raw, str) and "${data." in raw
 
 
-def first_stage(config: DictConfig) -> list[Fault]:
+def first_stage(reading: Reading) -> list[Fault]:
     """The faults that can be seen without importing torch."""
-    plain, faults = read(config)
+    plain, faults = reading
     return once([*faults, *structure_faults(plain), *rule_faults(plain)])
 
 
-def second_stage(config: DictConfig, *, only: str | None = None) -> list[Fault]:
+def second_stage(config: DictConfig, reading: Reading, *, only: str | None = None) -> list[Fault]:
     """The faults of targets, their parameters and forward programs.
 
-    only: of this key at the top alone, such as data.
+    reading: of the config. only: of this key at the top alone, such as data.
     """
     # A word that was mistyped need not wait for what reads signatures.
     from exp.check.parameters import program_faults, target_faults
 
-    plain, _ = read(config)
+    plain, _ = reading
     allow = allowed(plain)
-    if only is not None:
-        plain = {only: plain[only]} if only in plain else {}
-    plain.pop(COMPOSITION, None)
+    names = (name for name in plain if name != COMPOSITION and only in (None, name))
+    plain = {name: plain[name] for name in names}
     faults = [*target_faults(plain, allow=allow), *program_faults(config, plain)]
     return once([*faults, *direction_faults(plain, allow=allow)])
 

@@ -61,8 +61,12 @@ def _named(key: str, *default: Any) -> str | None:
 _resolvers: list[Callable[..., str | None]] = [oc.env]
 
 
+# The plain values of a config, and the faults of what could not be read.
+Reading = tuple[dict[str, Any], list[Fault]]
+
+
 @secrets_kept()
-def read(config: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
+def read(config: DictConfig) -> Reading:
     """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
     reader = _Reader(config)
     return reader.mapping(config, reader.raw, "", 0), reader.faults

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
+from torch import nn
 
 from exp.check.plan import Plan
 from exp.construct import (
@@ -18,6 +19,7 @@ from exp.construct import (
     build_network,
     build_optimization,
     build_run_precision,
+    build_starting_network,
     construct,
 )
 from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
@@ -55,10 +57,11 @@ class Parts:
     watch: StepWatch | None = None
 
 
-def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts:
+def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: Path | None = None) -> Parts:
     """Make every object of a run, for one rank.
 
-    directory: of the run. rewinds: how often it has gone back from numbers that were not finite.
+    directory: of the run. rewinds: how often it has gone back from numbers that were not finite. resume: the checkpoint
+    that its state will come from, instead of the config's.
     Raises: ConfigError where a constructor refuses its values.
     """
     plain, placement = plan.plain, plan.placement
@@ -66,7 +69,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
     data_rank = placement.data_rank(rank.global_rank)
     kind, more = _module_kind(plan)
     module = kind(
-        network=build_network(plain, plan.spec),
+        network=_network(plan, resume),
         objective=plan.objective,
         optimization=build_optimization(plain),
         metrics=plan.metrics,
@@ -80,7 +83,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
     runtime = plain["runtime"]
     recording = Recording(hooks=plan.hooks, directory=directory, skips=runtime["non_finite"] == "skip")
     lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
-    # What acts on a number that is not finite, beside the checks of what is saved.
+    # Beside the checks of what is saved.
     acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
     guards = acting[runtime["non_finite"]]
     checkpointing = Checkpointing(
@@ -117,6 +120,12 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0) -> Parts
         lower_rates=lower_rates,
         watch=watch,
     )
+
+
+def _network(plan: Plan, resume: Path | None) -> nn.Module:
+    if resume is not None or plan.plain["resume"] is not None:
+        return build_network(plan.plain, plan.spec)
+    return build_starting_network(plan.plain, plan.spec)
 
 
 def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatch | None:

@@ -27,9 +27,11 @@ from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
 from exp.engine.datamodule import fitted_in
+from exp.engine.weight_files import read_weights
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, refusal, said
 from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.syntax import ProgramError
+from exp.models.weights import load_weights, match_weights
 from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
@@ -214,6 +216,18 @@ def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Mo
     network = build_unsized_network(plain, device=device)
     with torch.device(device):
         materialise(network, example_inputs(spec, device=device))
+    return network
+
+
+def build_starting_network(plain: Plain, spec: DataSpec) -> nn.Module:
+    """The model as a run begins with it: from the weights that the config names, where it names any.
+
+    Raises: RunError where they cannot be read.
+    """
+    network, node = build_network(plain, spec), plain["weights"]
+    if node["from"] is not None:
+        weights = read_weights(Path(node["from"]), averaged=node["averaged"])
+        load_weights(network, weights, match_weights(weights, network, keys=node["keys"]))
     return network
 
 

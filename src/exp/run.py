@@ -27,7 +27,7 @@ from exp.build import Parts, build
 from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import chosen_values, freeze, read_overrides
-from exp.construct import build_network, build_objective
+from exp.construct import build_network, build_objective, build_starting_network
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.forward import forward_by_name
@@ -115,14 +115,14 @@ def run(
                 decided = adopt(resolved, rank=rank)
             if join is not None:
                 join(decided)
-            parts = build(decided, directory, rank=rank)
+            parts = build(decided, directory, rank=rank, resume=resume)
             _prepare(decided, parts, directory, rank=rank, resume=resume)
             while (lost := _watched_work(decided, parts, resume, ongoing=ongoing, rank=rank)) is not None:
                 rewinds = parts.lower_rates.rewinds + 1
                 resume = last_checkpoint(directory) or resume
                 _tell_rewind(decided, lost, resume, rewinds)
                 parts = None  # nothing of what is lost stays
-                decided, parts = _built_again(resolved, directory, rank=rank, rewinds=rewinds)
+                decided, parts = _built_again(resolved, directory, rank=rank, rewinds=rewinds, resume=resume)
             report = ongoing.ended("completed", parts=parts)
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
@@ -202,11 +202,13 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
     return None
 
 
-def _built_again(resolved: Resolved, directory: Path, *, rank: Rank, rewinds: int) -> tuple[Plan, Parts]:
+def _built_again(
+    resolved: Resolved, directory: Path, *, rank: Rank, rewinds: int, resume: Path | None
+) -> tuple[Plan, Parts]:
     """The plan and the parts anew, as another process would make them that goes on with the run."""
     gc.collect()
     decided = adopt(resolved, rank=rank)
-    parts = build(decided, directory, rank=rank, rewinds=rewinds)
+    parts = build(decided, directory, rank=rank, rewinds=rewinds, resume=resume)
     _describe(decided, parts, directory)
     return decided, parts
 
@@ -264,11 +266,12 @@ def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path
     plain, start = decided.plain, resume or decided.plain["resume"]
 
     def network() -> nn.Module:
+        if start is None:
+            return build_starting_network(plain, decided.spec)
         made = build_network(plain, decided.spec)
-        if start is not None:
-            states = read_checkpoint(start, map_location="cpu")["state_dict"]
-            own = {name.removeprefix("network."): tensor for name, tensor in states.items()}
-            made.load_state_dict({name: own[name] for name in made.state_dict()})
+        states = read_checkpoint(start, map_location="cpu")["state_dict"]
+        own = {name.removeprefix("network."): tensor for name, tensor in states.items()}
+        made.load_state_dict({name: own[name] for name in made.state_dict()})
         return made
 
     report_precision(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.parameters import program_fault
+from exp.check.rules import weights_of_run
 from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from exp.data.data import Data
     from exp.hooks.hook import Hook
     from exp.models.flop_count import FlopCount
+    from exp.models.weights import Matching
     from exp.objectives.objective import Objective
     from exp.optim.phase import Phase
     from exp.strategies.placement import Placement
@@ -198,6 +200,21 @@ class Plan:
         return examine_resume(self.plain, network=self.shapes.network)
 
     @functools.cached_property
+    def weights(self) -> Matching | None:
+        """What of the network starts from the weights that the config names; None where it names none.
+
+        Raises: RunError, MissingExtraError where they cannot be read; ConfigError for names that clash.
+        """
+        from exp.engine.weight_files import read_weights
+        from exp.models.weights import match_weights
+
+        node, network = self.plain["weights"], self.shapes.network
+        if node["from"] is None or self.plain["resume"] is not None or network is None:
+            return None
+        weights = read_weights(Path(node["from"]), averaged=node["averaged"])
+        return match_weights(weights, network, keys=node["keys"])
+
+    @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """What could not be looked at, and why; what would train badly without a fault; and what a resume changes."""
         from exp.check.training_notes import training_notes
@@ -207,6 +224,11 @@ class Plan:
             notes += training_notes(
                 self.plain, network=seen.network, traces=seen.traces, objective=self.objective, phases=self.phases
             )
+        source = self.plain["weights"]["from"]
+        if self.weights is not None:
+            notes.append(self.weights.table(source))
+        elif source is not None and self.plain["resume"] is not None:
+            notes.append(f"weights.from={source} is not read: the run goes on from {self.plain['resume']}")
         return tuple(notes)
 
 
@@ -225,6 +247,8 @@ def resolve(config: DictConfig) -> Resolved:
     first = first_stage(reading)
     faults: list[Fault] = []
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
+    if not _touched(first, ("weights",)):
+        _find_weights(config)
     is_filled = False
     if not _touched(first, DATA_KEYS):  # else told with the first stage
         faults = second_stage(config, reading, only="data")
@@ -295,6 +319,7 @@ def examine(resolved: Resolved) -> Examination:
     found.look_at_the_placement()
     found.look_at_the_network()
     found.look_at_the_length()
+    found.look_at_the_weights()
     found.look_at_the_checkpoint()
     faults = tuple(located(resolved.config, once(found.faults)))
     return Examination(faults=faults, plan=None if faults else found.decided)
@@ -401,6 +426,22 @@ class _Findings:
         self.faults += declared or seen.faults
         if not seen.faults and seen.network is not None:
             self._look_at_the_parts(known, objective, seen, seen.network)
+
+    def look_at_the_weights(self) -> None:
+        """Whether the network fits the weights that it is to start from."""
+        if _touched(self.faults, (*SHAPE_KEYS, "weights", "resume")) or self._holds_unknown(("weights",)):
+            return
+        if self._holds_unknown(SHAPE_KEYS):
+            return
+        node = self.plain["weights"]
+        try:
+            matching = self._try(lambda: self.decided.weights)
+        except (RunError, MissingExtraError) as error:
+            expected = "weights, as exp, torch or safetensors write them"
+            self.faults.append(Fault(key="weights.from", got=str(error), expected=expected))
+            return
+        if matching is not None:
+            self.faults += matching.faults(node["from"], is_strict=node["strict"])
 
     def look_at_the_checkpoint(self) -> None:
         """Whether a config that is right by itself goes with the checkpoint that it names."""
@@ -610,6 +651,14 @@ def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
         return list(error.faults), ()
     config.resume = None if found.path is None else str(found.path)
     return first_stage(read(config)), found.notes
+
+
+def _find_weights(config: DictConfig) -> None:
+    """Fill in the file that a run directory stands for, so that every rank and every restart reads the same."""
+    source = config.weights["from"]
+    if source is not None and Path(source).is_dir():
+        found = weights_of_run(Path(source))
+        config.weights["from"] = None if found is None else str(found)
 
 
 def _fill_in(config: DictConfig) -> bool:

@@ -31,6 +31,8 @@ from exp.types import EPOCH_LOSS, STAGES, Mode
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
 NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
 CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
+# Of a run directory, the better one first.
+CHECKPOINTS = ("checkpoints/best.ckpt", "checkpoints/last.ckpt")
 CLASSIFICATION = "torchmetrics.classification."
 REGRESSION = "torchmetrics.regression."
 
@@ -45,7 +47,7 @@ def something_to_do(values: Values) -> Iterator[Fault]:
     """train=false alone leaves nothing, and test alone needs weights."""
     if values["train"] is False and values["test"] is False:
         yield Fault(key="train", got="false, and test is false, too", expected="one of the two to be true")
-    elif values["train"] is False and values["resume"] is None:
+    elif values["train"] is False and values["resume"] is None and values["weights.from"] is None:
         yield Fault(
             key="resume", got="null with train=false", expected="the checkpoint to test", cure="Add resume=PATH"
         )
@@ -61,6 +63,26 @@ def resume_is_there(values: Values) -> Iterator[Fault]:
     # Path.is_file raises for a name that is too long.
     elif not os.path.isfile(path):
         yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=_near_file(path))
+
+
+def weights_are_there(values: Values) -> Iterator[Fault]:
+    """A file, or a run directory with a checkpoint, on this machine; a run that goes on has its own."""
+    path = values["weights.from"]
+    if not isinstance(path, str) or path == "" or values["resume"] is not None:
+        return
+    if "://" in path:
+        yield Fault(key="weights.from", got=show(path), expected="a file on this machine", cure="Download it first")
+    elif not os.path.exists(path):
+        expected = "a run directory, a checkpoint, a state dict or a safetensors file that is there"
+        yield Fault(key="weights.from", got=show(path), expected=expected, cure=_near_file(path))
+    elif os.path.isdir(path) and weights_of_run(Path(path)) is None:
+        expected = f"a run directory, with {among(CHECKPOINTS)}"
+        yield Fault(key="weights.from", got=f"{path}, a directory without weights", expected=expected)
+
+
+def weights_of_run(directory: Path) -> Path | None:
+    """The best checkpoint of a run directory, or else its last; None where it has neither."""
+    return next((directory / name for name in CHECKPOINTS if (directory / name).is_file()), None)
 
 
 def the_run_ends(values: Values) -> Iterator[Fault]:
@@ -409,6 +431,7 @@ def _higher_is_better(metric: Any) -> bool | None:
 RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     something_to_do,
     resume_is_there,
+    weights_are_there,
     the_run_ends,
     limits_leave_batches,
     data_names_its_sets,

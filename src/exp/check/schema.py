@@ -141,6 +141,12 @@ SCHEMA: dict[str, Any] = {
         "rewind_factor": Annotated[float, Interval(gt=0, le=1)],
         "max_rewinds": Index,
     },
+    "weights": {
+        "from": Text | None,
+        "keys": dict[str, str | None],
+        "strict": bool,
+        "averaged": bool,
+    },
     "security": {"allow": list[Text]},
     "launch": {
         "devices": Literal["auto"] | Processes | list[Index],

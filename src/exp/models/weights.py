@@ -1,0 +1,193 @@
+"""Start a network from weights that were trained before: which of them fit it under which names, and which do not.
+
+keys: {"backbone.*": "body.*", "head.*": null} renames the weights' names into the network's; the first pattern that a
+name matches counts, what `*` stands for is carried over, and null leaves out. A name that none matches stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import ConfigError, Fault
+from exp.spelling import among, did_you_mean
+
+Keys = Mapping[str, str | None]
+# Of BatchNorm, for a momentum that is null; weights older than torch 0.4.1 have none.
+COUNTER = ".num_batches_tracked"
+SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching:
+    """What of a network starts from what of the weights.
+
+    taken: names in the network to names in the weights, of the same shape.
+    shapes: the same of those whose shapes differ: name there, shape there, shape here.
+    missing: names in the network that the weights do not have. unused: names of the weights that the network does not
+    have. left_out: those that a null left out. count: of the network's tensors.
+    unmatched: patterns that matched no name of the weights, with all of these.
+    """
+
+    taken: Mapping[str, str]
+    shapes: Mapping[str, tuple[str, list[int], list[int]]]
+    missing: Sequence[str]
+    unused: Sequence[str]
+    left_out: Sequence[str]
+    count: int
+    unmatched: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor of the network starts from the weights, and none of these is left over."""
+        return not (self.shapes or self.missing or self.unused)
+
+    def table(self, source: str) -> str:
+        """A line on the whole, and one on each part of the network: what matched, what did not and why."""
+        lines = [f"weights: {len(self.taken)} of {self.count} tensors start from {source}"]
+        parts = Counter((_part(own), _part(theirs)) for own, theirs in self.taken.items())
+        lines += [
+            f"  {own}: {count} taken" + (f", from {theirs}" if theirs != own else "")
+            for (own, theirs), count in parts.items()
+        ]
+        lines += _cut([
+            f"  {own}: as initialised, for its shape is {here}, and that of {theirs} {there}"
+            for own, (theirs, there, here) in self.shapes.items()
+        ])  # fmt: skip
+        lines += _cut([f"  {own}: as initialised, for the weights have no such name" for own in self.missing])
+        lines += _cut([f"  {theirs} of the weights: not used, for the network has no such name"
+                       for theirs in self.unused])  # fmt: skip
+        lines += _cut([f"  {theirs} of the weights: left out by weights.keys" for theirs in self.left_out])
+        return "\n".join(lines)
+
+    def faults(self, source: str, *, is_strict: bool) -> Iterator[Fault]:
+        """Patterns that match nothing, weights of which nothing fits and, where all have to, those that do not."""
+        for pattern, names in self.unmatched.items():
+            yield Fault(
+                key=f"weights.keys.{pattern}",
+                got=f"no tensor of {source} matches",
+                expected=f"a pattern of its names: {among(names, word=pattern)}",
+                cure=did_you_mean(pattern.replace("*", ""), {_part(name) for name in names}),
+            )
+        if self.unmatched:
+            return
+        if not self.taken:
+            yield Fault(
+                key="weights.from",
+                got=f"{source}, of which no tensor has the name and shape of one of the network: {self._words()}",
+                expected="weights of this network, or of a part of it",
+                cure=self._proposal() or 'Rename them: weights.keys: {"PATTERN THERE": "PATTERN HERE"}',
+            )
+        elif is_strict and not self.is_whole:
+            cure = "weights.strict=false leaves those as they are initialised; weights.keys renames them"
+            yield Fault(
+                key="weights.strict",
+                got=f"true, and {source} is not this network's: {self._words()}",
+                expected="the same names and shapes in both",
+                cure=self._proposal() or cure,
+            )
+
+    def _words(self) -> str:
+        differing = [f"{own} is {there} there and {here} here" for own, (_, there, here) in self.shapes.items()]
+        told = [
+            "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else ""),
+            f"not there: {among(self.missing, count=4)}" if self.missing else "",
+            f"not here: {among(self.unused, count=4)}" if self.unused else "",
+        ]
+        return "; ".join(filter(None, told))
+
+    def _proposal(self) -> str | None:
+        """The renaming by which most names would match, where one prefix is all that parts them."""
+        there: Counter[tuple[str, str]] = Counter()
+        for own in self.missing:
+            there.update(
+                (f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}")
+            )
+            there.update(("*", f"{own.removesuffix(theirs)}*") for theirs in self.unused if own.endswith(f".{theirs}"))
+        if not there:
+            return None
+        (old, new), count = there.most_common(1)[0]
+        return f"With weights.keys: {{{old!r}: {new!r}}} {count} more have the same names".replace("'", '"')
+
+
+def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Keys) -> Matching:
+    """Hold the names and shapes of weights against a network's, which may be on the meta device.
+
+    Raises: ConfigError where two of the weights get one name, and where a pattern carries over more than it finds.
+    """
+    renamed: dict[str, str] = {}
+    left_out: list[str] = []
+    unmatched = {pattern: list(weights) for pattern in keys}
+    for theirs in weights:
+        pattern, found = _renamed(theirs, keys)
+        unmatched.pop(pattern, None)
+        if found is None:
+            left_out.append(theirs)
+        elif found in renamed:
+            got = f"{theirs} and {renamed[found]}, which both become {found}"
+            raise ConfigError([Fault(key=f"weights.keys.{pattern}", got=got, expected="a name for each")])
+        else:
+            renamed[found] = theirs
+    own = tensors_of(network)
+    both = {name: renamed[name] for name in own if name in renamed}
+    taken = {name: theirs for name, theirs in both.items() if weights[theirs].shape == own[name].shape}
+    # A tied weight may be there under one of its names.
+    given = {id(own[name]) for name in taken}
+    missing = [name for name in own if name not in both and id(own[name]) not in given and COUNTER not in f".{name}"]
+    return Matching(
+        taken=taken,
+        shapes={
+            name: (theirs, list(weights[theirs].shape), list(own[name].shape))
+            for name, theirs in both.items()
+            if name not in taken
+        },
+        missing=missing,
+        unused=[theirs for name, theirs in renamed.items() if name not in own],
+        left_out=left_out,
+        count=len(own),
+        unmatched=unmatched,
+    )
+
+
+@torch.no_grad()
+def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Matching) -> None:
+    """Copy what matched into the network, in its own dtypes."""
+    own = tensors_of(network)
+    for name, theirs in matching.taken.items():
+        own[name].copy_(weights[theirs])
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """The network's parameters and persistent buffers themselves, by their names in its state dict."""
+    return {name: one for name, one in network.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+
+
+def _renamed(name: str, keys: Keys) -> tuple[str, str | None]:
+    """The pattern that a name matches, and what it becomes; "" and the name itself where none does."""
+    for pattern, new in keys.items():
+        found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name)
+        if found is None:
+            continue
+        if new is None:
+            return pattern, None
+        if new.count("*") > len(found.groups()):
+            got, expected = f"{new}, with {new.count('*')} stars", f"at most {len(found.groups())}, as {pattern} has"
+            raise ConfigError([Fault(key=f"weights.keys.{pattern}", got=got, expected=expected)])
+        texts = new.split("*")
+        return pattern, "".join(
+            text + part for text, part in zip(texts, [*found.groups()[: len(texts) - 1], ""], strict=True)
+        )
+    return "", name
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _cut(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= SHOWN else [*lines[: SHOWN - 1], f"  ... and {len(lines) - SHOWN + 1} more of these"]

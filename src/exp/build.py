@@ -93,8 +93,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         config=plan.resolved.yaml,
         **{key: value for key, value in plain["checkpoint"].items() if key != "async"},
     )
-    own = build_entries(plain, "callbacks").values()
-    tell_stop_iterations([recording, *own])
+    tell_stop_iterations([recording, *(own := build_entries(plain, "callbacks").values())])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
     watched = [] if watch is None else [watch]

@@ -11,7 +11,13 @@ from exp.config.targets import resolve
 
 SNAPSHOT = Path(__file__).with_name("config_keys.txt")
 # What exp gives its classes by itself.
-FILLED = {"data.earlier", "data.seed", "hooks.throughput.workload", "logger.tensorboard.directory", "scheduler.optimizer"}
+FILLED = {
+    "data.earlier",
+    "data.seed",
+    "hooks.throughput.workload",
+    "logger.tensorboard.directory",
+    "scheduler.optimizer",
+}
 
 
 def keys_of(node, prefix=""):

@@ -33,6 +33,7 @@ NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLo
 CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
 # Of a run directory, the better one first.
 CHECKPOINTS = ("checkpoints/best.ckpt", "checkpoints/last.ckpt")
+MIXING = ("exp.data.batch_transforms.Mixup", "exp.data.batch_transforms.CutMix")
 CLASSIFICATION = "torchmetrics.classification."
 REGRESSION = "torchmetrics.regression."
 
@@ -145,6 +146,19 @@ def names_make_tags_of_their_own(values: Values) -> Iterator[Fault]:
                 got = f"a metric of the same name as hooks.{name}, whose tags may be the same"
             if got is not None:
                 yield Fault(key=f"{group}.{name}", got=got, expected="a tag of its own", cure="Give it another name")
+
+
+def mixed_targets_are_no_classes(values: Values) -> Iterator[Fault]:
+    """Mixup and CutMix turn the class numbers of a training batch into probabilities, which no metric compares."""
+    stages = values["metric_stages"]
+    if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
+        return
+    nodes = values["data.train_batch_transforms"]
+    for node in nodes.values() if isinstance(nodes, dict) else nodes if isinstance(nodes, list) else ():
+        if is_node(node) and node["_target_"] in MIXING and node.get("num_classes") is not None:
+            name = str(node["_target_"]).rpartition(".")[2]
+            got = f"{show(stages)}, and {name} makes probabilities of the classes of training batches"
+            yield Fault(key="metric_stages", got=got, expected="stages without train", cure="Write [val, test]")
 
 
 def monitors_are_logged(values: Values) -> Iterator[Fault]:
@@ -438,6 +452,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     parts_are_shares,
     objective_is_not_empty,
     names_make_tags_of_their_own,
+    mixed_targets_are_no_classes,
     monitors_are_logged,
     mode_fits_a_loss,
     task_fits_data,

@@ -15,9 +15,10 @@ from exp.data.collate import Collate, Pad, collate_of
 from exp.data.entries import by_name, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Fitted, Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
+from exp.data.joint_transforms import Transform, callables
 from exp.data.labels import IGNORED, Labels
 from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler
-from exp.data.randomness import preserve_generators
+from exp.data.randomness import preserve_generators, reseed_batch
 from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
@@ -28,14 +29,17 @@ from exp.data.workers import (
     FetchOptions,
     SampleSource,
     StartMethod,
-    Transform,
     WorkerLoader,
     apply_transforms,
     received,
 )
-from exp.errors import ConfigError, RunError
-from exp.types import DataSpec, SampleDtype, Stage
+from exp.errors import ConfigError, ExpError, RunError, UserCodeError
+from exp.nested import tensors_in
+from exp.types import Batch, DataSpec, SampleDtype, Stage
 
+# By name, or in a list.
+Transforms = Mapping[str, Any] | Sequence[Any] | None
+BATCH = "batch_transforms"
 # Of a part, that the check looks at before a run.
 SAMPLES = 64
 
@@ -58,7 +62,9 @@ class Data:
     num_workers, prefetch_factor, persistent_workers, multiprocessing_context: DataLoader's own.
     pin_memory: None means where there is a CUDA device.
     shuffle_buffer: samples among which the order of a stream is random.
-    transforms: applied in turn to the input of each sample. train_transforms: the same before them, in training only.
+    transforms: applied in turn to the input of each sample, or to the entries that their parameters name.
+        train_transforms: the same before them, in training only. batch_transforms, train_batch_transforms: the same on
+        a rank's share of a batch, on its device.
     collate: list of samples to batch; `pad` brings tensors to one size (exp.data.collate.Pad); None means torch's own.
     inputs: a shape and a dtype for each input by name, of samples with several or with another than `input`; null in
         a shape is a length that differs from batch to batch. Of samples that are tuples the names are in their order.
@@ -94,8 +100,10 @@ class Data:
         persistent_workers: bool = True,
         multiprocessing_context: StartMethod | None = None,
         shuffle_buffer: Annotated[int, Ge(0)] = 1000,
-        transforms: Mapping[str, Any] | None = None,
-        train_transforms: Mapping[str, Any] | None = None,
+        transforms: Transforms = None,
+        train_transforms: Transforms = None,
+        batch_transforms: Transforms = None,
+        train_batch_transforms: Transforms = None,
         collate: Collate | Literal["pad"] | None = None,
         inputs: Mapping[str, Any] | None = None,
         input_shape: Sequence[int] | None = None,
@@ -110,16 +118,14 @@ class Data:
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self.shuffle_buffer = shuffle_buffer
-        self._transforms = tuple((transforms or {}).values())
-        self._train_transforms = tuple((train_transforms or {}).values())
-        self._collate = collate_of(collate, inputs=tuple(inputs or ()))
-        self._options = FetchOptions(
-            num_workers=num_workers,
-            pin_memory=use_pinned_memory(pin_memory),
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            multiprocessing_context=multiprocessing_context,
-        )
+        self._inputs = tuple(inputs or ())
+        self._collate = collate_of(collate, inputs=self._inputs)
+        given = {"transforms": transforms, "train_transforms": train_transforms}
+        batch = {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}
+        self._steps = {key: callables(one, key, self._held) for key, one in given.items()}
+        self._steps |= {key: callables(one, key, self._inputs) for key, one in batch.items()}
+        pinned = use_pinned_memory(pin_memory)
+        self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
         self.input_mean, self.input_std = input_mean, input_std
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self.fitted = fit(raw, earlier=earlier or (lambda: None))
@@ -127,7 +133,6 @@ class Data:
         self._drawn: SampledOrder | None = None
         self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
-        self._inputs = tuple(inputs or ())
         declared = DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs)
         self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.spec = self._spec(declared)
@@ -188,6 +193,23 @@ class Data:
         assembly = self._assembly(source.named)
         return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, assembly=assembly)
 
+    def transforms_batches(self, stage: Stage) -> bool:
+        """Whether the batches of a stage go through transforms once they are on the device."""
+        return bool(self._transforms_of(stage, BATCH))
+
+    def transform_batch(self, batch: Batch, *, stage: Stage, rank: int, epoch: int, number: int) -> Batch:
+        """A rank's share of a batch with the stage's batch transforms applied, under generators of its own stream.
+
+        Raises: UserCodeError, and what a transform of exp's refuses.
+        """
+        reseed_batch(seed=self.seed, stage=stage, rank=rank, epoch=epoch, batch=number)
+        try:
+            return batch._replace(data=apply_transforms(batch.data, self._transforms_of(stage, BATCH)))
+        except ExpError:
+            raise
+        except Exception as error:
+            raise UserCodeError.of(error, what=f"transforming batch {number} of {stage}") from error
+
     def first_samples(self, stage: Stage, *, seconds: float) -> object:
         """What the check looks at: the first samples of a stage as a batch, at most one batch and `SAMPLES`.
 
@@ -196,22 +218,30 @@ class Data:
         seconds: when so many have passed, no further sample is read.
         Raises: SampleError for a label outside the classes, and for samples that make no batch; UserCodeError.
         """
-        part = self.part(stage)
-        if isinstance(part, IterableDataset):
+        if isinstance(self.part(stage), IterableDataset):
             return None
+        with preserve_generators():
+            read = self._first_samples(stage, seconds=seconds)
+            if not self.transforms_batches(stage):
+                return read
+            count = next(len(tensor) for tensor in tensors_in(read))
+            batch = Batch(read, size=count, global_size=count, world_size=1)
+            return self.transform_batch(batch, stage=stage, rank=0, epoch=0, number=0).data
+
+    def _first_samples(self, stage: Stage, *, seconds: float) -> object:
+        part = self.part(stage)
         if self._by_index(stage) and isinstance(part, Tensors):
             return by_name(part.entries, self._inputs)
         count = min(self.batch_size, SAMPLES, samples_in(part))
-        with preserve_generators():
-            if self._by_index(stage):
-                entries = by_name(gathered(part, torch.arange(count), stage=stage), self._inputs)
-                self._labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
-                return entries
-            source, ends = self._source(stage), time.monotonic() + seconds
-            read = [source[0, 0]]
-            while len(read) < count and time.monotonic() < ends:
-                read.append(source[0, len(read)])
-            return received(self._assembly(source.named)(read))
+        if self._by_index(stage):
+            entries = by_name(gathered(part, torch.arange(count), stage=stage), self._inputs)
+            self._labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
+            return entries
+        source, ends = self._source(stage), time.monotonic() + seconds
+        read = [source[0, 0]]
+        while len(read) < count and time.monotonic() < ends:
+            read.append(source[0, len(read)])
+        return received(self._assembly(source.named)(read))
 
     def _source(self, stage: Stage) -> SampleSource:
         return SampleSource(
@@ -221,8 +251,8 @@ class Data:
     def _assembly(self, named: Callable[[int], str]) -> Assembly:
         return Assembly(collate=self._collate, inputs=self._inputs, labels=self._labels, named=named)
 
-    def _transforms_of(self, stage: Stage) -> tuple[Transform, ...]:
-        return (*self._train_transforms, *self._transforms) if stage == "train" else self._transforms
+    def _transforms_of(self, stage: Stage, key: str = "transforms") -> tuple[Transform, ...]:
+        return (*self._steps[f"train_{key}"], *self._steps[key]) if stage == "train" else self._steps[key]
 
     def _by_index(self, stage: Stage) -> bool:
         is_plain = self._collate is default_collate and not self._transforms_of(stage)

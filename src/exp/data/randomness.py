@@ -38,6 +38,11 @@ def reseed_sample(*, seed: int, epoch: int, index: int) -> None:
     _seed_generators(seed_for(seed, "sample", epoch, index))
 
 
+def reseed_batch(*, seed: int, stage: Stage, rank: int, epoch: int, batch: int) -> None:
+    """Sets the same generators to the stream of the transforms of one rank's share of a batch."""
+    _seed_generators(seed_for(seed, "batch", stage, rank, epoch, batch))
+
+
 def reseed_sampler(*, seed: int, stage: Stage, epoch: int) -> None:
     """Sets the same generators to the stream of one pass of a sampler; epoch -1 is that in which it is made."""
     _seed_generators(seed_for(seed, "sampler", stage, epoch))

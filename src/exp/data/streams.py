@@ -17,19 +17,19 @@ from itertools import islice
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from exp.data.in_memory import samples_in
+from exp.data.joint_transforms import Transform
 from exp.data.loader import Epochs, Loader, batch_count, share
 from exp.data.randomness import reseed_sample, sample_generator
 from exp.data.workers import (
     Assembly,
     FetchOptions,
     Sample,
-    Transform,
     apply_transforms,
     isolate_generators,
     received,
     told,
 )
-from exp.errors import ExpError, RunError
+from exp.errors import ConfigError, ExpError, RunError
 from exp.types import Batch, Stage
 
 END = object()
@@ -123,6 +123,8 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         reseed_sample(seed=self.seed, epoch=self.epoch, index=position)
         try:
             return replace(sample, data=apply_transforms(sample.data, self.transforms))
+        except ConfigError as error:
+            return error
         except BaseException as error:
             return told(error, what=f"transforming {self.assembly.named(sample.index)}")
 

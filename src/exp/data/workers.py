@@ -18,6 +18,7 @@ from exp.data.collate import Collate
 from exp.data.entries import by_name, target_in
 from exp.data.faults import SampleError
 from exp.data.in_memory import sample_name, samples_in
+from exp.data.joint_transforms import JointTransform, Transform
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
@@ -25,12 +26,11 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError
 from exp.signals import heed
 from exp.types import Batch, Stage
 
-Transform = Callable[[Any], Any]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FetchOptions:
     """How samples are fetched: DataLoader's own words, null for its default."""
 
@@ -201,7 +201,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
         reseed_sample(seed=self.seed, epoch=epoch, index=index)
         try:
             return Sample(index=index, data=apply_transforms(self.dataset[index], self.transforms))
-        except SampleError as error:
+        except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:
             return told(error, what=f"reading {self.named(index)}")
@@ -269,21 +269,19 @@ def end_workers() -> None:
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
     """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping.
 
-    A mapping without such an entry, and more values than two, are given to the transforms whole.
+    A mapping without such an entry, and more values than two, are given to the transforms whole; a joint transform
+    takes the entries that it names. A batch goes through them alike.
     """
-    if not transforms:
-        return sample
-    if isinstance(sample, Mapping) and "input" in sample:
-        return {**sample, "input": applied(sample["input"], transforms)}
-    if isinstance(sample, tuple | list) and len(sample) <= 2:
-        return (applied(sample[0], transforms), *sample[1:])
-    return applied(sample, transforms)
-
-
-def applied(value: object, transforms: Sequence[Transform]) -> object:
     for transform in transforms:
-        value = transform(value)
-    return value
+        if isinstance(transform, JointTransform):
+            sample = transform(sample)
+        elif isinstance(sample, Mapping) and "input" in sample:
+            sample = {**sample, "input": transform(sample["input"])}
+        elif isinstance(sample, tuple | list) and len(sample) <= 2:
+            sample = (transform(sample[0]), *sample[1:])
+        else:
+            sample = transform(sample)
+    return sample
 
 
 def as_batch(data: object) -> object:

@@ -143,10 +143,23 @@ class Batches:
         self._loader = None
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._stage == "train":
-            self.loader.set_position(*next_batch(self._module.trainer))
-            return _Waiting(iter(self.loader), self._module)
-        return iter(self.loader)
+        if self._stage != "train":
+            return self._transformed(iter(self.loader), (0, 0))
+        position = next_batch(self._module.trainer)
+        self.loader.set_position(*position)
+        return self._transformed(_Waiting(iter(self.loader), self._module), position)
+
+    def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
+        """The batches from a position, (epoch, batch), on, transformed on the device where transforms ask for that."""
+        if not self._module.data.transforms_batches(self._stage):
+            return batches
+        return self._on_device(batches, *position)
+
+    def _on_device(self, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
+        module, device = self._module, self._module.trainer.strategy.root_device
+        for number, batch in enumerate(batches, start):
+            there = module.transfer_batch_to_device(batch, device, 0)
+            yield module.data.transform_batch(there, stage=self._stage, rank=module.rank, epoch=epoch, number=number)
 
     def __len__(self) -> int:
         """Raises: TypeError where a stream does not know."""

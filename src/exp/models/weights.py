@@ -105,9 +105,7 @@ class Matching:
         """The renaming by which most names would match, where one prefix is all that parts them."""
         there: Counter[tuple[str, str]] = Counter()
         for own in self.missing:
-            there.update(
-                (f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}")
-            )
+            there.update((f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}"))
             there.update(("*", f"{own.removesuffix(theirs)}*") for theirs in self.unused if own.endswith(f".{theirs}"))
         if not there:
             return None

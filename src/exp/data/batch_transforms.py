@@ -1,0 +1,93 @@
+"""Transforms of a whole batch, on the device: its samples are mixed in pairs.
+
+Each rank mixes its own share. exp seeds the generators from (seed, rank, epoch, batch) before them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Annotated
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+from torch.nn import functional
+
+from exp.data.labels import is_whole
+from exp.errors import RunError
+
+
+class _Mix(ABC):
+    """What both have in common: a share drawn from Beta(alpha, alpha), and targets mixed by what the inputs hold.
+
+    alpha: 1 draws shares evenly, less draws them near 0 and 1. num_classes: of targets that are class numbers `[B]`,
+        which become probabilities `[B, V]`: the loss must take those, as torch.nn.CrossEntropyLoss does. None leaves
+        numbers to predict.
+    """
+
+    def __init__(self, *, alpha: Annotated[float, Gt(0)] = 1.0, num_classes: int | None = None) -> None:
+        self.alpha, self.num_classes = alpha, num_classes
+        # Where the draws are is said here, so that they are the same on every device.
+        self._beta = torch.distributions.Beta(torch.tensor(alpha).double(), torch.tensor(alpha).double())
+
+    def __call__(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """input `[B, ...]`, floating. target: `[B]` class numbers, or `[B, ...]` numbers to predict.
+
+        Raises: RunError where they cannot be mixed.
+        """
+        if not input.is_floating_point():
+            raise RunError(f"{type(self).__name__} mixes floating inputs, and the input is {input.dtype}")
+        share = float(self._beta.sample())
+        partner = torch.randperm(len(input)).to(input.device)
+        mixed, kept = self.mixed(input, input[partner], share)
+        targets = self._soft(target).to(mixed.dtype)
+        return mixed, kept * targets + (1 - kept) * targets[partner]
+
+    @abstractmethod
+    def mixed(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
+        """The mixed inputs, and the share of `input` in them."""
+
+    def _soft(self, target: Tensor) -> Tensor:
+        if not is_whole(target):
+            return target
+        if self.num_classes is None or target.dim() != 1:
+            raise RunError(
+                f"{type(self).__name__} mixes class numbers [B] of num_classes classes, and got a target of shape "
+                f"{list(target.shape)} with num_classes={self.num_classes}; write num_classes: ${{data.num_classes}}"
+            )
+        return functional.one_hot(target.long(), self.num_classes)
+
+
+class Mixup(_Mix):
+    """Mixes each sample with another: share * input + (1 - share) * other, and the targets alike.
+
+    Zhang, Cisse, Dauphin and Lopez-Paz, mixup: Beyond Empirical Risk Minimization, 2018.
+    """
+
+    def mixed(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
+        return share * input + (1 - share) * other, share
+
+
+class CutMix(_Mix):
+    """Puts a box of another picture in the place of each one's own; targets are mixed by area. Inputs `[B, ..., H, W]`.
+
+    Yun et al., CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features, 2019.
+    """
+
+    def mixed(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
+        if input.dim() < 3:
+            raise RunError(f"CutMix cuts pictures [B, ..., H, W], and the input has the shape {list(input.shape)}")
+        height, width = input.shape[-2:]
+        side = math.sqrt(1 - share)
+        top, bottom = _span(height, side)
+        left, right = _span(width, side)
+        mixed = input.clone()
+        mixed[..., top:bottom, left:right] = other[..., top:bottom, left:right]
+        return mixed, 1 - (bottom - top) * (right - left) / (height * width)
+
+
+def _span(length: int, share: float) -> tuple[int, int]:
+    """Where a piece of about this share of a length begins and ends; its middle is drawn, and edges cut it."""
+    middle, half = int(torch.randint(length, ())), round(length * share) / 2
+    return max(0, math.floor(middle - half)), min(length, math.floor(middle + half))

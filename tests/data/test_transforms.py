@@ -1,0 +1,163 @@
+"""Transforms: of one value, of input and target together, in lists, on samples and on whole batches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import exp
+from exp.data.batch_transforms import CutMix, Mixup
+from exp.data.data import Data
+from exp.errors import ConfigError, RunError
+
+INPUTS, TARGETS = torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3
+
+
+class Flip:
+    """Of both, at random: the two must agree."""
+
+    def __call__(self, input, target):
+        return (-input, 2 - target) if random.random() < 0.5 else (input, target)
+
+
+class Named:
+    def __call__(self, image, target):
+        return {"target": target + 1, "marked": image.sum()}
+
+
+class Relabel(nn.Module):
+    def forward(self, target):
+        return (target + 1) % 3
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, value):
+        return value * self.factor
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"image": INPUTS[index], "table": INPUTS[index] + 1, "target": TARGETS[index] % 2}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(INPUTS, TARGETS))
+
+
+def data(**settings) -> Data:
+    table = TensorDataset(INPUTS, TARGETS)
+    return Data(**{"train": table, "val": table, "batch_size": 5, "num_classes": 3, "seed": 1, **settings})
+
+
+def batches(made, stage="train", **where):
+    loader = made.loader(stage, **where)
+    return [batch.data for batch in loader]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_input_and_target_are_transformed_together_in_workers_and_from_any_position(stream):
+    settings = {"train": Stream()} if stream else {}
+    made = data(train_transforms=[Flip()], **settings)
+    first, second = batches(made), batches(made)
+    for inputs, targets in first:
+        was = inputs[:, 0] < 0
+        number = (inputs[:, 0].abs() / 2).long()
+        assert torch.equal(targets[inputs[:, 0] != 0], torch.where(was, 2 - number % 3, number % 3)[inputs[:, 0] != 0])
+    assert any(bool((inputs < 0).any()) for inputs, _ in first)
+    assert str(first) == str(batches(data(train_transforms=[Flip()], num_workers=1, **settings)))
+    loader = made.loader("train")
+    loader.set_position(0, 2)
+    assert str([batch.data for batch in loader]) == str(first[2:])
+    assert len(second) == 3
+
+
+def test_stages_order_and_names():
+    made = data(transforms={"ten": Scaled(10)}, train_transforms=[Scaled(2), Relabel()], shuffle=False)
+    assert torch.equal(batches(made)[0][0], 20 * INPUTS[:5])
+    assert torch.equal(batches(made)[0][1], (TARGETS[:5] + 1) % 3)
+    assert torch.equal(batches(made, "val")[0][0], 10 * INPUTS[:5])
+    assert torch.equal(batches(made, "val")[0][1], TARGETS[:5])
+    named = data(train=Rows(), val=None, transforms=[Named()], shuffle=False)
+    batch = batches(named)[0]
+    assert torch.equal(batch["marked"], INPUTS[:5].sum(1))
+    assert torch.equal(batch["target"], TARGETS[:5] % 2 + 1)
+
+
+def test_transforms_that_fit_no_sample_are_told():
+    with pytest.raises(ConfigError, match="which takes input; expected parameters among the entries of a sample"):
+        data(train=Rows(), val=None, transforms=[Flip()])
+    with pytest.raises(RunError, match="returns 1 values; expected 2"):
+        data(train_transforms=[lambda input, target: input])
+
+
+@pytest.mark.parametrize("kind", [Mixup, CutMix])
+def test_mixed_batches_hold_what_their_targets_say(kind):
+    torch.manual_seed(0)
+    # Each picture is one number, so that its share can be read from the mean.
+    inputs = torch.arange(1.0, 9.0)[:, None, None, None].expand(8, 3, 10, 12).clone()
+    classes = torch.arange(8)
+    seen = set()
+    for _ in range(20):
+        mixed, targets = kind(alpha=1.0, num_classes=8)(inputs, classes)
+        torch.testing.assert_close(targets.sum(1), torch.ones(8))
+        torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ torch.arange(1.0, 9.0), rtol=1e-5, atol=1e-5)
+        seen.add(round(float(targets.max(1).values.min()), 3))
+    assert len(seen) > 5
+    numbers = kind(alpha=1.0)(inputs, torch.arange(1.0, 9.0)[:, None])
+    torch.testing.assert_close(numbers[0].mean((1, 2, 3)), numbers[1][:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_batch_transforms_are_functions_of_seed_rank_epoch_and_batch():
+    made = data(train_batch_transforms=[Mixup(alpha=1.0, num_classes=3)])
+    batch = next(iter(made.loader("train")))
+
+    def mixed(**where):
+        place = {"stage": "train", "rank": 0, "epoch": 0, "number": 0, **where}
+        return str(made.transform_batch(batch, **place).data)
+
+    assert mixed() == mixed()
+    assert len({mixed(), mixed(rank=1), mixed(epoch=1), mixed(number=1)}) == 4
+    assert not made.transforms_batches("val")
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "told"),
+    [
+        (["objective=[cross_entropy]"], "objective", "CrossEntropy"),
+        (["metric_stages=[train,val]"], "metric_stages", "Mixup makes probabilities"),
+    ],
+)
+def test_what_does_not_go_with_mixed_targets_is_told(words, key, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(exp.compose([MIXED, *words]))
+    assert any(fault.key.startswith(key) and told in str(fault) for fault in caught.value.faults), caught.value
+
+
+MIXED = "data.train_batch_transforms={mix: {_target_: exp.data.batch_transforms.Mixup, num_classes: 10}}"
+
+
+def test_a_run_with_mixed_batches_goes_on_bit_for_bit(ranks):
+    words = (
+        *("objective.cross_entropy.loss={_target_: torch.nn.CrossEntropyLoss}", "hooks=[]", "test=false"),
+        *("trainer.max_epochs=2", "data.batch_size=256", "optimizer=sgd"),
+    )
+    whole = ranks.train(*words, MIXED)
+    killed = ranks.train(*words, MIXED, "trainer.max_steps=7")
+    rest = ranks.train(*words, MIXED, f"resume={killed.directory}/checkpoints/last.ckpt")
+    plain = ranks.train(*words)
+    expected, other = whole.checkpoint()["state_dict"], plain.checkpoint()["state_dict"]
+    for name, value in rest.checkpoint()["state_dict"].items():
+        assert torch.equal(value, expected[name])
+    assert not all(torch.equal(value, other[name]) for name, value in expected.items())

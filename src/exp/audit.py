@@ -141,7 +141,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
     content = read_yaml(path)
     for key, value in leaves(content):
         where, name = f"{path}, {key}", key.rpartition(".")[2]
-        if name == "_target_":
+        if name == "_target_" or (key.split(".")[-2:-1] == ["functions"] and isinstance(value, str)):
             yield _target(value, where=where, root=root, allow=allow)
         elif isinstance(value, str):
             for variable in READ.findall(value):

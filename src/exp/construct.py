@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from exp.config.annotations import EMPTY, annotations_of, is_array
 from exp.config.reading import secrets_kept
 from exp.config.slots import MODULE, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
-from exp.config.targets import class_of, resolve
+from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
 from exp.engine.datamodule import fitted_in
 from exp.engine.weight_files import read_weights
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, refusal, said
-from exp.models.inference import example_inputs, lazy_class, materialise
+from exp.models.containers import ProgramModel
+from exp.models.inference import example_inputs, lazy_class, lazy_defaults, materialise
 from exp.models.syntax import ProgramError
 from exp.models.weights import load_weights, match_weights
 from exp.objectives.objective import Objective
@@ -80,8 +81,11 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         arguments.update(
             {name: value for name, value in offers.items() if name in takes and arguments.get(name) is None}
         )
-    if inspect.isclass(target) and issubclass(target, nn.Module) and not positional:
-        target = lazy_class(target, set(arguments)) or target
+    if inspect.isclass(target) and issubclass(target, ProgramModel) and isinstance(arguments.get("functions"), Mapping):
+        arguments["functions"] = _functions(arguments["functions"], key=f"{key}.functions", allow=allow)
+    if inspect.isclass(target) and (lazy := lazy_class(target, set(arguments), positional=len(positional))) is not None:
+        arguments = {**lazy_defaults(target, lazy), **arguments}
+        target = lazy
     if node.get("_partial_"):
         return functools.partial(target, *positional, **arguments)
     try:
@@ -106,6 +110,17 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         raise ConfigError([
             dataclasses.replace(fault, got=redacted(fault.got), expected=redacted(fault.expected))
         ]) from error  # fmt: skip
+
+
+def _functions(named: Mapping[str, Any], *, key: str, allow: Sequence[str]) -> dict[str, Any]:
+    """The functions of a forward program, by their names there. Raises: ConfigError."""
+    found = {}
+    for name, dotted in named.items():
+        try:
+            found[name] = resolve_function(dotted, allow=allow)
+        except TargetError as error:
+            raise ConfigError([dataclasses.replace(error.faults[0], key=f"{key}.{name}")]) from error
+    return found
 
 
 def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,7 @@ def _refused(rows: list[Any]) -> Iterator[str]:
             for reason, count in getattr(row, kind).items():
                 short = reason.partition("; expected ")[0]
                 short = short.partition(" is not on the list: ")[2] or short
+                short = re.sub(r"^.*(refused its values)", r"the class \1", short)
                 reasons.setdefault(short, []).append(row.name)
                 calls[short] += count
         if reasons:
@@ -94,7 +96,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="docs/against-torch.md")
     options = parser.parse_args()
     names = [name for name in options.only.split(",") if name]
-    parts = [("Operators, in forward programs", load("operators").seen(most=options.most, only=names))]
+    parts = [
+        ("Operators, in forward programs", load("operators").seen(most=options.most, only=names)),
+        ("Layers, in configs", load("layers").seen(most=options.most, only=names)),
+    ]
     text = page(parts)
     print(text)
     wrong = [f"{row.name}: {one[:300]}" for _, rows in parts for row in rows for one in row.wrong]

@@ -59,8 +59,11 @@ class Writer:
 
     def text(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-            return f"a{len(self.tensors) - 1}"
+            known = [id(one) for one in self.tensors]
+            if id(value) not in known:
+                self.tensors.append(value)
+                known.append(id(value))
+            return f"a{known.index(id(value))}"
         if isinstance(value, list):
             return f"[{', '.join(map(self.text, value))}]"
         if isinstance(value, tuple):
@@ -152,7 +155,7 @@ def _try(row: Row, function: Any, sample: Any) -> None:
         row.refused[f"{error.message}; expected {error.expected}"] += 1
         return
     given = writer.tensors or [torch.zeros(1)]
-    found, expected = (_run(call, given) for call in (network, _by_hand(function, sample, given)))
+    found, expected = (run(call, given) for call in (network, by_hand(function, sample, given)))
     if isinstance(expected, Exception) and type(found) is type(expected):
         row.by_torch[f"{type(expected).__name__}: {str(expected).splitlines()[0]}"] += 1
         return
@@ -162,16 +165,18 @@ def _try(row: Row, function: Any, sample: Any) -> None:
     (outputs, gradients, changed), (wanted, wanted_gradients, _) = found, expected
     if changed:
         row.wrong.append(f"{text}: writes into an input")
-    elif not _same(outputs, wanted):
+    elif not same(outputs, wanted):
         row.wrong.append(f"{text}: another output")
-    elif not _same(gradients, wanted_gradients):
+    elif not same(gradients, wanted_gradients):
         row.wrong.append(f"{text}: another gradient")
     else:
         row.equal += 1
         row.backward += bool(gradients)
 
 
-def _by_hand(function: Any, sample: Any, given: Sequence[torch.Tensor]) -> Any:
+def by_hand(function: Any, sample: Any, given: Sequence[torch.Tensor]) -> Any:
+    """The call of a sample on other tensors."""
+
     def call(*fresh: torch.Tensor) -> Any:
         table = {id(old): new for old, new in zip(given, fresh, strict=True)}
         return function(*_replaced(sample.args, table), **_replaced(sample.kwargs, table))
@@ -189,8 +194,8 @@ def _replaced(value: Any, table: dict[int, torch.Tensor]) -> Any:
     return {key: _replaced(one, table) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _run(call: Any, given: Sequence[torch.Tensor]) -> Any:
-    """Outputs, gradients and whether an input changed; or what was raised."""
+def run(call: Any, given: Sequence[torch.Tensor], holder: Any = None) -> Any:
+    """Outputs, gradients and whether an input changed; or what was raised. holder: of parameters that learn, too."""
     fresh = [one.detach().clone().requires_grad_(one.requires_grad) for one in given]
     # Not a leaf, so that what writes in place can be caught at it.
     working = [one.clone() if one.requires_grad else one for one in fresh]
@@ -198,7 +203,7 @@ def _run(call: Any, given: Sequence[torch.Tensor]) -> Any:
     try:
         output = call(*working)
         parts = [one for one in tensors(output) if one.requires_grad]
-        learners = [one for one in fresh if one.requires_grad]
+        learners = [one for one in (*fresh, *(holder.parameters() if holder else ())) if one.requires_grad]
         gradients: list[Any] = []
         if parts and learners:
             torch.manual_seed(2)
@@ -206,7 +211,7 @@ def _run(call: Any, given: Sequence[torch.Tensor]) -> Any:
             gradients = list(torch.autograd.grad(parts, learners, weights, allow_unused=True))
     except Exception as error:
         return error
-    changed = any(not _same(one, old) for one, old in zip(working, given, strict=True))
+    changed = any(not same(one, old) for one, old in zip(working, given, strict=True))
     return output, gradients, changed
 
 
@@ -218,7 +223,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether outputs are the same bits, of the same kinds."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
             return False
@@ -226,7 +232,7 @@ def _same(one: Any, other: Any) -> bool:
             one, other = one.to_dense(), other.to_dense()
         return bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)) if one.numel() else True
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from exp.check.parameters import target_faults
+from exp.construct import construct
 from exp.errors import ConfigError
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import LAZY_CLASSES, example_inputs, lazy_class, materialise
@@ -31,7 +33,36 @@ def test_a_size_left_out_gives_the_lazy_class(cls: type[nn.Module]) -> None:
     lazy, size = LAZY_CLASSES[cls]
     assert lazy_class(cls, set()) is lazy
     assert lazy_class(cls, {size}) is None
+    assert lazy_class(cls, set(), positional=1) is None
     assert lazy.cls_to_become is cls
+
+
+@pytest.mark.parametrize(
+    ("node", "is_right"),
+    [
+        ({"_target_": "torch.nn.Linear", "_args_": [6, 5]}, True),
+        ({"_target_": "torch.nn.Linear", "_args_": [6]}, False),
+        ({"_target_": "torch.nn.Conv2d", "_args_": [3, 5, 3], "padding": "same"}, True),
+        ({"_target_": "torch.nn.Conv2d", "out_channels": 5, "kernel_size": 3, "padding": "same"}, True),
+        ({"_target_": "torch.nn.LazyConv2d", "out_channels": 5, "kernel_size": 3, "padding": "valid"}, True),
+        ({"_target_": "torch.nn.Conv1d", "out_channels": 5, "kernel_size": 3, "padding": 0.5}, False),
+        ({"_target_": "torch.nn.BatchNorm2d", "eps": 1e-3}, True),
+        ({"_target_": "torch.nn.BatchNorm2d", "epsilon": 1e-3}, False),
+    ],
+)
+def test_a_layer_is_held_against_its_own_signature_whoever_gives_its_size(node: dict, is_right: bool) -> None:
+    assert (target_faults({"model": {"layers": {"one": node}}}, allow=()) == []) == is_right
+    if is_right:
+        construct(node, key="model.layers.one", allow=())
+
+
+def test_a_size_left_out_changes_nothing_else() -> None:
+    # torch's lazy instance norm learns a scale and keeps statistics, where the one that it becomes does neither.
+    layer = construct({"_target_": "torch.nn.InstanceNorm2d"}, key="model.layers.norm", allow=())
+    layer(torch.randn(2, 3, 4, 4))
+    assert type(layer) is nn.InstanceNorm2d
+    assert layer.num_features == 3
+    assert (layer.affine, layer.track_running_stats, len(layer.state_dict())) == (False, False, 0)
 
 
 def test_other_classes_have_no_lazy_one() -> None:

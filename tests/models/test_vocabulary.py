@@ -1,11 +1,6 @@
-"""The vocabulary of forward programs: what it holds, what it refuses and why, and torch's own list of operators."""
+"""The vocabulary of forward programs: what it holds, what it refuses and why, and torch's own names."""
 
 from __future__ import annotations
-
-import importlib.util
-import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +13,6 @@ from exp.models.left_out import hint, reason_of
 from exp.models.syntax import ProgramError
 from exp.types import DataSpec
 
-HERE = Path(__file__).parent
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 HOMES = {
     "torch": torch,
@@ -40,31 +34,6 @@ def refused(text: str, **options: object) -> str:
     with pytest.raises(ProgramError) as caught:
         ModuleDictModel(layers=options.pop("layers", {}), forward=text, **options)
     return f"{caught.value.message}; expected {caught.value.expected}"
-
-
-# -- torch's own list of operators --
-
-
-def share_of_torch(rank: int, *, here: str, seed: int, count: int) -> dict[str, object]:
-    """In a process of its own: the database freezes switches of torch."""
-    spec = importlib.util.spec_from_file_location("operators", Path(here) / "operators.py")
-    operators = sys.modules["operators"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(operators)
-    names = [name for one in operators.load("torch_databases").operators() for name in one.names]
-    rows = operators.seen(most=2, only=random.Random(seed).sample(sorted(set(names)), count))
-    wrong = [line for row in rows for line in row.wrong]
-    return {"names": names, "wrong": wrong, "equal": sum(row.equal for row in rows)}
-
-
-@pytest.mark.numeric
-def test_operators_of_torchs_own_database_are_equal_or_left_out_with_a_reason(ranks) -> None:
-    (found,) = ranks.call(share_of_torch, ranks=1, here=str(HERE), seed=3, count=40)
-    assert found["wrong"] == []
-    assert found["equal"] > 40
-    lasts = {name.rpartition(".")[2] for name in found["names"] if not name.startswith("torch.ops")}
-    listed = set().union(*map(vocabulary.members, vocabulary.PREFIXES)) | vocabulary.METHODS | vocabulary.ATTRIBUTES
-    unknown = sorted(name for name in lasts if name not in listed and reason_of(name) is None)
-    assert unknown == []
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -95,6 +95,8 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         "unfreeze_backbone_at_epoch": Ge(0),
         "annealing_epochs": Ge(0),
     },
+    # A loss's p is the power of a norm.
+    "torch.nn.modules.dropout._DropoutNd": {"p": _SHARE},
     "torch.nn.modules.module.Module": {
         **dict.fromkeys(("in_features", "out_features", "in1_features", "in2_features", "num_features"), Ge(1)),
         **dict.fromkeys(("in_channels", "out_channels", "num_channels", "num_groups", "groups"), Ge(1)),
@@ -102,7 +104,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("num_embeddings", "embedding_dim", "embed_dim", "num_heads", "nhead", "d_model"), Ge(1)),
         **dict.fromkeys(("input_size", "hidden_size", "dim_feedforward", "num_parameters"), Ge(1)),
         **dict.fromkeys(("num_layers", "num_encoder_layers", "num_decoder_layers"), Interval(ge=1, le=10_000)),
-        **dict.fromkeys(("p", "dropout", "label_smoothing"), _SHARE),
+        **dict.fromkeys(("dropout", "label_smoothing"), _SHARE),
         **dict.fromkeys(("eps", "layer_norm_eps"), Ge(0)),
         "delta": Gt(0),
         "ignore_index": Interval(ge=-(2**31), le=2**31 - 1),

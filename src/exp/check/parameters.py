@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -24,7 +25,7 @@ from exp.config.slots import (
     trains_itself,
 )
 from exp.config.sources import position_of
-from exp.config.targets import TargetError, resolve
+from exp.config.targets import TargetError, resolve, resolve_function
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, nearest
 
@@ -84,24 +85,57 @@ def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, all
         return
     yield from _reserved(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
-    signature = signature_of(_sized_later(target, given))
+    signature = _sized_later(target, signature_of(target), given, node)
     yield from _unknown(key, node, given, signature, slot)
     yield from _absent(key, node, given, signature, slot)
     yield from _arguments(key, node, given, signature, slot)
+    if _takes_functions(target) and isinstance(node.get("functions"), dict):
+        yield from _functions(f"{key}.functions", node["functions"], allow=allow)
+        given.remove("functions")
     for name in given:
         if name in signature.parameters and name not in slot.reserved and name not in slot.refused:
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
+
+
+def _takes_functions(target: Any) -> bool:
+    """Whether a target's `functions` are dotted names: those of a container with a forward program."""
+    from exp.models.containers import ProgramModel
+
+    return inspect.isclass(target) and issubclass(target, ProgramModel)
+
+
+def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iterator[Fault]:
+    for name, dotted in named.items():
+        if dotted is UNKNOWN:
+            continue
+        try:
+            resolve_function(dotted, allow=allow)
+        except TargetError as error:
+            yield _placed(error.faults[0], f"{key}.{name}")
+        except ConfigError as error:
+            yield from error.faults
 
 
 def _placed(fault: Fault, key: str) -> Fault:
     return Fault(key=key, got=fault.got, expected=fault.expected, cure=fault.cure)
 
 
-def _sized_later(target: Any, given: list[str]) -> Any:
-    """The lazy class that stands in for a layer whose input size is left to the data."""
-    from exp.models.inference import lazy_class
+def _sized_later(target: Any, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
+    """Without the input size of a layer that is left to the data. A lazy class's own annotations say less."""
+    from exp.models.inference import LAZY_CLASSES, lazy_class
 
-    return (lazy_class(target, set(given)) or target) if inspect.isclass(target) else target
+    values = node.get("_args_")
+    positional = len(values) if isinstance(values, list) else 0
+    if not inspect.isclass(target):
+        return signature
+    sized = getattr(target, "cls_to_become", None)  # of a lazy class of torch's
+    if sized not in LAZY_CLASSES and lazy_class(target, set(given), positional=positional) is None:
+        return signature
+    whole: Any = sized or target
+    size = LAZY_CLASSES[whole][1]
+    of_sized = signature_of(sized) if sized else signature
+    parameters = {name: one for name, one in of_sized.parameters.items() if name != size}
+    return replace(signature, parameters=parameters, positional=tuple(parameters))
 
 
 def _reserved(key: str, node: dict[str, Any]) -> Iterator[Fault]:
@@ -236,12 +270,14 @@ def _faults(config: DictConfig, key: str, node: dict[str, Any]) -> Iterator[Faul
 
 
 def _offers(node: dict[str, Any]) -> dict[str, Any]:
-    inputs, constants = node.get("inputs"), node.get("constants")
+    inputs, constants, functions = node.get("inputs"), node.get("constants"), node.get("functions")
     offers: dict[str, Any] = {}
     if isinstance(inputs, list) and all(isinstance(name, str) for name in inputs):
         offers["inputs"] = inputs
     if isinstance(constants, dict):
         offers["constants"] = [str(name) for name in constants]
+    if isinstance(functions, dict):
+        offers["functions"] = [str(name) for name in functions]
     return offers
 
 

@@ -134,6 +134,25 @@ def resolve(
     return value
 
 
+def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
+    """The function, or the torch.autograd.Function, that a forward program may call by a name of its own.
+
+    It passes the same wall as a class. Torch's own functions need no entry, for a program has a list of them.
+    Raises: TargetError.
+    """
+    if dotted in FUNCTIONS:
+        raise TargetError(
+            target=dotted,
+            got=f"{dotted}, a function of torch",
+            expected="a function of yours, or of a package that security.allow names",
+            cure="Leave it out: what a program may use of torch is listed in docs/vocabulary.md",
+        )
+    value = resolve(dotted, returns=("builtins.object",), allow=allow)
+    if inspect.isclass(value):
+        _require_base(dotted, value, bases=["torch.autograd.Function"])
+    return value
+
+
 def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
     """The package in which the class must live, by the name alone; nothing is imported here."""
     if not isinstance(dotted, str) or not NAME.fullmatch(dotted):

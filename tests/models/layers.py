@@ -1,0 +1,188 @@
+"""Drives every layer of torch's own database through a config, for tests/models/against_torch.py.
+
+Each case of module_db is written below `model.layers`: as torch's tests write it, by the names of its parameters, and
+with its input size left out where exp infers one. The node passes the check that every config passes, is built as a run
+builds it, and must then give by a forward program what the class gives by hand: the same initial weights, outputs,
+gradients and buffers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from exp.check.parameters import target_faults
+from exp.construct import construct
+from exp.errors import ConfigError
+from exp.models.inference import LAZY_CLASSES
+from exp.models.syntax import ProgramError
+
+HERE = Path(__file__).parent
+CONTAINER = "exp.models.containers.ModuleDictModel"
+
+
+def load(name: str) -> Any:
+    """A module that stands beside this one."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+operators = load("operators")
+
+
+def plain(value: Any) -> Any:
+    """A value as a YAML holds it. Raises: operators.NotText where none does."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    raise operators.NotText(f"a {type(value).__name__} as an argument")
+
+
+def _as_config_has_them(value: Any) -> Any:
+    """Numbers of a config become tensors of the default dtype, as torch.tensor makes them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _as_config_has_them(one) for name, one in value.items()}
+    return type(value)(map(_as_config_has_them, value)) if isinstance(value, list | tuple) else value
+
+
+def nodes(kind: type[nn.Module], call: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each way to write a layer: its name for the table, and the node."""
+    target = {"_target_": f"torch.nn.{kind.__name__}"}
+    args, named = plain(call.args), {name: plain(value) for name, value in call.kwargs.items()}
+    yield "by position", {**target, **({"_args_": args} if args else {}), **named}
+    names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
+    if len(args) > len(names):
+        return
+    by_name = {**target, **dict(zip(names, args, strict=False)), **named}
+    if args:
+        yield "by name", by_name
+    if kind in LAZY_CLASSES and LAZY_CLASSES[kind][1] in by_name:
+        yield "size left out", {name: value for name, value in by_name.items() if name != LAZY_CLASSES[kind][1]}
+
+
+def drive(module: Any, rows: dict[tuple[str, str], Any], *, most: int) -> None:
+    """Every case of a layer, in training and in evaluation."""
+    for training in (True, False):
+        for given, called in module.cases(training=training)[:most]:
+            built = type(given)(args=_as_config_has_them(given.args), kwargs=_as_config_has_them(given.kwargs))
+            name = f"torch.nn.{module.kind.__name__}"
+            try:
+                ways = list(nodes(module.kind, built))
+            except operators.NotText as error:
+                row = rows.setdefault((name, "by position"), operators.Row(name=name, form="by position"))
+                row.unwritten[str(error)] += 1
+                continue
+            for form, node in ways:
+                row = rows.setdefault((name, form), operators.Row(name=name, form=form))
+                try:
+                    _try(row, module.kind, node, built, called, training=training)
+                except operators.NotText as error:
+                    row.unwritten[str(error)] += 1
+
+
+def _try(row: Any, kind: type[nn.Module], node: dict[str, Any], built: Any, called: Any, *, training: bool) -> None:
+    writer = operators.Writer()
+    text = f"return module({writer.call(called.args, called.kwargs)})"
+    inputs = [f"a{index}" for index in range(len(writer.tensors))]
+    config = {"_target_": CONTAINER, "layers": {"module": node}, "forward": text, "inputs": inputs}
+    by_hand = _seeded(lambda: kind(*built.args, **built.kwargs).double().train(training))
+    faults = target_faults({"model": config}, allow=())
+    if faults:
+        said = [f"{one.key.removeprefix('model.layers.module.')}: {one.got}, not {one.expected}" for one in faults]
+        row.refused["; ".join(said)] += 1
+        return
+    try:
+        network = _seeded(lambda: construct(config, key="model", allow=()).double().train(training))
+    except (ConfigError, ProgramError) as error:
+        faults = error.faults if isinstance(error, ConfigError) else []
+        row.refused["; ".join(one.got for one in faults) or str(error)] += 1
+        return
+    except Exception as error:
+        row.wrong.append(f"{node}: {error!r}")
+        return
+    if row.form == "size left out" and not isinstance(by_hand, Exception) and not isinstance(network, Exception):
+        _sized(network, by_hand, writer.tensors)
+    if isinstance(by_hand, Exception):
+        row.by_torch[f"{type(by_hand).__name__}: {str(by_hand).splitlines()[0]}"] += 1
+        return
+    _compare(row, node, network, by_hand, called, writer.tensors)
+
+
+def _seeded(make: Any) -> Any:
+    torch.manual_seed(0)
+    try:
+        return make()
+    except (ConfigError, ProgramError):
+        raise
+    except Exception as error:
+        return error
+
+
+def _sized(network: nn.Module, by_hand: nn.Module, given: Sequence[torch.Tensor]) -> None:
+    """Its size from one forward, as the stand-in batch gives it, then the weights of the layer by hand."""
+    training = network.training
+    try:
+        with torch.no_grad():
+            network.eval()(*given)
+        network.module.load_state_dict(by_hand.state_dict())
+    except RuntimeError as error:
+        # InstanceNorm alone: torch's lazy one takes the axis behind the batch, whether there is one or not.
+        raise operators.NotText("an input without a batch axis, which data never give") from error
+    network.train(training)
+
+
+def _compare(row: Any, node: Any, network: Any, by_hand: Any, called: Any, given: Sequence[torch.Tensor]) -> None:
+    is_lazy = any(map(nn.parameter.is_lazy, (*by_hand.parameters(), *by_hand.buffers())))
+    if not is_lazy and not _same_tables(network.module, by_hand):
+        row.wrong.append(f"{node}: other initial weights")
+        return
+    hand = operators.by_hand(by_hand, called, given)
+    found, expected = (
+        operators.run(call, given, learners) for call, learners in ((network, network.module), (hand, by_hand))
+    )
+    if isinstance(expected, Exception) and type(found) is type(expected):
+        row.by_torch[f"{type(expected).__name__}: {str(expected).splitlines()[0]}"] += 1
+    elif isinstance(found, Exception) or isinstance(expected, Exception):
+        row.wrong.append(f"{node}: {found!r}, by hand {expected!r}")
+    elif not operators.same(found[0], expected[0]):
+        row.wrong.append(f"{node}: another output")
+    elif not operators.same(found[1], expected[1]):
+        row.wrong.append(f"{node}: another gradient")
+    elif not _same_tables(network.module, by_hand):
+        row.wrong.append(f"{node}: other buffers")
+    else:
+        row.equal += 1
+        row.backward += bool(found[1])
+
+
+def _same_tables(one: nn.Module, other: nn.Module) -> bool:
+    mine, others = one.state_dict(), other.state_dict()
+    return mine.keys() == others.keys() and all(operators.same(mine[name], others[name]) for name in mine)
+
+
+def seen(*, most: int, only: Sequence[str] = ()) -> list[Any]:
+    """Every layer of module_db, or those named."""
+    rows: dict[tuple[str, str], Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in operators.load("torch_databases").modules():
+            if not only or module.kind.__name__ in only:
+                drive(module, rows, most=most)
+    return list(rows.values())

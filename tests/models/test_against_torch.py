@@ -1,0 +1,46 @@
+"""A seeded share of torch's own operators and layers through exp; all of them: python tests/models/against_torch.py"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exp.models import vocabulary
+from exp.models.left_out import reason_of
+
+HERE = Path(__file__).parent
+
+
+def share_of_torch(rank: int, *, here: str, seed: int) -> dict[str, Any]:
+    """In a process of its own: the databases freeze switches of torch."""
+    spec = importlib.util.spec_from_file_location("layers", Path(here) / "layers.py")
+    layers = sys.modules["layers"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layers)
+    databases = layers.operators.load("torch_databases")
+    names = sorted({name for one in databases.operators() for name in one.names})
+    kinds = sorted(one.kind.__name__ for one in databases.modules())
+    draw = random.Random(seed)
+    rows = layers.operators.seen(most=2, only=draw.sample(names, 40))
+    built = layers.seen(most=1, only=[*draw.sample(kinds, 10), "Conv1d", "InstanceNorm1d"])
+    return {
+        "names": names,
+        "wrong": [line for row in (*rows, *built) for line in row.wrong],
+        "equal": [sum(row.equal for row in part) for part in (rows, built)],
+    }
+
+
+@pytest.mark.numeric
+def test_what_torchs_own_databases_hold_is_equal_or_left_out_with_a_reason(ranks) -> None:
+    (found,) = ranks.call(share_of_torch, ranks=1, here=str(HERE), seed=3)
+    assert found["wrong"] == []
+    operators, layers = found["equal"]
+    assert operators > 40
+    assert layers > 20
+    lasts = {name.rpartition(".")[2] for name in found["names"] if not name.startswith("torch.ops")}
+    listed = set().union(*map(vocabulary.members, vocabulary.PREFIXES)) | vocabulary.METHODS | vocabulary.ATTRIBUTES
+    assert sorted(name for name in lasts if name not in listed and reason_of(name) is None) == []

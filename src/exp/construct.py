@@ -194,7 +194,12 @@ def build_data(plain: Plain) -> Data:
     if not all(name.startswith("exp.objectives.") for name in losses):
         ignored.add(IGNORED)
     earlier = functools.partial(_fitted, plain["resume"])
-    offers = {"seed": plain["seed"], "ignored_labels": sorted(ignored), "earlier": earlier}
+    offers = {
+        "seed": plain["seed"],
+        "ignored_labels": sorted(ignored),
+        "earlier": earlier,
+        "keeps_doubles": plain["precision"]["word"] == "fp64",
+    }
     # Made by the data, once it has the part that they are of.
     partial = {
         name: {**plain["data"][name], "_partial_": True}

@@ -179,3 +179,27 @@ def test_what_takes_from_training_has_parts_of_its_kind():
     with pytest.raises(ConfigError, match=r"data.dataset: Asking with fit\(\) and prepare\(\), and neither select"):
         Data(dataset=Asking())
     assert Data(train=Asking()).fitted == {"length": 10}
+
+
+class Doubles(Plain):
+    """As NumPy gives its numbers."""
+
+    def __getitem__(self, index):
+        return {"input": torch.full((2,), index + 1e-12, dtype=torch.float64), "target": index % 3, "weight": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [({}, torch.float32), ({"input_dtype": "float32"}, torch.float32), ({"input_dtype": "float64"}, torch.float64),
+     ({"keeps_doubles": True}, torch.float64)],
+)  # fmt: skip
+@pytest.mark.parametrize("by_index", [True, False])
+def test_double_samples_become_what_a_network_computes_in(settings, dtype, by_index):
+    indexed = TensorDataset(torch.ones(10, 2, dtype=torch.float64), torch.arange(10) % 3)
+    data = Data(train=indexed if by_index else Doubles(), **settings)
+    batch = next(iter(data.loader("train"))).data
+    found = [batch[0]] if by_index else [batch["input"], batch["weight"]]
+    assert {one.dtype for one in found} == {dtype}
+    assert data.spec.input_dtype == str(dtype).removeprefix("torch.")
+    named = ["input"] if by_index else ["input", "weight"]
+    assert data.rounded == (named if dtype is torch.float32 else [])

@@ -57,8 +57,8 @@ FAULTS = [
     (row(target="negative"), "data.num_classes: 3", "sample 2 of train (sample 5 of data.dataset) has the label -1"),
     (row(target="ignored"), "data.num_classes: 3", "has the label -100", "ignore_index of the loss"),
     (row(target="void"), "data.num_classes: 3", "the class 255, in sample 2 of train", "ignore_index of the loss"),
-    (row(target="float"), "objective.cross_entropy.loss", "needs class numbers (int64); the target is float64"),
-    ((*row(target="float"), *TORCHS), "objective.ce", "[B] float64 for outputs [B, 3]", "Give class numbers as int64"),
+    (row(target="float"), "objective.cross_entropy.loss", "needs class numbers (int64); the target is float32"),
+    ((*row(target="float"), *TORCHS), "objective.ce", "[B] float32 for outputs [B, 3]", "Give class numbers as int64"),
     (row(target="bool"), "objective.cross_entropy.loss", "[B] bool", "Give class numbers as int64"),
     ((*row(target="int32"), *TORCHS), "objective.ce", "[B] int32", "Give class numbers as int64"),
     (row(target="column"), "objective.cross_entropy.loss", "it is [16, 1]. Drop the target's last axis of 1"),
@@ -79,7 +79,6 @@ FAULTS = [
     (row(by="input"), "objective.cross_entropy.loss", "neither network nor batch gives; there are input, label"),
     (row(by="alone"), "objective.cross_entropy.loss", "neither network nor batch gives"),
     (row(input="wide"), "data.collate", "sample 2 of train (sample 5 of data.dataset) has the sizes [[5], []]"),
-    (row(input="double"), "data.input_dtype: float32", "float64, which is what the data holds"),
     ((*row(input="double"), "data.input_dtype=float64"), "data.input_dtype: float64", "model.0, Linear, computes in"),
     (
         (*row(target="number"), *NUMBERS, *ONE),

@@ -51,6 +51,11 @@ def sample_faults(
     """
     faults: list[Fault] = []
     notes: list[str] = []
+    if data.rounded:
+        notes.append(
+            f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
+            "precision=fp64 keeps them, with a network in float64"
+        )
     for stage in stages:
         try:
             batch = data.first_samples(stage, seconds=SECONDS)

@@ -674,7 +674,8 @@ def _fill_in(config: DictConfig) -> bool:
     # Resolved alone: other nodes may interpolate what is filled in here.
     given = {name: plain_config(config[name]) for name in ("data", "security")}
     left = {name: OmegaConf.to_container(config[name], resolve=False) for name in ("objective", "metrics")}
-    spec = build_data({**given, **left, "seed": config.seed, "resume": config.resume}).spec
+    precision = {"word": OmegaConf.select(config, "precision.word")}  # what else it holds may have faults
+    spec = build_data({**given, **left, "seed": config.seed, "resume": config.resume, "precision": precision}).spec
     if list(spec.inputs) != ["input"]:
         config.data.inputs = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in spec.inputs.items()}
     config.data.input_shape = None if spec.input_shape is None else list(spec.input_shape)

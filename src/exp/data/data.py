@@ -12,7 +12,7 @@ from annotated_types import Ge
 from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.collate import Collate, Pad, collate_of
-from exp.data.entries import by_name, target_in
+from exp.data.entries import BatchForm, by_name, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Fitted, Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
 from exp.data.joint_transforms import Transform, callables
@@ -73,6 +73,9 @@ class Data:
         from 0 (black) to 1 (white). One number, or one a channel. They serve to show the pictures again.
     ignored_labels: whole targets that are no class and that losses leave out; None means every ignore_index of the
         objective and the metrics, and torch's own, -100. Another label outside the classes is refused.
+    keeps_doubles: whether float64, which NumPy gives, stays what it is, for a run in fp64; else it becomes float32, a
+        network's own dtype, but where input_dtype or inputs say float64.
+    rounded: an attribute, the entries of a sample that come in float64 and become float32.
     earlier: gives what the training part told in the run that this one goes on from; this one's is asked without.
     fitted: an attribute, what the training part told, such as means, words or classes. Checkpoints keep it.
     seed: of the run.
@@ -113,17 +116,19 @@ class Data:
         input_mean: Sequence[float] | None = None,
         input_std: Sequence[float] | None = None,
         ignored_labels: Sequence[int] | None = None,
+        keeps_doubles: bool = False,
         earlier: Callable[[], Fitted | None] | None = None,
         seed: int = 0,
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self.shuffle_buffer = shuffle_buffer
-        self._inputs = tuple(inputs or ())
-        self._collate = collate_of(collate, inputs=self._inputs)
+        dtypes = [input_dtype, *(one["dtype"] for one in (inputs or {}).values())]
+        self._form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
+        self._collate = collate_of(collate, inputs=self._form.names)
         given = {"transforms": transforms, "train_transforms": train_transforms}
         batch = {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}
         self._steps = {key: callables(one, key, self._held) for key, one in given.items()}
-        self._steps |= {key: callables(one, key, self._inputs) for key, one in batch.items()}
+        self._steps |= {key: callables(one, key, self._form.names) for key, one in batch.items()}
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
         self.input_mean, self.input_std = input_mean, input_std
@@ -135,6 +140,7 @@ class Data:
         self._check_batches()
         declared = DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs)
         self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
+        self.rounded: list[str] = []
         self.spec = self._spec(declared)
         self._labels = replace(self._labels, classes=self.spec.num_classes)
         self._check_labels()
@@ -185,7 +191,7 @@ class Data:
                 dataset=dataset,
                 sampler=sampler,
                 pin_memory=self._options.pin_memory,
-                inputs=self._inputs,
+                form=self._form,
                 # Of tensors the labels have been looked at whole.
                 labels=None if isinstance(dataset, Tensors) else self._labels,
             )
@@ -231,10 +237,10 @@ class Data:
     def _first_samples(self, stage: Stage, *, seconds: float) -> object:
         part = self.part(stage)
         if self._by_index(stage) and isinstance(part, Tensors):
-            return by_name(part.entries, self._inputs)
+            return self._form(part.entries)
         count = min(self.batch_size, SAMPLES, samples_in(part))
         if self._by_index(stage):
-            entries = by_name(gathered(part, torch.arange(count), stage=stage), self._inputs)
+            entries = self._form(gathered(part, torch.arange(count), stage=stage))
             self._labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
             return entries
         source, ends = self._source(stage), time.monotonic() + seconds
@@ -249,7 +255,7 @@ class Data:
         )
 
     def _assembly(self, named: Callable[[int], str]) -> Assembly:
-        return Assembly(collate=self._collate, inputs=self._inputs, labels=self._labels, named=named)
+        return Assembly(collate=self._collate, form=self._form, labels=self._labels, named=named)
 
     def _transforms_of(self, stage: Stage, key: str = "transforms") -> tuple[Transform, ...]:
         return (*self._steps[f"train_{key}"], *self._steps[key]) if stage == "train" else self._steps[key]
@@ -275,7 +281,8 @@ class Data:
     @property
     def _held(self) -> tuple[str, ...]:
         """The names of a sample's values, before they are a batch."""
-        return self._collate.held(self._inputs) if isinstance(self._collate, Pad) else self._inputs
+        names = self._form.names
+        return self._collate.held(names) if isinstance(self._collate, Pad) else names
 
     def _choose(self, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
         """Let samplers choose the samples and the batches, now that it is known what they are made of."""
@@ -344,7 +351,7 @@ class Data:
         for stage, part in self._parts.items():
             if not isinstance(part, Tensors):
                 continue
-            wrong = self._labels.first_wrong(target_in(by_name(part.entries, self._inputs)))
+            wrong = self._labels.first_wrong(target_in(by_name(part.entries, self._form.names)))
             if wrong is not None:
                 index, label = wrong
                 raise ConfigError([self._labels.fault(label, of=sample_name(part, index, stage=stage))])
@@ -355,7 +362,8 @@ class Data:
             # A stream may be slow to open, and may be read once only.
             return declared.whole
         with preserve_generators():
-            batch = self._first(stage, part)
+            raw = self._first(stage, part)
+        self.rounded, batch = self._form.rounded(raw), self._form(raw)
         outputs = [number for part in self._parts.values() if (number := stated(part, "num_outputs")) is not None]
         return read_spec(
             declared,
@@ -365,17 +373,18 @@ class Data:
         )
 
     def _first(self, stage: Stage, part: Any) -> object:
-        """A batch of one sample."""
+        """A batch of one sample, in the dtypes that it comes in."""
         if self._by_index(stage):
-            return by_name(gathered(part, torch.zeros(1, dtype=torch.int64), stage=stage), self._inputs)
+            return gathered(part, torch.zeros(1, dtype=torch.int64), stage=stage)
         if not isinstance(part, IterableDataset):
             source = self._source(stage)
-            return received(self._assembly(source.named)([source[0, 0]]))
+            assembly = replace(self._assembly(source.named), form=replace(self._form, keeps_doubles=True))
+            return received(assembly([source[0, 0]]))
         transforms = self._transforms_of(stage)
         sample = next(open_stream(part, epoch=0), None)
         if sample is None:
             raise data_fault(stage, got="an empty stream", expected="at least one sample")
-        return by_name(self._collate([apply_transforms(sample, transforms)]), self._inputs)
+        return self._collate([apply_transforms(sample, transforms)])
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from exp.data.faults import data_fault
+from exp.nested import mapped
 
 TARGET = "target"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchForm:
+    """How batches are handed on: their entries by name, and in float32 what comes in float64, as NumPy gives it.
+
+    names: of the inputs, see by_name. keeps_doubles: whether float64 stays.
+    """
+
+    names: tuple[str, ...] = ()
+    keeps_doubles: bool = False
+
+    def __call__(self, data: object) -> object:
+        """Raises: ConfigError where there are more or fewer values than names."""
+        named = by_name(data, self.names)
+        return named if self.keeps_doubles else mapped(named, _single)
+
+    def rounded(self, data: object) -> list[str]:
+        """The entries of a batch, as it is read, that become float32."""
+        named = by_name(data, self.names)
+        entries = named.items() if isinstance(named, Mapping) else zip(("input", TARGET), _values(named), strict=False)
+        doubles = [name for name, value in entries if isinstance(value, Tensor) and value.dtype is torch.float64]
+        return [] if self.keeps_doubles else doubles
 
 
 def by_name(data: object, names: Sequence[str] = ()) -> object:
@@ -21,7 +47,7 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
     """
     if isinstance(data, Mapping):
         return data
-    values = list(data) if isinstance(data, tuple | list) else [data]
+    values = _values(data)
     if len(values) == 2:
         first, target = values
         if isinstance(first, Mapping):
@@ -37,6 +63,14 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
             expected="a name for each value but the target, which is the last, or for each",
         )
     return dict(zip((*names, TARGET), values, strict=False))
+
+
+def _values(data: object) -> list[object]:
+    return list(data) if isinstance(data, tuple | list) else [data]
+
+
+def _single(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
 def target_in(data: object) -> object:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from exp.data.entries import by_name
+from exp.data.entries import BatchForm
 from exp.data.labels import Labels
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.errors import UserCodeError
@@ -150,11 +150,11 @@ class IndexedLoader(Loader):
         dataset: Indexed,
         sampler: ShareSampler,
         pin_memory: bool,
-        inputs: Sequence[str] = (),
+        form: BatchForm,
         labels: Labels | None = None,
     ) -> None:
         super().__init__(stage=stage)
-        self._inputs, self._labels = inputs, labels
+        self._form, self._labels = form, labels
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
         first = tensors_in(gathered(dataset, torch.zeros(1, dtype=torch.int64), stage=stage))
         sample_bytes = sum(tensor.nbytes for tensor in first)
@@ -198,7 +198,7 @@ class IndexedLoader(Loader):
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
         """The samples at indices as batches of `each`, which share one storage."""
-        entries = cast(Entries, by_name(gathered(dataset, indices, stage=self.stage), self._inputs))
+        entries = cast(Entries, self._form(gathered(dataset, indices, stage=self.stage)))
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
         if self.pin_memory:

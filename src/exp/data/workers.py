@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from exp.data.collate import Collate
-from exp.data.entries import by_name, target_in
+from exp.data.entries import BatchForm, target_in
 from exp.data.faults import SampleError
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import JointTransform, Transform
@@ -74,12 +74,12 @@ class Sample:
 class Assembly:
     """Makes a batch of samples, and refuses labels that are none of the classes.
 
-    inputs: the names of a sample's values but the target, where the config gives some.
+    form: names the batch's entries.
     named: a sample in words, by its index.
     """
 
     collate: Collate
-    inputs: tuple[str, ...]
+    form: BatchForm
     labels: Labels
     named: Callable[[int], str]
 
@@ -100,7 +100,7 @@ class Assembly:
             first, last = self.named(read[0].index), self.named(read[-1].index)
             return told(error, what=f"making a batch of {len(read)} samples, from {first} to {last},")
         try:
-            batch = by_name(batch, self.inputs)
+            batch = self.form(batch)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
         except (ConfigError, SampleError) as error:
             return error

@@ -34,6 +34,8 @@ def options(group: str) -> list[str]:
 
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = dict.fromkeys(("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images"), "a file")
+if not is_installed("tokenizers"):
+    NEEDS["tokens"] = "an extra"
 if not is_installed("deepspeed"):
     NEEDS["deepspeed"] = "an extra"
 EXTRAS = ("mlflow", "wandb")

@@ -13,6 +13,7 @@ SNAPSHOT = Path(__file__).with_name("config_keys.txt")
 # What exp gives its classes by itself.
 FILLED = {
     "data.earlier",
+    "data.keeps_doubles",
     "data.seed",
     "hooks.throughput.workload",
     "logger.tensorboard.directory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
@@ -96,6 +96,8 @@ class Text(Characters):
 class Vocabulary:
     """Characters by number. characters: in order; the first one, 0, stands for all that are not known."""
 
+    unit = "characters"
+
     def __init__(self, *, characters: str) -> None:
         self.characters = characters
         known = code_points(characters[1:])
@@ -132,21 +134,33 @@ class Vocabulary:
         return torch.from_numpy(numbers[np.minimum(codes, beyond)])
 
 
-class TextBlocks(Dataset[Entries]):
-    """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the same one character on.
+class Decoder(Protocol):
+    """What the numbers in a text stand for. unit: what one of them is, in the plural."""
 
-    In training, every epoch cuts the text at another offset, below T, so that a character is not always seen with the
-    same context; the last block then goes on at the beginning of the text.
+    unit: str
+
+    def __len__(self) -> int:
+        """How many there are, V."""
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of numbers `[T]`."""
+
+
+class TextBlocks(Dataset[Entries]):
+    """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the same one character, or token, on.
+
+    In training, every epoch cuts the text at another offset, below T, so that a token is not always seen with the same
+    context; the last block then goes on at the beginning of the text.
     """
 
-    def __init__(self, *, tokens: Tensor, block_size: int, vocabulary: Vocabulary, offset: int = 0) -> None:
+    def __init__(self, *, tokens: Tensor, block_size: int, vocabulary: Decoder, offset: int = 0) -> None:
         self.tokens, self.block_size, self.vocabulary = tokens, block_size, vocabulary
         self.num_classes = len(vocabulary)
         if len(tokens) <= block_size:
             raise data_fault(
                 "dataset.block_size",
-                got=f"{block_size}, and a part of {len(tokens)} characters",
-                expected=f"{max(1, len(tokens) - 1)} at most: a block and the character behind it",
+                got=f"{block_size}, and a part of {len(tokens)} {vocabulary.unit}",
+                expected=f"{max(1, len(tokens) - 1)} at most: a block and what follows it",
             )
         circle = torch.cat([tokens, tokens[:block_size]]) if offset else tokens
         # Overlap by the one character that is a target in one block and an input in the next; a view, not a copy.

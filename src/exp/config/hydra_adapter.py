@@ -132,7 +132,8 @@ class _Visits:
     def __init__(self, repository: CachingConfigRepository) -> None:
         self._counts: Counter[str] = Counter()
         self._load = repository.load_config
-        repository.load_config = self._counted  # type: ignore[method-assign]  # its constructor copies all it holds
+        # Not a subclass, whose constructor would copy all that this one holds.
+        vars(repository)["load_config"] = self._counted
 
     def _counted(self, config_path: str) -> ConfigResult | None:
         self._counts[config_path] += 1

@@ -1,6 +1,7 @@
 """Values that only the run would have stumbled over: told before it, at the guilty key, with nothing written."""
 
 import functools
+import re
 import subprocess
 import sys
 import tomllib
@@ -124,10 +125,15 @@ def test_what_is_right_is_none(tmp_path, monkeypatch, command):
 
 
 # What asks for each extra.
+PACKAGES = {"parquet": "pyarrow"}
+# FILE is one that is there.
 EXTRAS = {
     "wandb": ["logger=wandb", "+logger.x={_target_: lightning.pytorch.loggers.WandbLogger}"],
     "mlflow": ["logger=mlflow", "+logger.x={_target_: lightning.pytorch.loggers.MLFlowLogger}"],
     "deepspeed": ["strategy=deepspeed"],
+    "parquet": ["data=parquet data.dataset.path=FILE data.dataset.target=kind"],
+    "safetensors": ["weights.from=FILE"],
+    "tokenizers": ["data=tokens"],
     "fp8": [],  # its device is told first
     "env": [],  # needs a file .env
     "dev": [],
@@ -142,12 +148,15 @@ def test_every_option_whose_package_is_missing_says_so_and_names_the_extra(tmp_p
         monkeypatch.delitem(sys.modules, module, raising=False)
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"].keys() == EXTRAS.keys()
+    file = tmp_path.parent / f"{tmp_path.name}.safetensors"
+    file.touch()
     for extra, commands in EXTRAS.items():
         for command in commands:
-            assert train([command]) == 2
+            words = [command] if "{" in command else command.split()
+            assert train([word.replace("FILE", str(file)) for word in words]) == 2
             text = capfd.readouterr().err
             assert f"pip install 'exp-framework[{extra}]'" in text
-            assert f"the package {extra}" in text
+            assert f"the package {PACKAGES.get(extra, extra)}" in text
     with pytest.raises(MissingExtraError, match=r"exp-framework\[fp8\]"):
         refuse_without_torchao()
     assert not list(Path().iterdir())
@@ -158,9 +167,10 @@ def test_every_option_that_names_an_extra_is_among_them():
     for path in (Path(exp.__file__).parent / "conf").glob("*/*.yaml"):
         for _, node in nodes_in(OmegaConf.to_container(OmegaConf.load(path))):
             file = Path(exp.__file__).parents[1] / f"{node['_target_'].rpartition('.')[0].replace('.', '/')}.py"
-            if file.is_file() and "is_installed(" in file.read_text(encoding="utf-8"):
+            if file.is_file() and re.search(r"is_installed\(|require_extra\(", file.read_text(encoding="utf-8")):
                 named.add(f"{path.parent.name}={path.stem}")
-    assert named == {command for commands in EXTRAS.values() for command in commands if "{" not in command}
+    choices = {command.split()[0] for commands in EXTRAS.values() for command in commands if "{" not in command}
+    assert named == choices - {"weights.from=FILE"}
 
 
 class Falling(LambdaLR):

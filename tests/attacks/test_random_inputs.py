@@ -98,7 +98,8 @@ def fault_of(words: list[str], status: int | None, told: str) -> str | None:
         return "a traceback"
     if len(told.splitlines()) > LINES:
         return f"{len(told.splitlines())} lines"
-    heads = {segment for word in words for segment in re.split(r"[=.@:]", word.lstrip("+~-"))[:3] if segment}
+    # Of a long key the beginning is told.
+    heads = {segment[:50] for word in words for segment in re.split(r"[=.@:]", word.lstrip("+~-"))[:3] if segment}
     if not any(head in told or repr(head)[1:-1] in told for head in heads) and "" not in words:
         return "no key"
     return None

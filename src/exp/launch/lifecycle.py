@@ -129,8 +129,14 @@ def _install_first_handlers() -> None:
 def _write_stack_on_request(rank: Rank) -> None:
     faulthandler.enable()
     if EXCHANGE in os.environ:
-        # Open as long as the process: faulthandler writes to the descriptor from a signal handler.
-        file = (Path(os.environ[EXCHANGE]) / f"rank{rank.global_rank}.stack").open("w", encoding="utf-8")
+        path = Path(os.environ[EXCHANGE]) / f"rank{rank.global_rank}.stack"
+        try:
+            # Open as long as the process: faulthandler writes to the descriptor from a signal handler.
+            file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            # Where it hangs is no reason not to train.
+            print(f"{path} cannot be written: {error.strerror}; a hang will not be located", file=sys.stderr)
+            return
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
 
 

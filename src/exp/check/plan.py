@@ -243,7 +243,7 @@ class Examination:
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
     config = copy.deepcopy(config)
-    reading, asked = read(config), OmegaConf.select(config, "resume")
+    reading, asked = read(config), _beginnings(config)
     first = first_stage(reading)
     faults: list[Fault] = []
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
@@ -260,7 +260,7 @@ def resolve(config: DictConfig) -> Resolved:
             except SampleError as error:
                 faults.append(error.fault)
     # Before all else, for other nodes interpolate the shape and the classes.
-    if is_filled or OmegaConf.select(config, "resume") != asked:
+    if is_filled or _beginnings(config) != asked:
         reading = read(config)
     faults += first_stage(reading) if is_filled else first
     faults += [*start_faults, *second_stage(config, reading)]
@@ -637,6 +637,11 @@ class _Findings:
         except ConfigError as error:
             self.faults += error.faults
             return None
+
+
+def _beginnings(config: DictConfig) -> tuple[object, object]:
+    """What a run begins from, as `_find_start` and `_find_weights` may change it."""
+    return OmegaConf.select(config, "resume"), OmegaConf.select(config, "weights.from")
 
 
 def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:

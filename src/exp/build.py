@@ -83,17 +83,9 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     runtime = plain["runtime"]
     recording = Recording(hooks=plan.hooks, directory=directory, skips=runtime["non_finite"] == "skip")
     lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
-    # Beside the checks of what is saved.
-    acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
-    guards = acting[runtime["non_finite"]]
-    checkpointing = Checkpointing(
-        directory=directory,
-        monitor=plain["monitor"],
-        mode=plain["mode"],
-        config=plan.resolved.yaml,
-        **{key: value for key, value in plain["checkpoint"].items() if key != "async"},
-    )
-    tell_stop_iterations([recording, *(own := build_entries(plain, "callbacks").values())])
+    checkpointing = _checkpointing(plan, directory)
+    own = build_entries(plain, "callbacks").values()
+    tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
     watched = [] if watch is None else [watch]
@@ -105,7 +97,15 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         directory=directory,
         rank=rank,
         # Recording first, because the others look at the values that it publishes.
-        callbacks=[recording, *guards, BeforeTheEnd(checkpointing), *own, checkpointing, stopping, *watched],
+        callbacks=[
+            recording,
+            *_guards(plan, lower_rates),
+            BeforeTheEnd(checkpointing),
+            *own,
+            checkpointing,
+            stopping,
+            *watched,
+        ],
     )
     precision.represent(module)
     switch_on(module, plain["runtime"])
@@ -119,6 +119,22 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         lower_rates=lower_rates,
         watch=watch,
     )
+
+
+def _checkpointing(plan: Plan, directory: Path) -> Checkpointing:
+    return Checkpointing(
+        directory=directory,
+        monitor=plan.plain["monitor"],
+        mode=plan.plain["mode"],
+        config=plan.resolved.yaml,
+        **{key: value for key, value in plan.plain["checkpoint"].items() if key != "async"},
+    )
+
+
+def _guards(plan: Plan, lower_rates: LowerRates) -> list[Callback]:
+    """What acts on a number that is not finite, beside the checks of what is saved."""
+    acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
+    return acting[plan.plain["runtime"]["non_finite"]]
 
 
 def _network(plan: Plan, resume: Path | None) -> nn.Module:

@@ -249,21 +249,22 @@ def resolve(config: DictConfig) -> Resolved:
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
     if not _touched(first, ("weights",)):
         _find_weights(config)
-    is_filled = False
+    if _beginnings(config) != asked:
+        reading = read(config)
+        first = first_stage(reading)
     if not _touched(first, DATA_KEYS):  # else told with the first stage
         faults = second_stage(config, reading, only="data")
         if not faults:
             try:
-                is_filled = _fill_in(config)
+                if _fill_in(config):
+                    # Other nodes interpolate the shape and the classes.
+                    reading = read(config)
+                    first = first_stage(reading)
             except ConfigError as error:
                 faults += error.faults
             except SampleError as error:
                 faults.append(error.fault)
-    # Before all else, for other nodes interpolate the shape and the classes.
-    if is_filled or _beginnings(config) != asked:
-        reading = read(config)
-    faults += first_stage(reading) if is_filled else first
-    faults += [*start_faults, *second_stage(config, reading)]
+    faults += [*first, *start_faults, *second_stage(config, reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
     return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
 
@@ -655,7 +656,7 @@ def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
     except ConfigError as error:
         return list(error.faults), ()
     config.resume = None if found.path is None else str(found.path)
-    return first_stage(read(config)), found.notes
+    return [], found.notes
 
 
 def _find_weights(config: DictConfig) -> None:

@@ -65,6 +65,8 @@ class Arrays(Dataset[Entries]):
         self.names = {**{name: name for name in names}, TARGET: target}
         if len(names) == 1:
             self.names = {"input": names[0], TARGET: target}
+        for name in self.names.values():
+            _require_rows(held[name], f"{name} of {self.place}")
         lengths = {name: len(held[name]) for name in self.names.values()}
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -73,7 +75,7 @@ class Arrays(Dataset[Entries]):
 
     @functools.cached_property
     def _held(self) -> Mapping[str, np.ndarray]:
-        return _read_archive(self.place) if self.place.is_file() else _map_folder(self.place)
+        return read_archive(self.place) if self.place.is_file() else _map_folder(self.place)
 
     def __getstate__(self) -> dict[str, object]:
         # A worker maps the files itself: pickled, a mapped array is its whole content.
@@ -116,23 +118,26 @@ def map_file(file: Path) -> np.ndarray:
         mapped: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise data_fault("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
-    return _numeric(mapped, f"{file}")
+    _require_rows(mapped, f"{file}")
+    return mapped
 
 
-def _read_archive(file: Path) -> dict[str, np.ndarray]:
+def read_archive(file: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file, by name. Nothing in it is executed.
+
+    Raises: ConfigError where it is no such file, or holds objects.
+    """
     try:
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
-            held = {name: archive[name] for name in archive.files}
+            return {name: archive[name] for name in archive.files}
     except (ValueError, TypeError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise data_fault(
             "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
         ) from error
-    return {name: _numeric(array, f"{name} of {file}") for name, array in held.items()}
 
 
-def _numeric(array: np.ndarray, what: str) -> np.ndarray:
+def _require_rows(array: np.ndarray, what: str) -> None:
     if array.dtype.kind not in NUMERIC:
         raise data_fault("dataset.path", got=f"{what}, which holds {array.dtype}", expected="an array of numbers")
     if not array.ndim:
         raise data_fault("dataset.path", got=f"{what}, which is one number", expected="an array of a row a sample")
-    return array

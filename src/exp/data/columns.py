@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -52,13 +53,37 @@ class Sheet(ABC):
         Raises: ConfigError for what is no finite number.
         """
 
-    @abstractmethod
     def days(self, column: int, form: str | None) -> np.ndarray:
         """A column of dates as days since 1970, float64 `[N]`; nan where one is missing.
 
         form: as of strptime; None for ISO 8601.
         Raises: ConfigError for what is no such date.
         """
+
+        def wrong(row: int, text: str) -> ConfigError:
+            expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
+            cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
+            return self.bad(row, column, repr(text), expected, cure)
+
+        return self.read(column, lambda text: days_since_1970(text, form), wrong)
+
+    def read(
+        self, column: int, number_of: Callable[[str], float], wrong: Callable[[int, str], ConfigError]
+    ) -> np.ndarray:
+        """A column of texts as numbers, float64 `[N]`; nan where one is missing.
+
+        wrong: the error of a row whose text is none.
+        """
+        values = []
+        for row, text in enumerate(self.texts(column)):
+            try:
+                value = math.nan if text is None else number_of(text)
+            except (ValueError, OverflowError):
+                raise wrong(row, str(text)) from None
+            if text is not None and not math.isfinite(value):
+                raise self.bad(row, column, text, "a finite number")
+            values.append(value)
+        return np.array(values)
 
     @abstractmethod
     def place(self, row: int) -> str:

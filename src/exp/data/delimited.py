@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Len
 
-from exp.data.columns import Name, Sheet, SheetTable, Task, days_since_1970
+from exp.data.columns import Name, Sheet, SheetTable, Task
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault
 from exp.data.tables import Encoding, Impute
 
 MISSING_VALUES = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
-Value = TypeVar("Value")
 
 
 class Csv(SheetTable):
@@ -92,30 +90,10 @@ class CsvSheet(Sheet):
         return [None if text in self.missing_values else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
-        return np.array(self._read(column, float, lambda row, text: self.no_number(row, column, text)))
-
-    def days(self, column: int, form: str | None) -> np.ndarray:
-        def wrong(row: int, text: str) -> Exception:
-            expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
-            cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
-            return self.bad(row, column, repr(text), expected, cure)
-
-        return np.array(self._read(column, lambda text: days_since_1970(text, form), wrong))
+        return self.read(column, float, lambda row, text: self.no_number(row, column, text))
 
     def place(self, row: int) -> str:
         return f"line {self.lines[row]} of {self.file}"
-
-    def _read(self, column: int, read: Callable[[str], float], wrong: Callable[[int, str], Exception]) -> list[float]:
-        values = []
-        for row, text in enumerate(self.texts(column)):
-            try:
-                value = math.nan if text is None else read(text)
-            except (ValueError, OverflowError):
-                raise wrong(row, str(text)) from None
-            if text is not None and not math.isfinite(value):
-                raise self.bad(row, column, text, "a finite number")
-            values.append(value)
-        return values
 
 
 def read_sheet(file: Path, *, delimiter: str, header: bool, missing_values: Sequence[str] = MISSING_VALUES) -> CsvSheet:

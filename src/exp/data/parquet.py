@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exp.data.columns import Name, Sheet, SheetTable, Task, days_since_1970
+from exp.data.columns import Name, Sheet, SheetTable, Task
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, require_extra
 from exp.data.tables import Encoding, Impute
@@ -97,13 +97,7 @@ class ParquetSheet(Sheet):
             # Those with a zone are kept in UTC.
             counts = held.cast(timestamp("us", tz=zone), safe=False).cast(int64()).cast(float64(), safe=False)
             return np.asarray(counts.to_numpy(), dtype=np.float64) / MICROSECONDS_A_DAY
-        days = []
-        for row, text in enumerate(self.texts(column)):
-            try:
-                days.append(np.nan if text is None else days_since_1970(text, form))
-            except ValueError:
-                raise self.bad(row, column, repr(text), f"a date{f' like {form}' if form else ''}") from None
-        return np.array(days)
+        return super().days(column, form)
 
     def place(self, row: int) -> str:
         return f"row {row} of {self.file}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exp.data.arrays import NUMERIC, read_archive
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, name_cure
 from exp.data.in_memory import Tensors
@@ -61,7 +61,8 @@ class TensorFile(Tensors):
 def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
     """The named arrays of a file, by role."""
     if file.suffix == ".npz":
-        held = _read_npz(file)
+        arrays = {name: array for name, array in read_archive(file).items() if array.dtype.kind in NUMERIC}
+        held = {name: torch.from_numpy(np.atleast_1d(array)) for name, array in arrays.items()}
     elif file.suffix in (".pt", ".pth"):
         held = _read_pt(file, tuple(names.values()))
     else:
@@ -70,20 +71,13 @@ def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
     for role, name in names.items():
         if name not in held:
             raise data_fault(
-                f"dataset.{role}", got=name, expected=f"an array that {file} holds", cure=name_cure(name, list(held))
+                f"dataset.{role}",
+                got=name,
+                expected=f"an array of numbers that {file} holds",
+                cure=name_cure(name, list(held)),
             )
         found[role] = held[name]
     return found
-
-
-def _read_npz(file: Path) -> dict[str, Tensor]:
-    try:
-        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
-            return {name: torch.from_numpy(np.atleast_1d(archive[name])) for name in archive.files}
-    except (ValueError, TypeError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise data_fault(
-            "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
-        ) from error
 
 
 def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -96,3 +96,13 @@ def test_a_job_does_not_report_the_peak_of_the_job_before_it(tmp_path):
     ongoing = Ongoing(tmp_path, config, overrides=[], world_size=1)
     held = ongoing.ended("completed", parts=parts).peak_memory_mib
     assert held - before > 300
+
+
+def test_a_plateau_on_a_term_of_validation_steps_when_there_is_one():
+    words = ["model=mlp", "+objective=jacobian", "trainer.max_epochs=4", "trainer.check_val_every_n_epoch=2"]
+    schedule = ["scheduler=plateau", "scheduler.monitor=loss/val/cross_entropy", "scheduler.patience=0"]
+    # Nothing counts as an improvement on the first value.
+    never = ["+scheduler.threshold=1.0", "+scheduler.factor=0.1", "optimizer.lr=0.01"]
+    report = exp.fit(exp.compose([*words, *schedule, *never, "trainer.limit_train_batches=2", "test=false"]))
+    # Of two validations the first is the best, and the second lowers the rate once.
+    assert report.metrics["optimizer/lr/default"] == pytest.approx(0.001)

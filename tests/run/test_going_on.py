@@ -262,6 +262,15 @@ def test_a_fork_takes_other_values_of_the_optimizer_from_its_step_on(schedule):
     assert "optimizer.lr 0.003 -> 0.01" in (child / "report.md").read_text()
 
 
+def test_a_forks_report_has_no_value_that_only_its_parent_logged():
+    whole = fit("trainer.max_epochs=1", "hooks=[memory]")
+    assert "memory/parameters_mib" in read_report(whole).metrics
+    assert fork.main([f"{whole}@3", "trainer.max_epochs=2", "hooks=[]"]) == 0
+    told = read_report(children()[-1]).metrics
+    assert "loss/val" in told
+    assert not [tag for tag in told if tag.startswith("memory/")]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -108,6 +108,8 @@ def put_first(folders: Sequence[str]) -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
+    # What a fork server cannot import it leaves out without a word, and every command would take ten times as long.
+    assert "exp.run" in sys.modules, "this process was not forked from one that has imported exp"
     os.chdir(settings["directory"])
     os.environ.clear()
     os.environ.update(settings["environment"])

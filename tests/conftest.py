@@ -9,11 +9,9 @@ import pickle
 import runpy
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.construct import construct
 from exp.models.inference import example_inputs, materialise
+from exp.sweeps.job import MODULES
 from exp.types import DataSpec
 
 # Started in the background by a shell, or by nohup, and every process of the tests would ignore these signals, too.
@@ -46,19 +45,13 @@ RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
 # One process that has imported everything, and starts no thread: what is forked from it needs no seconds to start.
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["warm"])
+WARM.set_forkserver_preload([*MODULES, "exp.train", "exp.worker", "exp.config.command", "hydra_plugins.exp.launcher"])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
 
 def forked(program: Path, settings: Mapping[str, object]) -> BaseProcess:
     """A started process that runs a program with SETTINGS, forked from the warm one."""
-    # That one alone has the modules of the tests on its path.
-    sys.path.insert(0, str(program.parent))
-    try:
-        forkserver.ensure_running()
-    finally:
-        sys.path.remove(str(program.parent))
     # The standard library's runpy can be named to another process; a module of the tests cannot.
     process = WARM.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
     process.start()

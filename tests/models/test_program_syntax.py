@@ -113,6 +113,7 @@ def test_a_statement_that_leaves_the_list_is_refused(statement: str) -> None:
     ("text", "line", "column", "words"),
     [
         ("x = linears[0](x)\nreturn haed(x)", 2, 8, "`haed` is unknown; expected `head`"),
+        ("return head(input)", 1, 13, "`input` is unknown; expected an input (`x`), a layer or a variable"),
         (
             "x = linears[0](x)\nx = head(x).flaten(1)\nreturn x",
             2,

@@ -145,11 +145,13 @@ class _Checker(ast.NodeVisitor):
                 expected = "a name that no layer, constant or listed function has"
                 raise self.error(node, f"`{node.id}` would be overwritten", expected)
         elif node.id not in self.known:
-            known = self.known
             if called:
-                self.refuse_left_out(node, f"`{node.id}`", node.id, known)
-            otherwise = "an input, a layer, a variable or a listed function"
-            raise self.error(node, f"`{node.id}` is unknown", nearest_or(node.id, known, otherwise=otherwise))
+                self.refuse_left_out(node, f"`{node.id}`", node.id, self.known)
+            # What is not called is no function, however like one it is written.
+            near = self.known if called else self.variables
+            inputs = ", ".join(f"`{name}`" for name in self.names.inputs)
+            otherwise = "a layer or a listed function" if called else f"an input ({inputs}), a layer or a variable"
+            raise self.error(node, f"`{node.id}` is unknown", nearest_or(node.id, near, otherwise=otherwise))
 
     def visit_Attribute(self, node: ast.Attribute, *, called: bool = False) -> None:
         if not isinstance(node.ctx, ast.Load):

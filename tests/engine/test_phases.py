@@ -118,6 +118,7 @@ def run(
         data=Data(
             train=Tensors(entries=(inputs,)),
             val=Tensors(entries=(inputs[:20],)),
+            keeps_doubles=True,
             batch_size=batch_size,
             num_outputs=6,
         ),

@@ -85,7 +85,6 @@ OPTIONS = {
         "limit": "write debug=few_batches", "short": "write debug=few_epochs",
     },
     "model": {"mnist": "write model=mlp or model=lenet"},
-    "data": {"mnist": "data=digits needs no download"},
     "callbacks": {
         "default": "checkpoints and the progress bar are built in: callbacks=[]",
         "none": "write callbacks=[]",

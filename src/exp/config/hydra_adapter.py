@@ -61,6 +61,8 @@ HYDRA_ERRORS = (
     RecursionError,
 )  # fmt: skip
 MAX_MESSAGE = 300
+# How often the defaults lists that come to an end may ask for one config.
+MAX_VISITS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ class _Visits:
     def files_in_circle(self) -> list[Path]:
         """The files that a composition without an end asked for again and again: they name each other."""
         most = max(self._counts.values(), default=0)
-        circle = [path for path, count in self._counts.items() if 2 * count > most]
+        circle = [path for path, count in self._counts.items() if 2 * count > most > MAX_VISITS]
         return [file for path in circle if (file := _file_of(self._load(path), path)) is not None]
 
 
@@ -222,18 +224,10 @@ class Loader(ConfigLoaderImpl):
             try:
                 return self.load_configuration(config_name=config_name, overrides=list(overrides), run_mode=mode)
             except RecursionError as error:
-                raise ConfigError([self._circle_fault()]) from error
-
-    def _circle_fault(self) -> Fault:
-        """The fault of a composition that does not come to its end."""
-        files = self._visits.files_in_circle() if self._visits is not None else []
-        return Fault(
-            key="defaults",
-            got="a defaults list that leads back to itself",
-            expected="configs that do not include each other",
-            cure="Take one of them out of the other's list" if len(files) > 1 else "Take it out of its own list",
-            source=", ".join(map(shown, files)) or None,
-        )
+                circle = [] if self._visits is None else self._visits.files_in_circle()
+                if not circle:
+                    raise
+                raise ConfigError([_circle_fault(circle)]) from error
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         # A sweeper composes every job for a try and stops at the first fault; our launcher lists those of all jobs.
@@ -425,6 +419,17 @@ def _nodes(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         holds = isinstance(raw, Container) and not (raw._is_none() or raw._is_missing() or raw._is_interpolation())
         if holds:
             yield from _nodes(raw, f"{prefix}{key}.")
+
+
+def _circle_fault(files: Sequence[Path]) -> Fault:
+    """The fault of a composition that does not come to its end. files: those that name each other."""
+    return Fault(
+        key="defaults",
+        got="a defaults list that leads back to itself",
+        expected="configs that do not include each other",
+        cure="Take one of them out of the other's list" if len(files) > 1 else "Take it out of its own list",
+        source=", ".join(map(shown, files)),
+    )
 
 
 def _file_of(loaded: ConfigResult | None, config_path: str) -> Path | None:

@@ -60,7 +60,8 @@ def launch(
     grace_seconds: how long ranks have to save and leave after a signal, before they are killed; see `Grace`.
     resume: a checkpoint to go on from, instead of the config's.
     Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
-        Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, to this process or to a rank; RunError for several nodes.
+        Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, to this process or to a rank; RunError for several nodes,
+        and where the run directory cannot be written.
     """
     directory = Path(directory).absolute()
     if placement.nodes > 1:
@@ -128,7 +129,13 @@ def _once(
     resume: Path | None,
     allow: Sequence[str],
 ) -> Failure | None:
-    exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
+    try:
+        exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
+    except OSError as error:
+        raise RunError(
+            f"no rank was started: a directory for what they tell each other cannot be made in {directory}: "
+            f"{error.strerror}"
+        ) from error
     command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allowing(allow)]
     try:
         with collected_signals() as received:

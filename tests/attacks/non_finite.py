@@ -97,8 +97,16 @@ class Spoiler(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: object) -> None:
         if Spoils.active and trainer.global_step >= Spoiler.at:
-            Spoils.active = False
-            Spoiler.times -= 1
+            self._has_spoilt()
+
+    def on_exception(self, *_: object) -> None:
+        # A loss that is nan in the same step ends it before its batch does.
+        if Spoils.active:
+            self._has_spoilt()
+
+    def _has_spoilt(self) -> None:
+        Spoils.active = False
+        Spoiler.times -= 1
 
 
 @dataclass(kw_only=True)

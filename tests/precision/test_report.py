@@ -123,6 +123,43 @@ def test_errors_are_those_of_the_dtype(word: str, name: str, eps: float) -> None
     assert proposed_keep(comparison, {}, again=never) == {}
 
 
+class Residual(nn.Module):
+    """What torchvision's residual networks do in place: ReLU behind BatchNorm, and the sum."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.entry = nn.Hardtanh(-2.0, 2.0, inplace=in_place)
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.relu, self.scale = nn.ReLU(inplace=in_place), Scale(3.0)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        y = self.norm(self.linear(self.relu(self.norm(self.linear(x)))))
+        y += x  # in both: under autocast the sum of two tensors has another dtype
+        y = self.scale(self.relu(y))
+        return nn.functional.relu_(y) if self.in_place else nn.functional.relu(y)
+
+
+@pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_true", "fp64"])
+def test_layers_that_work_in_place_are_compared_as_those_that_do_not(word: str) -> None:
+    def network(in_place: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Residual(in_place=in_place), nn.Linear(8, 8), Residual(in_place=in_place))
+
+    inputs = 2 * torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    plain, mutating = (
+        compare(
+            network(in_place), network(in_place), seed=0, precision=build_precision(word, device_type="cpu"),
+            loss=lambda model: model(inputs.clone().to(next(model.parameters()).dtype)).float().pow(2).mean(),
+        )
+        for in_place in (False, True)
+    )  # fmt: skip
+    assert [layer.name for layer in mutating.layers] == [layer.name for layer in plain.layers]
+    for found, expected in zip(mutating.layers, plain.layers, strict=True):
+        assert found == expected
+
+
 def test_an_overflow_is_counted_and_its_origin_proposed_and_the_proposal_cures_it() -> None:
     layers = (Scale(300.0), Cube(), nn.Linear(8, 8))
     comparison = compared("fp16", *layers)

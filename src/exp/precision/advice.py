@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.files import write_whole
-from exp.nested import moved
+from exp.nested import mapped, moved
 from exp.objectives.objective import Objective
 from exp.precision.comparison import Comparison, LayerComparison, compare
 from exp.precision.plugin import build_precision
@@ -71,7 +71,9 @@ def report_precision(
 
         def loss(network: nn.Module) -> Tensor:
             is_chosen = network is chosen
-            data = plugin.convert_input(batch.data) if is_chosen else batch.data
+            # Of its own: a first layer may work in place.
+            data = mapped(batch.data, Tensor.clone)
+            data = plugin.convert_input(data) if is_chosen else data
             total: Tensor = parts[is_chosen](forward(network)(network, data), None)[0]
             return total
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from exp.nested import tensors_in
+from exp.nested import mapped, tensors_in
 from exp.precision.conversion import Arguments, Keywords, cast
 from exp.precision.plugin import RunPrecision, TensorFloat32
 from exp.types import dtype_name
@@ -203,9 +203,21 @@ def record_outputs(
     handles = []
     for name, module in network.named_modules():
         if name and (not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))):
-            hook = partial(_record, name=name, records=records, reference=reference)
+            calls: list[tuple[Arguments, Keywords]] = []
+            hook = partial(_record, name=name, records=records, reference=reference, calls=calls)
+            if reference is not None:
+                handles.append(module.register_forward_pre_hook(partial(_note, calls=calls), with_kwargs=True))
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
     return handles
+
+
+def _note(module: nn.Module, args: Arguments, kwargs: Keywords, *, calls: list[tuple[Arguments, Keywords]]) -> None:
+    """Keep copies of what a layer is given: ReLU(inplace=True) leaves other numbers behind in it."""
+    calls.append((mapped(args, _copied), mapped(kwargs, _copied)))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _record(
@@ -217,7 +229,10 @@ def _record(
     name: str,
     records: dict[str, Record],
     reference: Reference | None,
+    calls: list[tuple[Arguments, Keywords]],
 ) -> None:
+    # Of the last call that began: a layer may call itself.
+    args, kwargs = calls.pop() if reference is not None else (args, kwargs)
     value = _first(output)
     if value is None:
         return
@@ -261,7 +276,8 @@ def _first(output: object) -> Tensor | None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64).flatten()
+    # A copy, of float64 on the CPU too: what follows the layer may work in place.
+    return tensor.detach().to("cpu", torch.float64, copy=True).flatten()
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

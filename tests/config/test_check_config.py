@@ -139,9 +139,9 @@ def test_ok_says_what_will_run(empty, capsys):
         assert part in line
 
 
-def test_a_sweep_is_checked_whole(empty, capsys):
-    assert check(["-m", "optimizer.lr=1e-4,1e-3", "model=mlp,sequential"]) == 0
-    assert capsys.readouterr().out == "ok: 4 jobs\n"
+def test_a_sweep_is_checked_whole(empty, commands):
+    done = commands.run("-m", "optimizer.lr=1e-4,1e-3", "model=mlp,sequential", module="exp.check.__main__")
+    assert (done.returncode, done.stdout) == (0, "ok: 4 jobs\n")
     assert list(empty.iterdir()) == [], "the check left something behind"
 
 
@@ -358,17 +358,17 @@ def test_a_wrong_command_is_composed_once(command, monkeypatch, tmp_path, capfd)
     assert composed == [1]
 
 
-def test_what_a_sweep_needs_torch_for_waits_until_the_rest_is_right(tmp_path, monkeypatch, capfd):
+def test_what_a_sweep_needs_torch_for_waits_until_the_rest_is_right(tmp_path, monkeypatch, capfd, commands):
     monkeypatch.chdir(tmp_path)
     command = ["-m", "seed=0,-1", "model.layers.head.out_features=7"]
     assert check(command) == 2
     early = capfd.readouterr().err
     assert early.startswith("1 fault in")
     assert "  seed: -1" in early
-    assert check(["--all", *command]) == 2
-    told = capfd.readouterr().err
-    assert "  seed: -1" in told
-    assert "  model.layers.head" in told
+    done = commands.run("--all", *command, module="exp.check.__main__")
+    assert done.returncode == 2
+    assert "  seed: -1" in done.stderr
+    assert "  model.layers.head" in done.stderr
 
 
 def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypatch, capfd):

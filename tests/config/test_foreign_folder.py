@@ -58,12 +58,13 @@ def started(folder, *arguments):
     return done, ran.read_text() if ran.exists() else ""
 
 
-@pytest.mark.parametrize("model", ["mlp", "mine"])
-def test_parent_and_ranks_import_nothing_that_no_config_names(folder, model):
-    for name in ABSENT if model == "mine" else ():
+# With the folder on a rank's path, for a config names a module of it, and without.
+@pytest.mark.parametrize("ranks", [("model=mine", "strategy=ddp", "launch.devices=2"), ("model=mlp",)])
+def test_parent_and_ranks_import_nothing_that_no_config_names(folder, ranks):
+    for name in ABSENT if "model=mine" in ranks else ():
         (folder / f"{name}.py").unlink()
     done, ran = started(
-        folder, "exp.train", "data=wine", f"model={model}", "strategy=ddp", "launch.devices=2",
+        folder, "exp.train", "data=wine", *ranks,
         "launch.accelerator=cpu", "trainer.max_epochs=1", "trainer.enable_progress_bar=false",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

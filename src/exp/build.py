@@ -16,6 +16,7 @@ from torch import nn
 from exp.check.plan import Plan
 from exp.construct import (
     build_entries,
+    build_freezing,
     build_network,
     build_optimization,
     build_run_precision,
@@ -33,6 +34,7 @@ from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
 from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
+from exp.engine.unfreezing import Unfreezing
 from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import has_begun, made
 from exp.precision.plugin import RunPrecision
@@ -99,7 +101,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         # Recording first, because the others look at the values that it publishes.
         callbacks=[
             recording,
-            *_guards(plan, lower_rates),
+            *_guards(plan, lower_rates, module.network),
             BeforeTheEnd(checkpointing),
             *own,
             checkpointing,
@@ -131,10 +133,12 @@ def _checkpointing(plan: Plan, directory: Path) -> Checkpointing:
     )
 
 
-def _guards(plan: Plan, lower_rates: LowerRates) -> list[Callback]:
-    """What acts on a number that is not finite, beside the checks of what is saved."""
+def _guards(plan: Plan, lower_rates: LowerRates, network: nn.Module) -> list[Callback]:
+    """What says which parameters learn, and acts on a number that is not finite, beside the checks of what is saved."""
     acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
-    return acting[plan.plain["runtime"]["non_finite"]]
+    freezing = build_freezing(network, plan.plain)
+    learning = [Unfreezing(freezing)] if freezing.changes else []
+    return [*learning, *acting[plan.plain["runtime"]["non_finite"]]]
 
 
 def _network(plan: Plan, resume: Path | None) -> nn.Module:

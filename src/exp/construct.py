@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from exp.config.annotations import EMPTY, annotations_of, is_array
 from exp.config.reading import secrets_kept
@@ -30,7 +31,9 @@ from exp.engine.datamodule import fitted_in
 from exp.engine.weight_files import read_weights
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, refusal, said
 from exp.models.containers import ProgramModel
+from exp.models.freezing import Freezing, find_frozen
 from exp.models.inference import example_inputs, lazy_class, lazy_defaults, materialise
+from exp.models.initialisation import initialise
 from exp.models.syntax import ProgramError
 from exp.models.weights import load_weights, match_weights
 from exp.objectives.objective import Objective
@@ -236,7 +239,23 @@ def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Mo
     network = build_unsized_network(plain, device=device)
     with torch.device(device):
         materialise(network, example_inputs(spec, device=device))
+        prepare(network, plain)
     return network
+
+
+def prepare(network: nn.Module, plain: Plain) -> None:
+    """Initialise and freeze any network, a foreign one, too, as the config asks; one without its shapes freeze alone.
+
+    Raises: ConfigError for a pattern that means nothing.
+    """
+    if not any(map(is_lazy, network.parameters())):
+        initialise(network, plain["initialisation"])
+    build_freezing(network, plain).apply(network)
+
+
+def build_freezing(network: nn.Module, plain: Plain) -> Freezing:
+    """What of the network does not learn, and until when."""
+    return find_frozen(network, **plain["freeze"])
 
 
 def build_starting_network(plain: Plain, spec: DataSpec) -> nn.Module:
@@ -275,7 +294,12 @@ def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler:
         target = {name: value for name, value in node.items() if name not in own}
         factories[key] = construct({**target, "_partial_": True}, key=key, allow=_allow(plain))
         options |= own
-    return Optimization(optimizer_factory=factories[optimizer], schedule_factory=factories[scheduler], **options)
+    return Optimization(
+        optimizer_factory=factories[optimizer],
+        schedule_factory=factories[scheduler],
+        begins_late=bool(plain["freeze"]["unfreeze"]),
+        **options,
+    )
 
 
 def build_phases(plain: Plain) -> list[Phase]:

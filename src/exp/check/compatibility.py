@@ -73,6 +73,7 @@ NEEDS: Mapping[str, str] = {
     "whole_average": "a callback averages all weights",
     "whole_tensors": "an optimizer looks at whole weights, not at each number by itself",
     "all_parameters": "an optimizer looks at all parameters together",
+    "other_parameters": "freeze.unfreeze changes which parameters learn",
     "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
 }
 
@@ -142,6 +143,13 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "all_parameters": {
         "splits_layers": "an optimizer that updates each parameter by itself: no rank has all of them (the network's "
         "layers are in several ranks)"
+    },
+    "other_parameters": {
+        **dict.fromkeys(_SHARDS, "ranks have shared out what learnt at the start"),
+        "splits_layers": "a stage's backward is made for what learnt at the start",
+        "averages_between_steps": "ranks that are apart average what learns alike",
+        "cuda_graph": "a captured backward is that of what learnt then",
+        "phases": "the phases say what learns",
     },
     "one_whole_network": {
         "phases": "several losses",
@@ -269,6 +277,14 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     if config["runtime"].get("compile"):
         needs = frozenset({"one_program"})
         yield Part(key="runtime.compile", named="true", needs=needs, without="false: {reason}", cure=ddp)
+    if config["freeze"]["unfreeze"]:
+        yield Part(
+            key="freeze.unfreeze",
+            named=f"epochs {among(map(str, config['freeze']['unfreeze']))}",
+            needs=frozenset({"other_parameters"}),
+            without="{{}}: {reason}",
+            cure="Write strategy=ddp, or freeze for the whole run",
+        )
     if config["precision"]["report"]:
         yield Part(
             key="precision.report",

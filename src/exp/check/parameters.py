@@ -171,6 +171,9 @@ def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signat
 def _cure_of_unknown(key: str, name: str, slot: Slot) -> str | None:
     if (key, name) == ("model", "container"):
         return "Leave it out: a container is chosen for models with layers, such as model=sequential or model=mlp"
+    if key == "model" and name in ("freeze", "initialisation"):
+        place = "freeze.parameters" if name == "freeze" else name
+        return f"Write {place}, at the top, which is for any network"
     refused = nearest(name, slot.refused)
     if refused:
         return f"Use {slot.refused[refused[0]]}"

@@ -60,7 +60,7 @@ def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
             key="phases",
             got=f"no phase trains {', '.join(names[:SHOWN])}{more}",
             expected="each parameter in a phase",
-            cure="Add a pattern to the parameters of one, or freeze them: model.freeze, with a container of exp's",
+            cure="Add a pattern to the parameters of one, or freeze them: freeze.parameters",
         )
 
 

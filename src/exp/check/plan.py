@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 # What the network, its objective and its metrics are built from.
-SHAPE_KEYS = ("model", "data", "objective", "phases", "metrics", "seed", "security")
+SHAPE_KEYS = (
+    "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze",
+)  # fmt: skip
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
 # What holds the samples, and may be on another machine.
@@ -458,9 +460,12 @@ class _Findings:
     ) -> None:
         from exp.check.runtime_switches import switch_faults
         from exp.check.shapes import double_backward_faults, double_faults, objectives_by_forward, term_faults
+        from exp.construct import build_freezing
+        from exp.engine.unfreezing import unfreezing_faults
         from exp.precision.keep import keep_faults
         from exp.precision.words import WORDS
 
+        self.faults += unfreezing_faults(network, build_freezing(network, self.plain))
         made = self._look_at_the_optimizers(known, network)
         if not _touched(known, ("precision",)):
             precision = self.plain["precision"]
@@ -693,7 +698,7 @@ def _fill_in(config: DictConfig) -> bool:
 
 def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExamination:
     from exp.check.shapes import examine_shapes
-    from exp.construct import build_unsized_network
+    from exp.construct import build_unsized_network, prepare
     from exp.models.syntax import ProgramError
 
     def network() -> nn.Module:
@@ -703,7 +708,13 @@ def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExaminatio
             key = error.key or "model.forward"
             raise ConfigError([program_fault(decided.resolved.config, key, error)]) from error
 
-    return examine_shapes(network_factory=network, spec=decided.spec, objective=decided.objective, phases=phases)
+    return examine_shapes(
+        network_factory=network,
+        spec=decided.spec,
+        objective=decided.objective,
+        phases=phases,
+        prepare=functools.partial(prepare, plain=decided.plain),
+    )
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:

@@ -90,6 +90,11 @@ Sample = Annotated[
     Predicate(lambda shape: math.prod(shape) <= MOST_NUMBERS),
 ]
 Groups = Annotated[dict[str, dict[str, Any]], "a mapping of names to a mapping"]
+Unfreezing = Annotated[
+    dict[int, list[Text]],
+    "a mapping of epochs, 1 or more and counted from 0, to lists of patterns, such as {10: ['encoder.*']}",
+    Predicate(lambda by_epoch: all(type(epoch) is int and epoch > 0 for epoch in by_epoch)),
+]
 
 # A mapping here is a fixed node: it holds these keys and no others.
 SCHEMA: dict[str, Any] = {
@@ -146,6 +151,12 @@ SCHEMA: dict[str, Any] = {
         "keys": dict[str, str | None],
         "strict": bool,
         "averaged": bool,
+    },
+    "initialisation": dict[str, str | dict[str, Any]],
+    "freeze": {
+        "parameters": list[Text],
+        "batch_norm": Literal["train", "eval"],
+        "unfreeze": Unfreezing,
     },
     "security": {"allow": list[Text]},
     "launch": {

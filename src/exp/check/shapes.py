@@ -63,6 +63,7 @@ def examine_shapes(
     spec: DataSpec,
     objective: Objective | None = None,
     phases: Sequence[Phase] = (),
+    prepare: Callable[[nn.Module], None] = lambda network: None,
 ) -> ShapeExamination:
     """Build the network on the meta device, feed it a batch of the data's shape, and look at what comes out.
 
@@ -72,6 +73,7 @@ def examine_shapes(
     spec: the shape and dtype that the data declares, and how many outputs it asks for.
     objective: what the outputs are compared by; without it the last axis alone is held against the data.
     phases: whose forwards are run, too, each held against its own terms.
+    prepare: what is done to the network, before its forward and again once every parameter has its shape.
     """
     traces: dict[str | None, ForwardTrace] = {}
     with Recorder() as recorder, torch.device("meta"):
@@ -84,6 +86,11 @@ def examine_shapes(
             if isinstance(module, ProgramModel):
                 with contextlib.suppress(ConfigError):  # which materialise tells, at its key
                     module.apply_freeze()
+        try:
+            prepare(network)
+        except ConfigError as error:
+            if not any(map(nn.parameter.is_lazy, network.parameters())):
+                return _failure(error, recorder, network, built=None, traces=traces)
         terms: Mapping[str | None, Objective | None]
         terms = {None: None} if objective is None else objectives_by_forward(phases, objective)
         named = [name for name in terms if name is not None and name in forward_names(network)]
@@ -102,6 +109,7 @@ def examine_shapes(
                 traces[name] = _traced(recorder, seen, inputs)
             seen = network
             materialise(network, inputs)
+            prepare(network)
             if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
                 for name in (None, *named):  # the branches that training does not take
                     seen = network if name is None else with_forward(network, name)

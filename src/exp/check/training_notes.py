@@ -156,5 +156,6 @@ def _frozen_norms(network: nn.Module) -> Iterator[str]:
     if found:
         yield (
             f"the weights of {among(found, count=6)} are frozen, and their running statistics move with every batch: "
-            "what was learned with others no longer fits. Write momentum: 0 in them, or take them out of the freeze"
+            "what was learned with others no longer fits. Write freeze.batch_norm=eval, or "
+            "take them out of the freeze"
         )

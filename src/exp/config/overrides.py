@@ -333,6 +333,9 @@ def _refused_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
         return _fault(line.key, "+ on a key that is there", "= to change it", f"Write {line.text[1:]}")
     is_mapping = line.sign == "" and isinstance(node, DictConfig)
     adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
+    if isinstance(node, DictConfig) and node and not line.value_text.startswith("{"):
+        first = next(iter(node))
+        adds = f"Its keys are {among(map(str, node))}: write {line.key}.{first}={line.value_text}"
     return _fault(line.key, f"{_short(line.text)}: {fault_of(error).got}", "a value that fits", adds)
 
 

@@ -17,9 +17,9 @@ from torch import fx, nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.compiler import compile_forward
+from exp.models.freezing import freeze as freeze_parameters
 from exp.models.graphs import graph_of_function
 from exp.models.initialisation import Scheme, initialise
-from exp.models.initialisation import freeze as freeze_parameters
 from exp.models.layers import Held, built
 from exp.models.program import Program, layers_used, parse
 from exp.models.syntax import ProgramError
@@ -42,8 +42,8 @@ class ProgramModel(nn.Module):
     constants: values that the program may use by name: numbers, strings, bools, None, and lists of them.
     functions: functions that the program may call by name, beside those of torch that are listed. They take what the
         program gives them, and give tensors. A torch.autograd.Function stands for its `apply`.
-    initialisation: name pattern to scheme, see models/initialisation.py; applied once all shapes are known.
-    freeze: name patterns of parameters that do not learn.
+    initialisation: pattern to scheme, see models/initialisation.py; applied once all shapes are known.
+    freeze: patterns of what does not learn, or {parameters: patterns, batch_norm: eval}, see models/freezing.py.
 
     Raises ProgramError for a fault in the program, ConfigError for one in the layers.
     """
@@ -61,7 +61,7 @@ class ProgramModel(nn.Module):
         constants: Mapping[str, object] | None = None,
         functions: Mapping[str, Callable[..., object]] | None = None,
         initialisation: Mapping[str, Scheme] | None = None,
-        freeze: Sequence[str] = (),
+        freeze: Sequence[str] | Mapping[str, Any] = (),
     ) -> None:
         super().__init__()
         if container is not None:
@@ -72,7 +72,7 @@ class ProgramModel(nn.Module):
         self._constants = {name: _constant(name, value) for name, value in (constants or {}).items()}
         self._functions = {name: _callable(name, value) for name, value in (functions or {}).items()}
         self._initialisation = dict(initialisation or {})
-        self._freeze = tuple(freeze)
+        self._freeze = freeze
         for name, layer in layers.items():
             self._add(name, layer)
         self._is_folded = forward is None

@@ -1,19 +1,18 @@
-"""What parameters start from, and which do not learn, chosen by name pattern.
+"""What parameters start from, chosen by name or by type.
 
-initialisation: {"*.weight": {name: normal, std: 0.02}}
-freeze: ["encoder.*"]
+initialisation: {"*.weight": {name: normal, std: 0.02}, LayerNorm.weight: ones}
 """
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
+from exp.models.matching import parameters_meant
 from exp.spelling import nearest
 
 SCHEMES: dict[str, Callable[..., object]] = {
@@ -37,27 +36,20 @@ Scheme = str | Mapping[str, object]
 
 
 def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
-    """Fill the parameters whose name in the state dict matches; of several patterns that match, the last one counts.
+    """Fill the parameters that a pattern means; of several patterns that mean one, the last one counts.
 
-    patterns: name pattern (as in a shell: `*`, `?`, `[ab]`) to a scheme: a name of SCHEMES, or a mapping with `name`
-        and the scheme's own parameters, those of torch.nn.init.
+    patterns: pattern (see `parameters_meant`) to a scheme: a name of SCHEMES, or a mapping with `name` and the scheme's
+        own parameters, those of torch.nn.init.
 
     Raises ConfigError where a pattern matches nothing or a scheme is unknown; the keys begin with `initialisation`.
     """
-    parameters = dict(network.named_parameters())
-    chosen: dict[str, str] = {}
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    chosen: dict[Tensor, str] = {}  # of a tied one, by whichever of its names
     for pattern in patterns:
-        chosen.update(dict.fromkeys(_matched(parameters, pattern, key=f"initialisation.{pattern}"), pattern))
-    for name, pattern in chosen.items():
-        fill(parameters[name], patterns[pattern], key=f"initialisation.{pattern}")
-
-
-def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Take the gradients from the parameters whose name matches. Raises ConfigError where a pattern matches nothing."""
-    parameters = dict(network.named_parameters())
-    for index, pattern in enumerate(patterns):
-        for name in _matched(parameters, pattern, key=f"freeze.{index}"):
-            parameters[name].requires_grad_(False)
+        meant = parameters_meant(network, pattern, key=f"initialisation.{pattern}")
+        chosen.update({parameters[name]: pattern for name in meant})
+    for parameter, pattern in chosen.items():
+        fill(parameter, patterns[pattern], key=f"initialisation.{pattern}")
 
 
 def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:
@@ -80,13 +72,3 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
     except (TypeError, ValueError) as fault:
         got = f"{name} of a parameter of shape {list(parameter.shape)}: {fault}"
         raise ConfigError([Fault(key=key, got=got, expected="a scheme that fits the shape")]) from None
-
-
-def _matched(parameters: Mapping[str, Tensor], pattern: str, *, key: str) -> list[str]:
-    names = fnmatch.filter(parameters, pattern)
-    if not names:
-        near = [*nearest(pattern, parameters), *parameters]
-        cure = f"The names are those of the state dict, such as {near[0]}" if near else None
-        expected = "a pattern that matches at least one"
-        raise ConfigError([Fault(key=key, got="no parameter matches", expected=expected, cure=cure)])
-    return names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -58,6 +58,51 @@ def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> Fault:
         expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
         f"types {among(types, word=pattern)}",
         cure=did_you_mean(pattern, [*names, *types]),
+    )
+
+
+def parameters_meant(network: nn.Module, pattern: str, *, key: str, known: Iterable[str] | None = None) -> list[str]:
+    """The names that a pattern of parameters means, in the network's order; a tied one goes by all of its names.
+
+    A pattern is one of names in the state dict (`encoder.*`), of modules by name (`encoder`) or by type (`LayerNorm`,
+    `torch.nn.Linear`), of which it means everything, or of a type's own parameters (`Linear.weight`).
+
+    known: the names among which it may choose; None is those of the parameters.
+    key: the pattern's key in the config.
+
+    Raises ConfigError where it means nothing, with the nearest name.
+    """
+    names = [name for name, _ in network.named_parameters(remove_duplicate=False)] if known is None else list(known)
+    kind, _, own = pattern.rpartition(".")
+    inside = {f"{path}." if path else "" for path, one in network.named_modules() if matches(path, one, pattern)}
+    of_type = {
+        f"{path}." if path else ""
+        for path, one in network.named_modules()
+        if kind and any(_is_named(base, kind) for base in type(one).__mro__)
+    }
+    found = [
+        name
+        for name in names
+        if fnmatchcase(name, pattern)
+        or any(name.startswith(prefix) for prefix in inside)
+        or any(name.startswith(prefix) and fnmatchcase(name.removeprefix(prefix), own) for prefix in of_type)
+    ]
+    if not found:
+        raise ConfigError([_without_parameters(pattern, network, names, has_modules=bool(inside or of_type), key=key)])
+    return found
+
+
+def _without_parameters(
+    pattern: str, network: nn.Module, names: Sequence[str], *, has_modules: bool, key: str
+) -> Fault:
+    types = list(dict.fromkeys(type(module).__name__ for module in network.modules()))
+    paths = [path for path, _ in network.named_modules() if path]
+    return Fault(
+        key=key,
+        got=f"{pattern!r} means layers without parameters" if has_modules else f"no parameter matches {pattern!r}",
+        expected=f"a pattern of parameters, such as {among(names, word=pattern, count=6)}; of layers; or the name of a "
+        f"type, such as {among(types, word=pattern, count=6)}",
+        cure=None if has_modules else did_you_mean(pattern, [*names, *paths, *types]),
     )
 
 

@@ -34,6 +34,7 @@ class Optimization:
     schedule_factory: the schedule's class with its options, all but the optimizer; None for a fixed learning rate.
     interval: whether the schedule steps with every optimizer step or with every epoch.
     monitor: the tag that a schedule on plateau watches.
+    begins_late: whether some parameters have their first gradient in a later epoch than others.
     """
 
     optimizer_factory: functools.partial[Optimizer]
@@ -42,6 +43,7 @@ class Optimization:
     schedule_factory: functools.partial[LRScheduler] | None = None
     interval: Unit = "step"
     monitor: str | None = None
+    begins_late: bool = False
 
     def make(
         self,
@@ -67,6 +69,7 @@ class Optimization:
             exempt_from_decay=self.exempt_from_decay,
             parameters=parameters,
             shared=shared,
+            begins_late=self.begins_late,
         )
         if self.schedule_factory is None or changes_nothing(self.schedule_factory):
             return optimizer, None
@@ -82,11 +85,12 @@ def build_optimizer(
     exempt_from_decay: Sequence[str],
     parameters: Sequence[str] | None = None,
     shared: bool = False,
+    begins_late: bool = False,
 ) -> Optimizer:
     """The optimizer of a network's trained parameters.
 
     factory: the optimizer's class with its options, all but the parameters.
-    groups, exempt_from_decay, parameters, shared: see parameter_groups.
+    groups, exempt_from_decay, parameters, shared: see parameter_groups. begins_late: see Optimization.
     Raises: ConfigError where the groups do not fit the network or the optimizer refuses its options.
     """
     split = parameter_groups(
@@ -96,13 +100,17 @@ def build_optimizer(
     options = dict(factory.keywords)
     taken = [parameter for group in split for parameter in group["params"]]
     is_right = _is_right_in_half(taken, factory)
+    is_even = not (begins_late and _keeps_momentum(factory, split))
     if _wants_fused(factory):
-        options["fused"] = (has_fused(taken) and _has_fused_in_shards(taken, factory) and is_right) or None
+        options["fused"] = (has_fused(taken) and _has_fused_in_shards(taken, factory) and is_right and is_even) or None
     elif options.get("fused") and not is_right:
         expected = "null or false: torch's fused SGD on CPU makes wrong steps there"
         raise ConfigError(
             [Fault(key="optimizer.fused", got="true for parameters in half precision", expected=expected)]
         )
+    elif options.get("fused") and not is_even:
+        expected = "null or false: torch's fused SGD takes momenta that begin in one step"
+        raise ConfigError([Fault(key="optimizer.fused", got="true with freeze.unfreeze", expected=expected)])
     make = functools.partial(factory.func, split, *factory.args, **options)
     try:
         return make()
@@ -125,6 +133,12 @@ def _is_right_in_half(parameters: Sequence[nn.Parameter], factory: functools.par
     """torch 2.13's fused SGD on CPU is wrong by the size of the step itself in bfloat16 and float16."""
     half = (torch.float16, torch.bfloat16)
     return _name(factory) != "SGD" or not any(p.device.type == "cpu" and p.dtype in half for p in parameters)
+
+
+def _keeps_momentum(factory: functools.partial[Optimizer], split: Sequence[Mapping[str, object]]) -> bool:
+    """Of SGD, whose fused kernel wants the momenta of all parameters of a group, or of none (seen in torch 2.13)."""
+    momenta = [factory.keywords.get("momentum"), *(group.get("momentum") for group in split)]
+    return _name(factory) == "SGD" and any(momenta)
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:

@@ -261,7 +261,7 @@ class ExpDDPStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Raises: RunError where the module averages its own gradients, and an option is about how ddp does it."""
         module, options = module_of(self), self._options
-        if self._share is not None:
+        if self._share is not None and not self._classes_before:
             self._classes_before = join_statistics(module, self._share, device_type=self.root_device.type)
         is_local = options.local_sgd.every_n_steps is not None
         # A LightningModule that is not exp's own says nothing of it.

@@ -1,0 +1,219 @@
+"""freeze and initialisation of any network: what is meant, what learns when, what is refused before the run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import exp
+from exp.check.plan import plan, resolve
+from exp.errors import ConfigError
+from exp.models.freezing import find_frozen
+from exp.models.initialisation import initialise
+from exp.models.matching import parameters_meant
+
+NETS = """
+from torch import nn
+
+
+class Block(nn.Sequential):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 16)
+        self.body = Block(nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+        self.plain = nn.BatchNorm1d(16, affine=False)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.plain(self.body(self.stem(x.flatten(1)))))
+"""
+NET = "model={_target_: frozen_nets.Net}"
+SHORT = [
+    NET, "metrics=[]", "hooks=[]", "logger=[]", "test=false", "optimizer=sgd", "optimizer.lr=0.05",
+    "trainer.enable_progress_bar=false", "trainer.limit_val_batches=1", "launch.accelerator=cpu",
+]  # fmt: skip
+LATER = [
+    "freeze.parameters=[stem, Block, plain.*]",
+    "freeze.batch_norm=eval",
+    "+freeze.unfreeze={1: [body.2], 2: ['*']}",
+]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "frozen_nets", raising=False)
+    Path("conf/model").mkdir(parents=True)
+    Path("frozen_nets.py").write_text(NETS)
+
+
+def net() -> nn.Module:
+    import frozen_nets
+
+    torch.manual_seed(0)
+    return frozen_nets.Net()
+
+
+def checked(*overrides: str):
+    return plan(resolve(exp.compose(["hydra.run.dir=run", *SHORT, *overrides])))
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        checked(*overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("head.*", "head.weight head.bias"),
+        ("head", "head.weight head.bias"),
+        ("body", "body.0.weight body.0.bias body.2.weight body.2.bias"),
+        ("Block", "body.0.weight body.0.bias body.2.weight body.2.bias"),
+        ("BatchNorm1d", "body.0.weight body.0.bias"),
+        ("torch.nn.Linear.bias", "stem.bias body.2.bias head.bias"),
+        ("Linear.w*", "stem.weight body.2.weight head.weight"),
+        ("*.0.weight", "body.0.weight"),
+    ],
+)
+def test_a_pattern_means_parameters_layers_or_types(pattern, names):
+    assert parameters_meant(net(), pattern, key="freeze.0") == names.split()
+
+
+def test_a_pattern_that_means_nothing_is_answered_with_the_nearest_name():
+    told = refused("freeze.parameters=['haed.*', ReLU]", "+initialisation={Linaer.weight: zeros}")
+    assert "initialisation.Linaer.weight: no parameter matches" in told
+    told = refused("freeze.parameters=[haed, ReLU]")
+    assert "freeze.parameters.0: no parameter matches 'haed'" in told
+    assert "Did you mean head?" in told
+    assert "freeze.parameters.1: 'ReLU' means layers without parameters" in told
+    told = refused("freeze.parameters=[body]", "+freeze.unfreeze={2: [head]}")
+    assert "freeze.unfreeze.2: 'head', of which nothing is frozen" in told
+    assert "freeze.parameters: everything that learns at all, until epoch 3" in refused(
+        "freeze.parameters=['*']", "+freeze.unfreeze={3: [head]}"
+    )
+    assert "all 8 parameters are frozen" in refused("freeze.parameters=['*']")
+    assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={0: [body]}")
+    assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={soon: [body]}")
+    assert "freeze.batch_norm" in refused("freeze.batch_norm=fixed")
+
+
+def test_initial_values_by_type_of_any_network():
+    network = net()
+    initialise(network, {"Linear.weight": {"name": "constant", "val": 2.0}, "head.*": "ones", "BatchNorm1d": "zeros"})
+    assert (network.stem.weight == 2).all()
+    assert (network.head.weight == 1).all()
+    assert not network.body[0].weight.any()
+    found = checked("+initialisation={Linear.bias: {name: constant, val: 0.5}}")
+    from exp.construct import build_network
+
+    built = build_network(found.plain, found.spec)
+    assert (built.stem.bias == 0.5).all()
+    assert (built.head.bias == 0.5).all()
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics_whoever_trains_the_network():
+    network = net()
+    freezing = find_frozen(network, parameters=["body", "plain.*"], batch_norm="eval")
+    freezing.apply(network)
+    for held in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        held.train()
+        before = copy.deepcopy(held.state_dict())
+        held(torch.randn(8, 64)).sum().backward()
+        assert all(torch.equal(before[name], value) for name, value in held.state_dict().items())
+        assert [name for name, one in held.named_parameters() if one.grad is not None] == [
+            "stem.weight", "stem.bias", "head.weight", "head.bias",
+        ]  # fmt: skip
+    # A norm of which a part learns is not frozen, nor is one where nobody asked for it.
+    assert find_frozen(network, parameters=["*.weight"], batch_norm="eval").norms == {}
+    assert find_frozen(network, parameters=["body"]).norms == {}
+    # And it goes on where it is let go.
+    later = find_frozen(network, parameters=["body"], batch_norm="eval", unfreeze={3: ["BatchNorm1d"]})
+    assert later.norms == {"body.0": 3}
+    for epoch, learns in ((2, False), (3, True), (2, False)):
+        later.begin_epoch(network, epoch)
+        network.train()
+        assert network.body[0].training == network.body[0].weight.requires_grad == learns
+        assert not network.body[2].weight.requires_grad
+
+
+def trained(*overrides: str, directory: str) -> dict:
+    exp.fit(exp.compose([f"hydra.run.dir={directory}", *SHORT, *overrides]))
+    return torch.load(f"{directory}/checkpoints/last.ckpt", weights_only=True)
+
+
+def test_what_is_unfrozen_trains_as_by_hand():
+    """In float64, with all samples in one batch: weight decay and momentum wait with the parameter."""
+    run = [
+        "precision=fp64", "data.batch_size=1258", "trainer.max_epochs=4", *LATER, "optimizer.momentum=0.9",
+        "optimizer.weight_decay=0.1", "+optimizer.groups={slow: {parameters: 'stem.*', lr: 0.01}}",
+    ]  # fmt: skip
+    found = trained(*run, directory="run")["state_dict"]
+    decided = checked(*run)
+    from exp.construct import build_network
+
+    network = build_network(decided.plain, decided.spec).double()
+    (batch,) = decided.data.loader("train")
+    x, y = batch.data
+    slow = list(network.stem.parameters())
+    rest = [one for name, one in network.named_parameters() if not name.startswith("stem")]
+    groups = [{"params": rest}, {"params": slow, "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
+    for epoch in range(4):
+        network.train()
+        for name, one in network.named_parameters():
+            one.requires_grad = name.startswith("head") or epoch >= (1 if name.startswith("body.2") else 2)
+        for norm in (network.body[0], network.plain):
+            norm.train(epoch >= 2)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x.double()), y).backward()
+        optimizer.step()
+    for name, value in network.state_dict().items():
+        torch.testing.assert_close(found[f"network.{name}"], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.any_processor
+def test_a_run_that_goes_on_before_and_behind_an_unfreezing_is_the_unbroken_one():
+    """From the end of an epoch, and from within the one that unfroze."""
+    length = ["optimizer=adamw", "trainer.limit_train_batches=4", "checkpoint.every_n_steps=3", *LATER]
+    whole = trained(*length, "trainer.max_epochs=4", directory="whole")
+    assert len(whole["optimizer_states"][0]["state"]) == 8
+    for step in (6, 4, 10):
+        first = f"first-{step}"
+        begun = trained(*length, "trainer.max_epochs=4", f"trainer.max_steps={step}", directory=first)
+        assert len(begun["optimizer_states"][0]["state"]) == {4: 2, 6: 4, 10: 8}[step]
+        again = trained(
+            *length, "trainer.max_epochs=4", f"resume={first}/checkpoints/last.ckpt", directory=f"again-{step}"
+        )
+        for name, value in whole["state_dict"].items():
+            assert torch.equal(again["state_dict"][name], value), (step, name)
+
+
+@pytest.mark.numeric
+def test_ranks_unfreeze_as_one_process_does_and_those_that_cannot_say_so(ranks):
+    run = [*SHORT, "precision=fp64", "trainer.limit_train_batches=3", "trainer.max_epochs=3", *LATER]
+    run[run.index(LATER[-1])] = "+freeze.unfreeze={1: [body.2, stem]}"
+    alone = ranks.train(*run).checkpoint()["state_dict"]
+    found = ranks.train(*run, "strategy=ddp", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+    for strategy in ("fsdp", "pipeline", "tensor_parallel", "deepspeed"):
+        told = refused(f"strategy={strategy}", "launch.devices=2", *LATER)
+        assert f"freeze.unfreeze: epochs 1, 2 with strategy={strategy}" in told, strategy
+    static = [one for one in run if "unfreeze" not in one]
+    expected = ranks.train(*static).checkpoint()["state_dict"]
+    sharded = ranks.train(*static, "strategy=fsdp", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
+    for name, value in expected.items():
+        torch.testing.assert_close(sharded[name], value, rtol=1e-10, atol=1e-10)

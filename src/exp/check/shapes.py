@@ -78,19 +78,9 @@ def examine_shapes(
     traces: dict[str | None, ForwardTrace] = {}
     with Recorder() as recorder, torch.device("meta"):
         try:
-            network = network_factory()
+            network = _begun(network_factory, prepare)
         except (Exception, SystemExit) as error:  # a layer of one's own may raise anything; each is told by its key
             return _failure(error, recorder, recorder.root, built=None, traces=traces)
-        # What learns has to be known in the forward, for hooks ask where gradients flow.
-        for module in network.modules():
-            if isinstance(module, ProgramModel):
-                with contextlib.suppress(ConfigError):  # which materialise tells, at its key
-                    module.apply_freeze()
-        try:
-            prepare(network)
-        except ConfigError as error:
-            if not any(map(nn.parameter.is_lazy, network.parameters())):
-                return _failure(error, recorder, network, built=None, traces=traces)
         terms: Mapping[str | None, Objective | None]
         terms = {None: None} if objective is None else objectives_by_forward(phases, objective)
         named = [name for name in terms if name is not None and name in forward_names(network)]
@@ -127,6 +117,24 @@ def examine_shapes(
         for fault in output_faults(trace.network, trace.output, trace.calls, spec, terms[name])
     ]
     return ShapeExamination(faults=tuple(dict.fromkeys(faults)), network=network, traces=traces)
+
+
+def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
+    """The network with what learns known before its forward, for hooks ask where gradients flow.
+
+    Raises: ConfigError where `prepare` does; of a network without its shapes its caller hears it later.
+    """
+    network = network_factory()
+    for module in network.modules():
+        if isinstance(module, ProgramModel):
+            with contextlib.suppress(ConfigError):  # which materialise tells, at its key
+                module.apply_freeze()
+    try:
+        prepare(network)
+    except ConfigError:
+        if not any(map(nn.parameter.is_lazy, network.parameters())):
+            raise
+    return network
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:

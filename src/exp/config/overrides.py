@@ -334,8 +334,8 @@ def _refused_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
     is_mapping = line.sign == "" and isinstance(node, DictConfig)
     adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
     if isinstance(node, DictConfig) and node and not line.value_text.startswith("{"):
-        first = next(iter(node))
-        adds = f"Its keys are {among(map(str, node))}: write {line.key}.{first}={line.value_text}"
+        keys = [str(key) for key in node]
+        adds = f"Its keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
     return _fault(line.key, f"{_short(line.text)}: {fault_of(error).got}", "a value that fits", adds)
 
 

@@ -75,7 +75,7 @@ def scale_gradient(x: Tensor, factor: float | Tensor) -> Tensor:
     factor: a number, or one in a tensor, 0-d, which a compiled network reads anew at every call. It may not change
         between a forward and its backward.
     """
-    return _applied(ScaleGradient, x, factor)
+    return applied(ScaleGradient, x, factor)
 
 
 class GradientReversal(CopyWithNumber):
@@ -96,7 +96,7 @@ def gradient_reversal(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
     weight: a number, or one in a tensor, 0-d, which a compiled network reads anew at every call. It may not change
         between a forward and its backward.
     """
-    return _applied(GradientReversal, x, weight)
+    return applied(GradientReversal, x, weight)
 
 
 def progressive_weight(progress: float, *, steepness: float = 10.0) -> float:
@@ -166,7 +166,7 @@ def clip_gradient_by_norm(x: Tensor, limit: float | Tensor, *, total: Total | No
     limit: above 0; a number, or one in a tensor, 0-d. total: makes of the square of this process's norm, 0-d, the sum
         over all processes that hold a share of the batch; None where there are no others.
     """
-    return _applied(ClipGradientByNorm, x, limit, total)
+    return applied(ClipGradientByNorm, x, limit, total)
 
 
 def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
@@ -174,9 +174,10 @@ def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
 
     limit: above 0; a number, or one in a tensor, 0-d.
     """
-    return _applied(ClipGradientByValue, x, limit)
+    return applied(ClipGradientByValue, x, limit)
 
 
-def _applied(function: type[torch.autograd.Function], *arguments: Tensor | float | Total | None) -> Tensor:
+def applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    """What a Function of one output gives; torch says nothing of its type."""
     result: Tensor = function.apply(*arguments)
     return result

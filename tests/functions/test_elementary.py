@@ -1,0 +1,143 @@
+"""Functions with a backward of their own, held against torch's operators: gradients twice, transformed, as layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import exp
+from exp.functions import elementary
+from exp.models import layers
+
+pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
+
+
+def x(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def rounded(value: Tensor) -> Tensor:
+    """The straight-through estimate in operators of torch."""
+    return value + (value.round() - value).detach()
+
+
+OF_TORCH: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "Exp": (elementary.exp, torch.exp),
+    "Cube": (elementary.cube, lambda t: t**3),
+    "MulConstant": (lambda t: elementary.mul_constant(t, -0.3), lambda t: -0.3 * t),
+    "StraightThrough": (elementary.straight_through, rounded),
+}
+CASES = pytest.mark.parametrize(("own", "torchs"), OF_TORCH.values(), ids=OF_TORCH)
+
+
+@CASES
+def test_value_gradient_and_second_gradient_are_torchs(own, torchs) -> None:
+    value = x(3, 4)
+    found = []
+    for function in (own, torchs):
+        output = function(value)
+        (gradient,) = torch.autograd.grad(output.square().sum(), value, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.sin().sum(), value)
+        found.append((output, gradient, second))
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["Exp", "Cube", "MulConstant"])
+def test_gradcheck(name) -> None:
+    own = OF_TORCH[name][0]
+    assert torch.autograd.gradcheck(own, x(3, 2), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(own, x(3, 2), check_batched_grad=True)
+
+
+@CASES
+def test_torch_func_transforms_it(own, torchs) -> None:
+    value = x(5, 3).detach()
+    mine, wanted = (
+        torch.func.vmap(torch.func.jacrev(torch.func.grad(lambda t, function=function: function(t).pow(2).sum())))(
+            value
+        )
+        for function in (own, torchs)
+    )
+    torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3), (2, 2, 2, 3), (0, 3)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_linear_map(shape, has_bias) -> None:
+    given = (x(*shape), x(2, 3, seed=1), x(2, seed=2) if has_bias else None)
+    assert torch.equal(elementary.linear(*given), nn.functional.linear(*given))
+    if math.prod(shape):
+        assert torch.autograd.gradcheck(elementary.linear, given)
+        assert torch.autograd.gradgradcheck(elementary.linear, given)
+    parameters = [one for one in given if one is not None]
+    mine = torch.autograd.grad(elementary.linear(*given).sin().sum(), parameters)
+    torchs = torch.autograd.grad(nn.functional.linear(*given).sin().sum(), parameters)
+    torch.testing.assert_close(mine, torchs, rtol=1e-13, atol=1e-14)
+
+
+def test_the_linear_map_over_samples_and_frozen() -> None:
+    weight, bias = x(2, 3, seed=1), x(2, seed=2)
+    of_one = torch.func.grad(lambda w, b, one: elementary.linear(one, w, b).pow(2).sum(), argnums=(0, 1))
+    mine = torch.func.vmap(of_one, in_dims=(None, None, 0))(weight, bias, x(5, 3).detach())
+    of_torch = torch.func.grad(lambda w, b, one: nn.functional.linear(one, w, b).pow(2).sum(), argnums=(0, 1))
+    torch.testing.assert_close(
+        mine, torch.func.vmap(of_torch, in_dims=(None, None, 0))(weight, bias, x(5, 3).detach()), rtol=1e-13, atol=1e-14
+    )
+    frozen = weight.detach()
+    (gradient,) = torch.autograd.grad(elementary.linear(x(4, 3), frozen, bias).sum(), bias)
+    assert gradient.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("step", ["round", "sign", "floor", "ceil"])
+def test_a_step_passes_the_gradient_within_its_limit(step) -> None:
+    value = torch.tensor([-2.5, -1.0, -0.4, 0.0, 0.6, 1.0, 1.5], dtype=torch.float64, requires_grad=True)
+    output = elementary.straight_through(value, step, 1.0)
+    assert torch.equal(output, getattr(torch, step)(value))
+    (gradient,) = torch.autograd.grad(output, value, torch.arange(7, dtype=torch.float64))
+    assert gradient.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_dtype_keeps_its_own(dtype) -> None:
+    for layer in (layers.Exp(), layers.Cube(), layers.MulConstant(constant=2.0), layers.StraightThrough()):
+        value = torch.ones(3, dtype=dtype, requires_grad=True)
+        output = layer(value)
+        output.sum().backward()
+        assert output.dtype == value.grad.dtype == dtype
+
+
+def test_autocast_treats_the_layer_as_torchs() -> None:
+    mine, torchs = layers.Linear(3, 2), nn.Linear(3, 2)
+    torchs.load_state_dict(mine.state_dict())
+    for layer in (mine, torchs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = layer(torch.linspace(0, 1, 12).reshape(4, 3))
+        assert output.dtype == torch.bfloat16
+        output.float().square().sum().backward()
+    assert mine.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(mine.weight.grad, torchs.weight.grad, rtol=0.02, atol=0)
+
+
+def test_a_run_with_all_of_them_is_one_with_torchs_operators(ranks) -> None:
+    common = [
+        *("data=wine", "model=mlp", "precision=fp64", "trainer.max_epochs=1", "optimizer=sgd", "hooks=[gradients]"),
+        *("metrics=[]", "test=false", "trainer.limit_val_batches=1"),
+    ]
+    own = "{_target_: exp.models.layers.Linear, out_features: 3}"
+    torchs = "{_target_: torch.nn.Linear, out_features: 3}"
+    found = [ranks.train(*common, f"model.layers.head={layer}") for layer in (own, torchs)]
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-12)
+    program = (
+        "{_target_: exp.models.containers.ModuleDictModel, "
+        "functions: {cube: exp.functions.elementary.Cube, exponential: exp.functions.elementary.Exp}, "
+        "layers: {halved: {_target_: exp.models.layers.MulConstant, constant: 0.5}, "
+        "squash: {_target_: exp.models.layers.StraightThrough, step: sign, limit: 1.0}, "
+        "head: {_target_: exp.models.layers.Linear, out_features: 3}}, "
+        "forward: 'return head(squash(cube(halved(x)) - exponential(-x)))'}"
+    )
+    exp.validate(exp.compose([*common, f"model={program}"]))

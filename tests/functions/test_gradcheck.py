@@ -1,0 +1,190 @@
+"""python -m exp.gradcheck: right and wrong derivatives of Functions, functions and modules of one's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from exp.gradcheck import main
+
+pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
+
+OWN = """
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+class Cube(torch.autograd.Function):
+    factor = 3
+
+    @staticmethod
+    def forward(ctx, x):  # as Functions were written before setup_context
+        ctx.save_for_backward(x)
+        return x ** 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x ** 2
+
+
+class Once(Cube):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient * 3 * ctx.saved_tensors[0] ** 2
+
+
+class Detached(Cube):  # its gradient is right, and the gradient of that is not
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3 * ctx.saved_tensors[0].detach() ** 2
+
+
+class Scale(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, factor):
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class WrongVmap(Scale):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x, factor):
+        return x * factor + 1, in_dims[0]
+
+
+class OnePlaceOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x.sin() * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        of_y = gradient * x.sin()
+        wrong = torch.zeros_like(of_y)
+        wrong[1, 2] = 0.5
+        return gradient * x.cos() * y, of_y + wrong
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, function: str = "Cube"):
+        super().__init__()
+        self.stem = nn.Linear(3, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.5)
+        self.function = globals()[function]
+
+    def forward(self, x):
+        return {"score": self.function.apply(self.drop(self.norm(self.stem(x)))), "count": torch.tensor(len(x))}
+
+
+class WrongNet(Net):
+    def forward(self, x):
+        return OnePlaceOff.apply(self.stem(x), self.stem(x) * 0 + self.stem.bias)
+
+
+def looked_up(index, table):
+    return table[index].exp()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: own_derivatives.Net\n")
+    (tmp_path / "own_derivatives.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_derivatives", raising=False)
+
+
+def said(capsys, *command: str) -> tuple[int, dict[str, str]]:
+    status = main(command)
+    rows = capsys.readouterr().out.splitlines()
+    return status, {row[:16].strip(): row[17:] for row in rows}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("own_derivatives.Cube",),
+        ("own_derivatives.Scale", "factor=2.5", "--input", "2x2"),
+        ("own_derivatives.Net", "width=4"),
+        ("own_derivatives.looked_up", "--input", "4:5", "--input", "5x2"),
+        ("exp.functions.elementary.Linear", "bias=null", "--input", "4x3", "--input", "2x3"),
+        ("exp.models.containers.SequentialModel", "layers.a._target_=torch.nn.Linear", "layers.a.out_features=2"),
+        ("torch.nn.GELU", "--input", ""),
+    ],
+)
+def test_what_is_right(command, capsys) -> None:
+    status, rows = said(capsys, *command)
+    assert status == 0
+    assert rows["gradient"] == rows["second gradient"] == "right"
+    assert rows["vmap"] == "right" if command[0].endswith(("Scale", ".Linear")) else rows["vmap"].startswith("not ")
+
+
+def test_the_entry_that_is_furthest_off_is_told(capsys) -> None:
+    status, rows = said(capsys, "own_derivatives.OnePlaceOff", "--input", "2x3", "--input", "2x3")
+    assert status == 1
+    place = r"WRONG; of output 0 at \[1, 2\] by y at \[1, 2\] it is "
+    found = re.fullmatch(place + r"([-\d.]+), and the difference of the forward is ([-\d.]+)", rows["gradient"])
+    assert found
+    # What the backward adds there, times the 1 that comes back to this output; the others are right.
+    assert float(found[1]) - float(found[2]) == pytest.approx(0.5, abs=1e-4)
+    status, rows = said(capsys, "own_derivatives.WrongNet", "width=3", "--input", "2x3")
+    assert (status, rows["gradient"][:8]) == (1, "WRONG; o")
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "word"),
+    [
+        (("own_derivatives.Detached",), "second gradient", "WRONG; of output 0"),
+        (("own_derivatives.Once",), "second gradient", "not compared; "),
+        (("own_derivatives.WrongVmap", "factor=2.0"), "vmap", "WRONG; off by 1 from"),
+    ],
+)
+def test_what_is_wrong_behind_a_right_gradient(command, row, word, capsys) -> None:
+    status, rows = said(capsys, *command)
+    assert status == (1 if word.startswith("WRONG") else 0)
+    assert rows["gradient"] == "right"
+    assert rows[row].startswith(word)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("os.system",), "_target_: os.system, outside the allowed packages"),
+        (("own_derivatives.Cubed",), "Did you mean own_derivatives.Cube?"),
+        (("own_derivatives.Net", "width=0.5"), "model.width: 0.5; expected an integer"),
+        (("own_derivatives.Net", "wdth=3"), "model.wdth: no parameter of own_derivatives.Net"),
+        (("own_derivatives.Scale", "facto=2"), "facto: no parameter of its forward; expected one of x, factor"),
+        (("own_derivatives.Cube", "--input", "2", "--input", "3"), "--input: 2 of them; expected at most one"),
+        (("own_derivatives.Net", "width=3", "--input", "2x4"), "--input: 2x4, with which the forward failed with"),
+        (("own_derivatives.Cube", "--input", "4x"), "--input: '4x'; expected sizes with x between them"),
+        (("own_derivatives.Cube", "--input", "4:3"), "of which no floating output depends on"),
+        (("torch.optim.SGD",), "TARGET: torch.optim.SGD, another class"),
+        (("own_derivatives.Cube", "x:1"), "NAME=VALUE: 'x:1'"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_fault(command, message, capsys) -> None:
+    assert main(command) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert "Traceback" not in told.err

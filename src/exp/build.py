@@ -37,6 +37,7 @@ from exp.engine.stopping import Stopping
 from exp.engine.unfreezing import Unfreezing
 from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import has_begun, made
+from exp.models.freezing import held_norms
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
@@ -137,7 +138,7 @@ def _guards(plan: Plan, lower_rates: LowerRates, network: nn.Module) -> list[Cal
     """What says which parameters learn, and acts on a number that is not finite, beside the checks of what is saved."""
     acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
     freezing = build_freezing(network, plan.plain)
-    learning = [Unfreezing(freezing)] if freezing.changes else []
+    learning = [Unfreezing(freezing)] if freezing.changes or held_norms(network) else []
     return [*learning, *acting[plan.plain["runtime"]["non_finite"]]]
 
 

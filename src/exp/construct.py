@@ -34,6 +34,7 @@ from exp.models.containers import ProgramModel
 from exp.models.freezing import Freezing, find_frozen
 from exp.models.inference import example_inputs, lazy_class, lazy_defaults, materialise
 from exp.models.initialisation import initialise
+from exp.models.lora import adapt, is_adapted
 from exp.models.syntax import ProgramError
 from exp.models.weights import load_weights, match_weights
 from exp.objectives.objective import Objective
@@ -244,13 +245,21 @@ def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Mo
 
 
 def prepare(network: nn.Module, plain: Plain) -> None:
-    """Initialise and freeze any network, a foreign one, too, as the config asks; one without its shapes freeze alone.
+    """Initialise, adapt and freeze any network, a foreign one, too, as the config asks.
+
+    One that does not have all of its shapes yet is frozen alone.
 
     Raises: ConfigError for a pattern that means nothing.
     """
-    if not any(map(is_lazy, network.parameters())):
+    is_sized, lora = not any(map(is_lazy, network.parameters())), plain["lora"]
+    if is_adapted(network):
+        return  # all of it is done
+    if is_sized:
         initialise(network, plain["initialisation"])
-    build_freezing(network, plain).apply(network)
+    if not lora["layers"]:
+        build_freezing(network, plain).apply(network)
+    elif is_sized:
+        adapt(network, **lora, batch_norm=plain["freeze"]["batch_norm"])
 
 
 def build_freezing(network: nn.Module, plain: Plain) -> Freezing:
@@ -297,7 +306,7 @@ def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler:
     return Optimization(
         optimizer_factory=factories[optimizer],
         schedule_factory=factories[scheduler],
-        begins_late=bool(plain["freeze"]["unfreeze"]),
+        begins_late=any(plain["freeze"]["unfreeze"]),
         **options,
     )
 

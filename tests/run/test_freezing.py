@@ -105,7 +105,7 @@ def test_a_pattern_that_means_nothing_is_answered_with_the_nearest_name():
         "freeze.parameters=['*']", "+freeze.unfreeze={3: [head]}"
     )
     assert "all 8 parameters are frozen" in refused("freeze.parameters=['*']")
-    assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={0: [body]}")
+    assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={-1: [body]}")
     assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={soon: [body]}")
     assert "freeze.batch_norm" in refused("freeze.batch_norm=fixed")
 
@@ -139,6 +139,11 @@ def test_a_frozen_batch_norm_keeps_its_statistics_whoever_trains_the_network():
     # A norm of which a part learns is not frozen, nor is one where nobody asked for it.
     assert find_frozen(network, parameters=["*.weight"], batch_norm="eval").norms == {}
     assert find_frozen(network, parameters=["body"]).norms == {}
+    # Epoch 0 leaves out.
+    head = find_frozen(network, parameters=["*"], batch_norm="eval", unfreeze={0: ["head"]})
+    assert sorted(head.norms) == ["body.0", "plain"]
+    assert not head.changes
+    assert "head.weight" not in head.until
     # And it goes on where it is let go.
     later = find_frozen(network, parameters=["body"], batch_norm="eval", unfreeze={3: ["BatchNorm1d"]})
     assert later.norms == {"body.0": 3}

@@ -73,6 +73,7 @@ NEEDS: Mapping[str, str] = {
     "whole_average": "a callback averages all weights",
     "whole_tensors": "an optimizer looks at whole weights, not at each number by itself",
     "all_parameters": "an optimizer looks at all parameters together",
+    "whole_weights": "lora puts a sum in the place of a layer's weight",
     "other_parameters": "freeze.unfreeze changes which parameters learn",
     "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
 }
@@ -143,6 +144,14 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "all_parameters": {
         "splits_layers": "an optimizer that updates each parameter by itself: no rank has all of them (the network's "
         "layers are in several ranks)"
+    },
+    "whole_weights": {
+        "splits_tensors": "its layers are cut along their weights, which are sums",
+        "splits_layers": "stages were not seen to hold layers whose weights are sums",
+        "splits_devices": "parts were not seen to hold layers whose weights are sums",
+        "owns_step": "its engine was not seen to hold layers whose weights are sums",
+        "replicates_in_threads": "torch does not copy layers whose weights are sums into threads",
+        "float8": "a layer in float8 reads its weight past the sum",
     },
     "other_parameters": {
         **dict.fromkeys(_SHARDS, "ranks have shared out what learnt at the start"),
@@ -277,7 +286,10 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     if config["runtime"].get("compile"):
         needs = frozenset({"one_program"})
         yield Part(key="runtime.compile", named="true", needs=needs, without="false: {reason}", cure=ddp)
-    if config["freeze"]["unfreeze"]:
+    if config["lora"]["layers"]:
+        needs, cure = frozenset({"whole_weights"}), "Write strategy=ddp or fsdp, without precision=fp8"
+        yield Part(key="lora.layers", named="LoRA", needs=needs, without="[]: {reason}", cure=cure)
+    if any(config["freeze"]["unfreeze"]):  # with epoch 0 alone nothing changes
         yield Part(
             key="freeze.unfreeze",
             named=f"epochs {among(map(str, config['freeze']['unfreeze']))}",

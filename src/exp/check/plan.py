@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = (
-    "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze",
+    "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze", "lora",
 )  # fmt: skip
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")

@@ -81,6 +81,15 @@ def weights_are_there(values: Values) -> Iterator[Fault]:
         yield Fault(key="weights.from", got=f"{path}, a directory without weights", expected=expected)
 
 
+def lora_freezes_by_itself(values: Values) -> Iterator[Fault]:
+    """All but its own parameters and what it names; a second word on it would contradict that."""
+    layers = values["lora.layers"]
+    for key in ("freeze.parameters", "freeze.unfreeze"):
+        if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
+            got, cure = f"{show(values[key])} with lora.layers", "What learns whole beside it is lora.trained"
+            yield Fault(key=key, got=got, expected="nothing: LoRA freezes all other parameters", cure=cure)
+
+
 def weights_of_run(directory: Path) -> Path | None:
     """The best checkpoint of a run directory, or else its last; None where it has neither."""
     return next((directory / name for name in CHECKPOINTS if (directory / name).is_file()), None)
@@ -446,6 +455,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     something_to_do,
     resume_is_there,
     weights_are_there,
+    lora_freezes_by_itself,
     the_run_ends,
     limits_leave_batches,
     data_names_its_sets,

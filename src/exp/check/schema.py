@@ -92,8 +92,8 @@ Sample = Annotated[
 Groups = Annotated[dict[str, dict[str, Any]], "a mapping of names to a mapping"]
 Unfreezing = Annotated[
     dict[int, list[Text]],
-    "a mapping of epochs, 1 or more and counted from 0, to lists of patterns, such as {10: ['encoder.*']}",
-    Predicate(lambda by_epoch: all(type(epoch) is int and epoch > 0 for epoch in by_epoch)),
+    "a mapping of epochs, counted from 0, to lists of patterns, such as {10: ['encoder.*']}",
+    Predicate(lambda by_epoch: all(type(epoch) is int and epoch >= 0 for epoch in by_epoch)),
 ]
 
 # A mapping here is a fixed node: it holds these keys and no others.
@@ -158,6 +158,7 @@ SCHEMA: dict[str, Any] = {
         "batch_norm": Literal["train", "eval"],
         "unfreeze": Unfreezing,
     },
+    "lora": {"layers": list[Text], "rank": Count, "alpha": Positive | None, "trained": list[Text]},
     "security": {"allow": list[Text]},
     "launch": {
         "devices": Literal["auto"] | Processes | list[Index],

@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from exp.engine.module import TrainingModule
 from exp.errors import Fault
-from exp.models.freezing import Freezing
+from exp.models.freezing import Freezing, held_norms
 from exp.spelling import among
 
 log = logging.getLogger(__name__)
 
 
 class Unfreezing(Callback):
-    """Freezes and unfreezes as an epoch begins, also the one that a resumed run begins in.
+    """Freezes and unfreezes as an epoch begins, also the one that a resumed run begins in; keeps norms held.
 
     freezing: what learns when.
     """
@@ -34,7 +34,14 @@ class Unfreezing(Callback):
         self.freezing = freezing
         self._learning: frozenset[str] | None = None
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning warns of every module that is in evaluation mode when it begins; these are meant to be.
+        for norm in held_norms(pl_module):
+            norm.training = True
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for norm in held_norms(pl_module):
+            norm.training = False
         # A run that goes on within an epoch does not begin that one again.
         self._learning = None
         self._begin(trainer, pl_module)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exp.engine.checkpoint import CURRENT, MANIFEST, read_checkpoint, read_plain
 from exp.errors import MissingExtraError, RunError
+from exp.models.lora import merged
 from exp.spelling import among
 
 # Where programs keep a state dict among other things, by habit.
@@ -56,14 +57,14 @@ def _state_dict(content: Any) -> dict[str, Tensor]:
 
 
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what exp, ddp or torch.compile put before the names of a network."""
+    """Without what exp, ddp or torch.compile put before the names of a network, and with LoRA's part in the weights."""
     own = {name.removeprefix(OWN): tensor for name, tensor in weights.items() if name.startswith(OWN)}
     weights = own or weights
     for _ in WRAPPERS:
         for wrapper in WRAPPERS:
             if all(name.startswith(wrapper) for name in weights):
                 weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
-    return weights
+    return merged(weights)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

@@ -72,6 +72,11 @@ class Freezing:
                 norm.train()
 
 
+def held_norms(network: nn.Module) -> list[nn.Module]:
+    """The norms that keep their statistics now."""
+    return [module for module in network.modules() if "train" in vars(module)]
+
+
 def find_frozen(
     network: nn.Module,
     *,
@@ -85,7 +90,8 @@ def find_frozen(
     parameters: patterns of what does not learn, see `parameters_meant`.
     batch_norm: `eval` lets a BatchNorm whose parameters, or statistics, are frozen keep its statistics, and normalise
         by them; `train` lets it go on with those of each batch.
-    unfreeze: epoch, counted from 0, to patterns of what learns from its beginning on, among what is frozen.
+    unfreeze: epoch, counted from 0, to patterns of what learns from its beginning on, among what is frozen; with 0 it
+        is not frozen at all, so that a head can be left out of `*`.
     key: of the patterns in the config.
 
     Raises: ConfigError with every pattern that means nothing.
@@ -110,6 +116,7 @@ def find_frozen(
             until |= {name: epoch for name in found if name in until}
     if faults:
         raise ConfigError(faults)
+    until = {name: epoch for name, epoch in until.items() if epoch > 0}
     norms = {
         path: max(until[name] for name in _of_norm(network, path, mean) if name in until)
         for path, mean in statistics.items()

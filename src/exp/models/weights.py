@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
+from exp.models.lora import originals
 from exp.spelling import among, did_you_mean
 
 Keys = Mapping[str, str | None]
@@ -161,8 +162,9 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Ma
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """The network's parameters and persistent buffers themselves, by their names in its state dict."""
-    return {name: one for name, one in network.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    """The network's parameters and persistent buffers themselves, by their names in its state dict, without LoRA's."""
+    named = network.state_dict(keep_vars=True).items()
+    return originals({name: one for name, one in named if isinstance(one, Tensor)})
 
 
 def _renamed(name: str, keys: Keys) -> tuple[str, str | None]:

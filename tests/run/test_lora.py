@@ -1,0 +1,208 @@
+"""lora: equal to the same by hand, the same again after a resume and over ranks, merged into plain weights."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import exp
+from exp.check.plan import plan, resolve
+from exp.construct import build_network, build_starting_network
+from exp.errors import ConfigError
+from exp.models.lora import LowRank, adapt, merge, merged
+
+NETS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.hidden = nn.Linear(16, 12)
+        self.head = nn.Linear(12, classes)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self.norm(self.stem(x.flatten(1))))))
+"""
+NET = "model={_target_: lora_nets.Net}"
+SHORT = [
+    NET, "metrics=[]", "hooks=[]", "logger=[]", "test=false", "optimizer=sgd", "optimizer.lr=0.05",
+    "trainer.enable_progress_bar=false", "trainer.limit_val_batches=1", "launch.accelerator=cpu",
+]  # fmt: skip
+LORA = ["lora.layers=[stem, hidden]", "lora.rank=3", "lora.alpha=12", "lora.trained=[head]", "freeze.batch_norm=eval"]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lora_nets", raising=False)
+    Path("conf/model").mkdir(parents=True)
+    Path("lora_nets.py").write_text(NETS)
+
+
+def checked(*overrides: str):
+    return plan(resolve(exp.compose(["hydra.run.dir=run", *SHORT, *overrides])))
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        checked(*overrides)
+    return str(caught.value)
+
+
+def trained(*overrides: str, directory: str) -> dict:
+    exp.fit(exp.compose([f"hydra.run.dir={directory}", *SHORT, *overrides]))
+    return torch.load(f"{directory}/checkpoints/last.ckpt", weights_only=True)
+
+
+class ByHand(nn.Module):
+    """A linear layer with the two products beside it, as the paper draws it."""
+
+    def __init__(self, linear: nn.Linear, a: torch.Tensor, *, alpha: float) -> None:
+        super().__init__()
+        self.linear, self.scale = linear, alpha / len(a)
+        self.a, self.b = nn.Parameter(a), nn.Parameter(torch.zeros(linear.out_features, len(a), dtype=a.dtype))
+
+    def forward(self, x):
+        return self.linear(x) + self.scale * (x @ self.a.T) @ self.b.T
+
+
+def test_training_equals_lora_by_hand():
+    run = ["precision=fp64", "data.batch_size=1258", "trainer.max_epochs=4", "optimizer.momentum=0.9", *LORA]
+    found = trained(*run, directory="run")["state_dict"]
+    decided = checked(*run)
+    start = build_network(decided.plain, decided.spec).state_dict()
+    plain = build_network(checked(*run[:4]).plain, decided.spec).double()
+    for name in ("stem", "hidden"):
+        a = start[f"{name}.parametrizations.weight.0.a"].double()
+        setattr(plain, name, ByHand(getattr(plain, name), a, alpha=12))
+    learning = [one for name, one in plain.named_parameters() if name.endswith((".a", ".b")) or "head" in name]
+    optimizer = torch.optim.SGD(learning, lr=0.05, momentum=0.9)
+    ((x, y),) = (batch.data for batch in decided.data.loader("train"))
+    plain.norm.eval()
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x.double()), y).backward()
+        optimizer.step()
+    for name, theirs in {
+        "stem.parametrizations.weight.0.a": plain.stem.a, "stem.parametrizations.weight.0.b": plain.stem.b,
+        "hidden.parametrizations.weight.0.a": plain.hidden.a, "head.bias": plain.head.bias,
+        "stem.parametrizations.weight.original": plain.stem.linear.weight, "stem.bias": plain.stem.linear.bias,
+        "norm.running_mean": plain.norm.running_mean,
+    }.items():  # fmt: skip
+        torch.testing.assert_close(found[f"network.{name}"], theirs.detach(), rtol=1e-12, atol=1e-12)
+    assert plain.stem.b.abs().max() > 1e-3
+
+
+@pytest.mark.any_processor
+def test_what_was_learnt_is_in_the_weights_of_a_plain_network_and_a_run_goes_on_exactly():
+    whole = trained(*LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3", directory="whole")
+    trained(*LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.max_steps=2", directory="first")
+    again = trained(
+        *LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3", "resume=first/checkpoints/last.ckpt",
+        directory="again",
+    )  # fmt: skip
+    assert all(torch.equal(again["state_dict"][name], one) for name, one in whole["state_dict"].items())
+    assert len(whole["optimizer_states"][0]["param_groups"][0]["params"]) == 6
+
+    decided = checked("weights.from=whole")
+    assert decided.weights.is_whole
+    plain = build_starting_network(decided.plain, decided.spec).eval()
+    adapted = build_network(checked(*LORA).plain, decided.spec).eval()
+    adapted.load_state_dict({name.removeprefix("network."): one for name, one in whole["state_dict"].items()})
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(plain(x), adapted(x), rtol=1e-5, atol=1e-6)
+    merge(adapted)
+    assert [type(one) for one in adapted.modules()] == [type(one) for one in plain.modules()]
+    torch.testing.assert_close(adapted.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
+    # Another adaptation begins from the merged weights.
+    second = checked(*LORA, "lora.rank=1", "weights.from=whole")
+    network = build_starting_network(second.plain, second.spec).eval()
+    assert torch.equal(network.stem.parametrizations.weight.original, plain.stem.weight)
+    assert torch.equal(network.stem.weight, plain.stem.weight)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(4, 6, 3, groups=2),
+        lambda: nn.ConvTranspose1d(4, 6, 3),
+        lambda: nn.Embedding(9, 5),
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    ],
+)
+def test_any_layer_that_reads_a_weight_learns_and_merges(layer):
+    torch.manual_seed(0)
+    network = nn.Sequential(layer()).double()
+    inputs = {
+        nn.Conv2d: lambda: torch.randn(2, 4, 5, 5), nn.ConvTranspose1d: lambda: torch.randn(2, 4, 5),
+        nn.Embedding: lambda: torch.randint(9, (2, 3)),
+    }.get(type(network[0]), lambda: torch.randn(2, 3, 8))()  # fmt: skip
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    given = [inputs] * (3 if isinstance(network[0], nn.MultiheadAttention) else 1)
+    before = network[0](*given)
+    adapt(network, layers=["*"], rank=2, alpha=4)
+    result = network[0](*given)
+    total = sum(one.square().sum() for one in ([result] if isinstance(result, torch.Tensor) else result))
+    torch.testing.assert_close(result, before, rtol=1e-12, atol=1e-12)
+    total.backward()
+    added = [one for one in network.modules() if isinstance(one, LowRank)]
+    assert added
+    assert all(one.b.grad is not None and one.b.grad.abs().max() > 0 for one in added)
+    assert {id(one) for one in network.parameters() if one.requires_grad} == {
+        id(one) for part in added for one in (part.a, part.b)
+    }
+    with torch.no_grad():
+        for one in added:
+            one.b.normal_()
+    state, network = merged(network.state_dict()), network.eval()
+    with torch.no_grad():
+        changed = network[0](*given)
+        merge(copy.deepcopy(network))  # of a copy: the original stays
+        merge(network)
+        torch.testing.assert_close(network[0](*given), changed, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(network.state_dict(), state, rtol=1e-12, atol=1e-12)
+
+
+def test_what_cannot_be_adapted_is_told_before_the_run():
+    told = refused("lora.layers=[stme, norm]", "lora.trained=[haed]")
+    assert "lora.layers.0: no parameter matches 'stme'" in told
+    assert "Did you mean stem?" in told
+    assert (
+        "lora.layers.1: 'norm', which means norm.weight, norm.bias; expected layers with a weight of two axes" in told
+    )
+    assert "lora.trained.0: no parameter matches 'haed'" in told
+    # The head learns whole, whatever the layers mean.
+    names = [
+        name for name, _ in checked("lora.layers=[Linear]", "lora.trained=[head]").shapes.network.named_parameters()
+    ]
+    assert "head.weight" in names
+    assert "stem.parametrizations.weight.0.a" in names
+    told = refused(*LORA, "freeze.parameters=[norm]")
+    assert "freeze.parameters: ['norm'] with lora.layers; expected nothing" in told
+    for strategy in ("pipeline", "tensor_parallel", "deepspeed"):
+        assert f"lora.layers: LoRA with strategy={strategy}" in refused(
+            f"strategy={strategy}", "launch.devices=2", *LORA
+        )
+    with pytest.raises(ConfigError, match="no recurrent ones"):
+        adapt(nn.LSTM(3, 4), layers=["LSTM"], rank=1, alpha=None)
+
+
+def test_ranks_adapt_as_one_process_does(ranks):
+    run = [*SHORT, "precision=fp64", "trainer.limit_train_batches=3", "trainer.max_epochs=1", *LORA]
+    alone = ranks.train(*run).checkpoint()["state_dict"]
+    for strategy in ("ddp", "fsdp"):
+        found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)

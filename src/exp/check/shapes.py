@@ -236,7 +236,7 @@ def output_faults(
             continue  # it may be an entry of the batch
         value = named[wanted]
         if not isinstance(value, Tensor):
-            cure = f"Set objective.{name}.output to one of {among(parts)}" if parts else None
+            cure = f"Set objective.{name}.output to one of {among(parts)}" if parts else _cure_of_likeness(value)
             got = f"the network returns {described(value)}"
             faults.append(Fault(key=f"objective.{name}", got=got, expected="one tensor to compare", cure=cure))
             continue
@@ -244,6 +244,12 @@ def output_faults(
         if fault is not None and fault not in faults:
             faults.append(fault)
     return faults
+
+
+def _cure_of_likeness(value: object) -> str | None:
+    """Of what torch's functions take for a tensor without its being one, as torch's notes on extending it have it."""
+    is_like = inspect.getattr_static(type(value), "__torch_function__", None) is not None
+    return "Return the tensor in it, or derive its class from torch.Tensor" if is_like else None
 
 
 def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str]]:
@@ -310,7 +316,13 @@ def described(value: object) -> str:
         return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(described, value))})"
-    return described(named_parts(value)) if is_record(value) else repr(value)
+    if is_record(value):
+        return described(named_parts(value))
+    # An object's own repr may be pages, and holds its address where nobody wrote one.
+    is_plain = isinstance(value, bool | int | float | str | torch.Size | torch.dtype | None)
+    return (
+        repr(value) if is_plain else f"a {type(value).__module__}.{type(value).__qualname__}, which is no torch.Tensor"
+    )
 
 
 def layer_fault(error: BaseException, key: str, call: Call) -> Fault:

@@ -117,3 +117,28 @@ def test_a_place_behind_another_does_not_hide_it(tmp_path):
 
 def test_run_modes_are_the_two_known():
     assert {mode.name for mode in RunMode} == {"RUN", "MULTIRUN"}
+
+
+BROKEN = {
+    "raise ValueError('no')": "ValueError: no",
+    "def f(:": "SyntaxError: invalid syntax",
+    "import sys; sys.exit(3)": "SystemExit: 3",
+    "from hydra.core.config_store import ConfigStore\nConfigStore.instance().store(name='bad', node=3)": "int",
+}
+
+
+@pytest.mark.parametrize(("code", "message"), BROKEN.items())
+def test_a_plug_in_that_cannot_be_imported_is_a_fault_of_its_file(code, message, tmp_path, commands):
+    """It is Hydra that imports all of them, whatever is asked, and lets all but an ImportError through."""
+    package = tmp_path / "installed" / "hydra_plugins" / "broken"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "plugin.py").write_text(code + "\n")
+    place = tmp_path / "place"
+    place.mkdir()
+    done = commands.run("--help", cwd=place, environment={"PYTHONPATH": str(tmp_path / "installed")})
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("  hydra_plugins: ")]
+    assert message in line
+    assert str(package / "plugin.py") in line
+    assert "Traceback" not in done.stderr

@@ -15,6 +15,7 @@ import functools
 import logging
 import math
 import re
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ from exp.config.reading import secrets_kept
 from exp.config.search_path import Place, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, one_line
 from exp.files import can_be_a_path
 from exp.spelling import among, did_you_mean, is_slip
 
@@ -157,7 +158,9 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self, places: Sequence[Place]) -> None:
         with hydra_base():
-            path = create_config_search_path(None)
+            with _plugins_as_faults():
+                Plugins.instance()  # which imports every plug-in, the first time
+                path = create_config_search_path(None)
             schema = path.get_path().pop()
             for place in places:
                 path.append(place.provider, f"file://{place.directory}")
@@ -335,6 +338,28 @@ def hydra_config(config: DictConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _plugins_as_faults() -> Iterator[None]:
+    """Faults for what a plug-in raises when Hydra imports it, or asks it for folders.
+
+    Of an ImportError Hydra warns, and leaves the plug-in out.
+    """
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [*(frame.filename for frame in frames), error.filename if isinstance(error, SyntaxError) else None]
+        of_plugins = [file for file in files if file is not None and "hydra_plugins" in Path(file).parts]
+        said = " ".join(one_line(error).split())
+        got = f"a plug-in of Hydra that fails with {said}"
+        raise ConfigError([Fault(
+            key="hydra_plugins", got=got, expected="plug-ins that can be imported",
+            cure="Mend it, or uninstall the package that brings it", source=of_plugins[-1] if of_plugins else None,
+        )]) from error  # fmt: skip
+
+
+@contextlib.contextmanager
 def _warnings_as_faults() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -490,7 +515,11 @@ def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Pat
         config.hydra.mode = RunMode.MULTIRUN
         config.hydra.sweep.dir = str(directory)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
-        sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
+        try:
+            sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
+        except RuntimeError as error:
+            got = f"{config.hydra.sweeper._target_}, and {one_line(error)}"
+            raise ConfigError([Fault(key="hydra.sweeper", got=got, expected="a sweeper that can be made")]) from error
         sweeper.sweep(arguments=task_overrides(config))
 
 

@@ -108,6 +108,31 @@ def test_a_pattern_that_means_nothing_is_answered_with_the_nearest_name():
     assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={-1: [body]}")
     assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={soon: [body]}")
     assert "freeze.batch_norm" in refused("freeze.batch_norm=fixed")
+    swa = "+callbacks={swa: {_target_: lightning.pytorch.callbacks.StochasticWeightAveraging, swa_lrs: 0.01}}"
+    frozen = ("freeze.parameters=[body]", "freeze.batch_norm=eval")
+    assert "StochasticWeightAveraging with freeze.batch_norm=eval; expected statistics" in refused(*frozen, swa)
+    assert checked(frozen[0], swa)
+
+
+def test_what_has_no_shape_yet_is_frozen_too():
+    """Convolutions and linear layers whose sizes are left to the data."""
+    found = plan(
+        resolve(
+            exp.compose(
+                [
+                    "hydra.run.dir=run",
+                    *SHORT[1:],
+                    "model=lenet",
+                    "freeze.parameters=[Conv2d]",
+                    "+freeze.unfreeze={1: [Conv2d.bias]}",
+                ]
+            )
+        )
+    )
+    network = found.shapes.network
+    frozen = [type(network.get_submodule(name.rpartition(".")[0])).__name__ + "." + name.rpartition(".")[2]
+              for name, one in network.named_parameters() if not one.requires_grad]  # fmt: skip
+    assert set(frozen) == {"Conv2d.weight"}
 
 
 def test_initial_values_by_type_of_any_network():
@@ -204,6 +229,15 @@ def test_a_run_that_goes_on_before_and_behind_an_unfreezing_is_the_unbroken_one(
         )
         for name, value in whole["state_dict"].items():
             assert torch.equal(again["state_dict"][name], value), (step, name)
+
+
+def test_a_run_does_not_go_on_with_another_freeze_and_says_nothing_of_gradients_that_are_to_come(caplog):
+    short = ["trainer.limit_train_batches=2", "trainer.max_epochs=1"]
+    trained(*short, *LATER, directory="first")
+    assert "no gradient" not in caplog.text
+    for other in (["freeze.parameters=[stem]"], ["lora.layers=[stem]"], []):
+        told = refused(*other, "resume=first/checkpoints/last.ckpt", "trainer.max_epochs=2")
+        assert "resume: a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in told
 
 
 @pytest.mark.numeric

@@ -42,6 +42,7 @@ from torch.optim import (
 from exp.errors import Fault
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
+from exp.models.freezing import held_norms
 from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint, averages_weights
@@ -73,6 +74,7 @@ NEEDS: Mapping[str, str] = {
     "whole_average": "a callback averages all weights",
     "whole_tensors": "an optimizer looks at whole weights, not at each number by itself",
     "all_parameters": "an optimizer looks at all parameters together",
+    "new_statistics": "a callback takes BatchNorm's statistics anew",
     "whole_weights": "lora puts a sum in the place of a layer's weight",
     "other_parameters": "freeze.unfreeze changes which parameters learn",
     "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
@@ -144,6 +146,9 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "all_parameters": {
         "splits_layers": "an optimizer that updates each parameter by itself: no rank has all of them (the network's "
         "layers are in several ranks)"
+    },
+    "new_statistics": {
+        "frozen_statistics": "statistics that move: it sets them to 0 and 1, and averages them over an epoch"
     },
     "whole_weights": {
         "splits_tensors": "its layers are cut along their weights, which are sums",
@@ -236,6 +241,8 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     found |= {switch: f"runtime.{switch}=true" for switch in ("compile", "cuda_graph") if runtime.get(switch)}
     if config["phases"]:
         found["phases"] = "phases"
+    if held_norms(planned.network):
+        found["frozen_statistics"] = "freeze.batch_norm=eval"
     count = config["trainer"].get("accumulate_grad_batches")
     if isinstance(count, int) and count > 1:
         found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
@@ -317,6 +324,8 @@ def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:
         needs.add("whole_average")
     if issubclass(kind, COPYING):
         needs.add("module_copy")
+    if issubclass(kind, StochasticWeightAveraging):
+        needs.add("new_statistics")
     if issubclass(kind, REPLACING):
         needs.add("fixed_weights")
     if needs:

@@ -70,6 +70,12 @@ NUMERIC = (
     "trainer.gradient_clip_algorithm",
     "trainer.limit_train_batches",
 )
+# What must be the same too, for it says what an optimizer holds; as it is in a config that does not use it.
+NOTHING: Mapping[str, Any] = {
+    "phases": {},
+    "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
+    "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
+}
 # Of these nodes: what no step depends on, and what a name or word says as well.
 BESIDE = ("precision.report", "precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
@@ -101,18 +107,19 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
         return Resuming()
     if MANIFEST not in checkpoint and (incomplete := _incomplete(checkpoint, path)):
         return Resuming(faults=(incomplete,))
-    # A checkpoint of before there were phases had none.
+    # A checkpoint of before there were these had none.
     saved = _saved_config(checkpoint[CONFIG])
     if saved is None:
         got = f"{path}, whose {CONFIG} is {show(checkpoint[CONFIG])}"
         return Resuming(faults=(Fault(key="resume", got=got, expected="the config of its run"),))
-    before = _whole({"phases": {}, **saved})
-    config = _whole(config)
+    before = _whole({**NOTHING, **saved})
+    config = _whole({**NOTHING, **config})
     faults = _other_values(before, config, "model", path)
     if config["train"]:
         faults += _other_values(before, config, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
         faults += _other_values(before, config, "scheduler", path)
-        faults += _other_values(before, config, "phases", path)
+        for node in NOTHING:
+            faults += _other_values(before, config, node, path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
         faults += _newer(checkpoint, path)
     if network is not None and not faults:

@@ -78,7 +78,7 @@ def _rates(plain: Mapping[str, Any]) -> Iterator[str]:
             if options.get("lr") == 0:
                 yield (
                     f"{place}.lr is 0: what it trains stays as it is. Write a rate above 0, or name the parameters "
-                    "that shall not learn in model.freeze, which spares their gradients"
+                    "that shall not learn in freeze.parameters, which spares their gradients"
                 )
 
 

@@ -95,7 +95,8 @@ class FirstSteps:
             # One without any is of a strategy that keeps gradients elsewhere.
             for parameter in parameters if has_gradients or self._parts is not None else ():
                 name = self._names.get(id(parameter))
-                if name is not None:
+                # One that an epoch unfreezes later is meant to have none yet.
+                if name is not None and parameter.requires_grad:
                     seen.found[name] = seen.found.get(name, False) or parameter.grad is not None
         if is_warm:
             seen.before = list(_samples(parameters))
@@ -180,7 +181,7 @@ class FirstSteps:
             several = f"{len(names)} parameters get" if len(names) > 1 else "a parameter gets"
             yield (
                 f"{several} no gradient, and nothing is learned there: {among(names, count=6)}. Use them in the "
-                "forward and in the objective, without detach(), or name them in model.freeze"
+                "forward and in the objective, without detach(), or name them in freeze.parameters"
             )
 
 

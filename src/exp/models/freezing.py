@@ -58,7 +58,7 @@ class Freezing:
     def _set(self, learning: Mapping[str, bool], network: nn.Module) -> None:
         for name, one in network.named_parameters(remove_duplicate=False):
             if name in learning:
-                one.requires_grad_(learning[name])
+                one.requires_grad = learning[name]  # by this name a lazy one has it, too
 
     def _hold(self, held: Mapping[str, bool], network: nn.Module) -> None:
         for path, is_held in held.items():

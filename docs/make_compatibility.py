@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import strategies as lightning_strategies
 
 import exp
-from exp.check.compatibility import EXCLUDED, NEEDS
+from exp.check.compatibility import EXCLUDED, LEAVING_WEIGHTS, NEEDS, REFUSED
 from exp.construct import build_entries, build_strategy, plain_config
 from exp.hooks.hook import Hook
 from exp.strategies.strategy import TRAITS, Strategy, traits_of
@@ -56,7 +56,7 @@ SWITCHES = {
 
 
 def page() -> str:
-    return "\n".join([HEAD, *_strategies(), *_needs(), *_hooks()]).rstrip() + "\n"
+    return "\n".join([HEAD, *_strategies(), *_needs(), *_callbacks(), *_hooks()]).rstrip() + "\n"
 
 
 def _strategies() -> Iterator[str]:
@@ -90,6 +90,16 @@ def _needs() -> Iterator[str]:
             said = f"`{need}` | {meaning}" if index == 0 else "|"
             yield f"| {said} | {traits} | {reason} |"
     yield ""
+
+
+def _callbacks() -> Iterator[str]:
+    yield "## Callbacks that no run can have\n\n| callback | what it does | what to take instead |\n|---|---|---|"
+    yield from (
+        f"| `{kind.__name__}` | {why.removeprefix('which ')} | {cure} |" for kind, (why, cure) in REFUSED.items()
+    )
+    kept = ", ".join(f"`{kind.__name__}`" for kind in LEAVING_WEIGHTS)
+    yield "\nOther callbacks may change weights behind a validation. A copy of what was validated is held for"
+    yield f"`best.ckpt` then. Of these nothing has to be held: {kept}.\n"
 
 
 def _hooks() -> Iterator[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
+from exp.check.compatibility import LEAVING_WEIGHTS
 from exp.check.plan import Plan
 from exp.construct import (
     build_entries,
@@ -86,8 +87,8 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     runtime = plain["runtime"]
     recording = Recording(hooks=plan.hooks, directory=directory, skips=runtime["non_finite"] == "skip")
     lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
-    checkpointing = _checkpointing(plan, directory)
     own = build_entries(plain, "callbacks").values()
+    checkpointing = _checkpointing(plan, directory, own)
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
@@ -124,9 +125,11 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     )
 
 
-def _checkpointing(plan: Plan, directory: Path) -> Checkpointing:
+def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:
     return Checkpointing(
         directory=directory,
+        # For those that are known to leave the weights alone, no copy is held.
+        holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
         monitor=plan.plain["monitor"],
         mode=plan.plain["mode"],
         config=plan.resolved.yaml,
@@ -186,10 +189,11 @@ def _trainer(
     runtime = plan.plain["runtime"]
     checkpoint_io = ThreadedCheckpointIO() if plan.plain["checkpoint"]["async"] else AtomicCheckpointIO()
     loggers = _loggers(plan, directory)
-    # The bar is ours: Lightning's redraws at every batch.
-    shown = progress(arguments["enable_progress_bar"], rank=rank)
+    # The bar is ours, for Lightning's redraws at every batch, unless the config names another.
+    has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
     trainer = Trainer(
-        **{**arguments, "enable_progress_bar": False},
+        **{**arguments, "enable_progress_bar": has_bar},
         **{**placed, "plugins": [*placed["plugins"], precision, checkpoint_io]},
         callbacks=[*callbacks, *shown],
         logger=list(loggers.values()),

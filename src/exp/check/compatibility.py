@@ -10,13 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
     BatchSizeFinder,
     Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateFinder,
+    LearningRateMonitor,
     ModelPruning,
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
@@ -39,6 +54,7 @@ from torch.optim import (
     SparseAdam,
 )
 
+from exp.engine.ema import ExponentialMovingAverage
 from exp.errors import Fault
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
@@ -50,6 +66,44 @@ from exp.strategies.strategy import Blueprint, averages_weights
 # Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
 COPYING = (StochasticWeightAveraging, WeightAveraging)
 REPLACING = (ModelPruning, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
+# Callbacks that leave the weights as they find them, or keep an average that they know how to save.
+LEAVING_WEIGHTS = (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    ExponentialMovingAverage,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+# Callbacks that no run can have: what they do that it cannot follow, and what to take instead.
+REFUSED: Mapping[type[Callback], tuple[str, str]] = {
+    LearningRateFinder: (
+        "which trains within the run's own start, and puts back what it can of it",
+        "Try rates in runs of their own: -m optimizer.lr=1e-4,1e-3,1e-2",
+    ),
+    BatchSizeFinder: (
+        "which changes the batch size of a run that is decided",
+        "Name the size, data.batch_size=64; trainer.accumulate_grad_batches makes one step of several batches",
+    ),
+    BackboneFinetuning: (
+        "which asks the training module for a `backbone`, and adds to an optimizer whose parameters are decided",
+        "freeze.parameters and freeze.unfreeze hold layers of any name until an epoch, and "
+        "optimizer.groups gives them a rate of their own",
+    ),
+    SpikeDetection: (
+        "which keeps a state that lightning 2.6 cannot read back from a checkpoint",
+        "runtime.non_finite=skip leaves out a step that is not finite, and hooks=[nan_guard] says where it began",
+    ),
+    BasePredictionWriter: (
+        "which is called by predict alone, never by training",
+        "hooks=[samples] shows what the network gives in validation",
+    ),
+}
 # What these do to a number depends on that number's own history alone, so that it may be done to parts of a weight.
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop)
 # Why an optimizer cannot work on parts of a weight.
@@ -247,6 +301,34 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     if isinstance(count, int) and count > 1:
         found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
     return found
+
+
+def callback_faults(
+    callbacks: Mapping[str, type[Callback]], *, nodes: Mapping[str, Any], shows_bar: bool
+) -> Iterator[Fault]:
+    """The callbacks that no run can have, whatever else it has.
+
+    callbacks, nodes: their classes and what the config says of them, by name. shows_bar: trainer.enable_progress_bar.
+    """
+    for name, kind in callbacks.items():
+        key = f"callbacks.{name}"
+        for refused, (why, cure) in REFUSED.items():
+            if issubclass(kind, refused):
+                yield Fault(key=key, got=f"{kind.__name__}, {why}", expected="a callback of one run", cure=cure)
+        if issubclass(kind, ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
+            expected = "true: a checkpoint with weights and masks apart does not fit the network that is tested"
+            yield Fault(key=f"{key}.make_pruning_permanent", got="false", expected=expected)
+        if kind is BaseFinetuning:
+            expected = "a class of yours that says what it freezes"
+            yield Fault(key=key, got="BaseFinetuning itself", expected=expected, cure="Or write freeze.unfreeze")
+        if issubclass(kind, ProgressBar) and not shows_bar:
+            expected = "no bar, or trainer.enable_progress_bar=true"
+            got = f"{kind.__name__} with trainer.enable_progress_bar=false"
+            yield Fault(key=key, got=got, expected=expected, cure=f"Leave it out with ~{key}")
+    bars = [name for name, kind in callbacks.items() if issubclass(kind, ProgressBar)]
+    for name in bars[1:]:
+        got = f"a second bar beside callbacks.{bars[0]}"
+        yield Fault(key=f"callbacks.{name}", got=got, expected="one", cure=f"Leave it out with ~callbacks.{name}")
 
 
 def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:

@@ -535,12 +535,17 @@ class _Findings:
         )
 
     def _look_at_the_callbacks(self, known: Iterable[Fault]) -> None:
-        """What the libraries' own callbacks refuse when they are made. Code of the user's own is left for the run."""
+        """What no run can have, and what the libraries' own refuse when they are made. A user's wait for the run."""
+        from exp.check.compatibility import callback_faults
         from exp.construct import construct
 
         if _touched(known, ("callbacks", "security")) or self._holds_unknown(("callbacks", "security")):
             return
-        for name, kind in self._classes_of(self.plain["callbacks"]).items():
+        kinds = self._classes_of(self.plain["callbacks"])
+        if not _touched(known, ("trainer",)):
+            shows_bar = bool(self.plain["trainer"]["enable_progress_bar"])
+            self.faults += callback_faults(kinds, nodes=self.plain["callbacks"], shows_bar=shows_bar)
+        for name, kind in kinds.items():
             if kind.__module__.partition(".")[0] in LIBRARIES:
                 node, allow = self.plain["callbacks"][name], self.plain["security"]["allow"]
                 self._try(functools.partial(construct, node, key=f"callbacks.{name}", allow=allow))

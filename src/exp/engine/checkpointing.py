@@ -11,14 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor
 
 from exp.engine.checkpoint import (
     CHECKPOINTS,
+    CURRENT,
     AtomicCheckpointIO,
     State,
     ThreadedCheckpointIO,
     copy_checkpoint,
+    on_host,
     read_checkpoint,
 )
 from exp.engine.module import TrainingModule
@@ -30,6 +35,8 @@ from exp.types import EPOCH_LOSS, Batch, Mode
 log = logging.getLogger(__name__)
 
 POSITION, BEST, KEPT, CONFIG = "exp_position", "exp_best", "exp_kept", "exp_config"
+# Of a best.ckpt whose state_dict is what was scored, and whose run had other weights when it was written.
+SCORED = "exp_scored"
 
 
 class Checkpointing(Callback):
@@ -46,6 +53,8 @@ class Checkpointing(Callback):
     monitor, mode: the tag whose best value best.ckpt has, and whether the best is the smallest or the largest. A value
         that is not finite is never the best.
     config: text to keep in the checkpoint, such as the config's YAML.
+    holds_scored: whether to hold a copy of the weights of each validation, so that best.ckpt has them whatever other
+        callbacks did to the module behind it. The weights that training goes on with are beside them then.
     """
 
     def __init__(
@@ -60,8 +69,14 @@ class Checkpointing(Callback):
         save_last: bool = True,
         save_best: bool = True,
         config: str | None = None,
+        holds_scored: bool = False,
     ) -> None:
         super().__init__()
+        self.holds_scored = holds_scored
+        # The weights of the validation that is being done, and of the best one, until its file is written.
+        self._validated: State | None = None
+        self._scored: State | None = None
+        self._writes_scored = self._is_changed = False
         self.directory = Path(directory) / CHECKPOINTS
         self.monitor, self.mode = monitor, mode
         self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
@@ -220,19 +235,34 @@ class Checkpointing(Callback):
         if is_due:
             self._saved_step, self._saved_at = position.step, time.monotonic()
             self.is_wanted = False
-        paths = [self.last_path] if is_due and self.is_saving_last else []
-        paths += [self.best_path] if self._is_better else []
-        paths += [self._kept_path(trainer.global_step)] if self._is_kept else []
-        if not paths:
-            return
-        if paths[0] == self.last_path:
+        best = [self.best_path] if self._is_better else []
+        best += [self._kept_path(trainer.global_step)] if self._is_kept else []
+        source = None
+        if is_due and self.is_saving_last:
             self._owes_last, self._has_last = False, True
-        self._is_better = self._is_kept = False
-        self.save(trainer, position, paths[0])
-        if trainer.is_global_zero:
-            for path in paths[1:]:
-                _io(trainer).copy_checkpoint(paths[0], path)
+            self.save(trainer, position, self.last_path)
+            # One file does for both, unless a callback has changed the weights since they were scored.
+            is_other = self._scored is not None and trainer.strategy.broadcast(self._is_changed)
+            source = None if is_other else self.last_path
+        if best:
+            self._write_best(trainer, position, best, source=source)
+        if trainer.is_global_zero and (best or source is not None):
             self._prune(trainer)
+
+    def _write_best(self, trainer: Trainer, position: Position, paths: list[Path], *, source: Path | None) -> None:
+        """Write what was scored, by a copy where a file that holds it is written already."""
+        if source is None:
+            source, *paths = paths
+            self._writes_scored = True
+            try:
+                self.save(trainer, position, source)
+            finally:
+                self._writes_scored = False
+        self._is_better = self._is_kept = False
+        self._scored = None
+        if trainer.is_global_zero:
+            for path in paths:
+                _io(trainer).copy_checkpoint(source, path)
 
     def _kept_path(self, step: int) -> Path:
         return self.directory / f"best-{step}.ckpt"
@@ -248,20 +278,25 @@ class Checkpointing(Callback):
 
     # --- the best ---
 
+    def hold(self, trainer: Trainer) -> None:
+        """Hold a copy of the module's weights: those that the value to come is of. Every rank must call it."""
+        if self.holds_scored and self.is_saving_best:
+            self._validated = on_host(_unpruned(trainer.strategy.lightning_module_state_dict()))
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._compare(trainer, stage="val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watches_training:
+        if self.watches_training:
             self._compare(trainer, stage="train")
 
     @property
-    def _watches_training(self) -> bool:
+    def watches_training(self) -> bool:
         return self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS
 
     def _compare(self, trainer: Trainer, *, stage: str) -> None:
-        if not self.is_saving_best or (self._watches_training and stage == "val"):
+        if not self.is_saving_best or (self.watches_training and stage == "val"):
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(trainer.callback_metrics)
@@ -286,6 +321,9 @@ class Checkpointing(Callback):
             ranking = sorted([*others, entry], key=lambda one: one["value"], reverse=self.mode == "max")
             self.kept = ranking[: self.keep]
             self._is_kept = entry in self.kept
+        if self._is_better or self._is_kept:
+            self._scored = self._validated
+        self._validated = None
 
     def _bring_kept(self, trainer: Trainer) -> None:
         """Take along those that are kept, from beside the checkpoint; what is there no longer is no longer kept."""
@@ -340,9 +378,20 @@ class Checkpointing(Callback):
         checkpoint[KEPT] = [dict(entry) for entry in self.kept]
         if self.config is not None:
             checkpoint[CONFIG] = self.config
+        # A value of the training itself is of no weights in particular: an average stays what is kept.
+        is_average = self.watches_training and CURRENT in checkpoint
+        is_held = self._scored is None or is_average or _holds(checkpoint["state_dict"], self._scored)
+        self._is_changed = not is_held
+        if self._writes_scored and self._is_changed:
+            # An average has the weights that are trained there already.
+            checkpoint.setdefault(CURRENT, checkpoint["state_dict"])
+            checkpoint["state_dict"], checkpoint[SCORED] = self._scored, True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != "fit":
+            if any(isinstance(callback, WeightAveraging) for callback in vars(trainer)["callbacks"]):
+                # Where it has fitted before, it has just put the weights that were trained in the place of the average.
+                trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
             return
         if POSITION not in checkpoint:
             raise RunError(
@@ -351,6 +400,8 @@ class Checkpointing(Callback):
             )
         position = Position(**checkpoint[POSITION])
         checkpoint["loops"]["fit_loop"] = fit_loop_state(trainer, position)
+        if SCORED in checkpoint:
+            pl_module.load_state_dict(checkpoint[CURRENT])
         self._is_restored = True
         _module_of(trainer).saved = f"{trainer.ckpt_path} is of step {position.step}, and good"
         found = checkpoint[BEST]
@@ -370,18 +421,43 @@ class Checkpointing(Callback):
 
 
 class BeforeTheEnd(Callback):
-    """Saves the last state before other callbacks end the training; stands before them in the Trainer's list.
+    """Acts for Checkpointing before other callbacks do: stands before them in the Trainer's list.
 
-    Some put other weights into the module then, as Lightning's WeightAveraging does, and a longer run would go on from
-    these.
+    Holds the weights that were validated, and saves the last state before the others end the training. Some put other
+    weights into the module then, as Lightning's WeightAveraging does, and a longer run would go on from these.
     """
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__()
         self.checkpointing = checkpointing
 
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not (trainer.sanity_checking or self.checkpointing.watches_training):
+            self.checkpointing.hold(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.checkpointing.watches_training:
+            self.checkpointing.hold(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpointing.on_train_end(trainer, pl_module)
+
+
+def _unpruned(state: State) -> State:
+    """Return the weights that a network computed with, under their own names, where torch.nn.utils.prune split them."""
+    split = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
+    split = [name for name in split if f"{name}_orig" in state and name not in state]
+    own = {name: state[f"{name}_orig"] * state[f"{name}_mask"] for name in split}
+    parts = {f"{name}{end}" for name in split for end in ("_orig", "_mask")}
+    return {**{name: value for name, value in state.items() if name not in parts}, **own} if split else state
+
+
+def _holds(state: State, scored: State) -> bool:
+    """Whether a checkpoint's weights are those that were scored; an average may be kept in a wider dtype."""
+    return state.keys() == scored.keys() and all(
+        torch.equal(state[name].to(value), value) if isinstance(value, Tensor) else state[name] == value
+        for name, value in scored.items()
+    )
 
 
 def sweep_run(directory: Path) -> None:

@@ -1,0 +1,45 @@
+"""Callbacks of Lightning that no run can have are refused before it, and those that a run can have act in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import exp
+from exp.errors import ConfigError
+
+CALLBACKS = "lightning.pytorch.callbacks"
+SHORT = ["data=wine", "trainer.max_epochs=1", "model=mlp", "model.constants.width=4"]
+REFUSED = {
+    "LearningRateFinder": "-m optimizer.lr=",
+    "BatchSizeFinder": "data.batch_size",
+    "BackboneFinetuning": "freeze.unfreeze",
+    "BaseFinetuning": "freeze.unfreeze",
+    "SpikeDetection": "runtime.non_finite=skip",
+    "BasePredictionWriter": "hooks=[samples]",
+    "ModelPruning, pruning_fn: l1_unstructured, make_pruning_permanent: false": "expected true",
+    "TQDMProgressBar": "trainer.enable_progress_bar=true",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_run_can_have_is_refused_with_what_to_take_instead(name: str) -> None:
+    command = [*SHORT, "trainer.enable_progress_bar=false", f"+callbacks.mine={{_target_: {CALLBACKS}.{name}}}"]
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(exp.compose(command))
+    assert len(caught.value.faults) == 1
+    assert REFUSED[name] in str(caught.value)
+    assert caught.value.faults[0].key.startswith("callbacks.mine")
+
+
+def test_a_bar_of_lightnings_takes_the_place_of_the_one_that_is_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bar = f"+callbacks.bar={{_target_: {CALLBACKS}.RichProgressBar}}"
+    report = exp.fit(exp.compose([*SHORT, bar, "hydra.run.dir=run"]))
+    assert report.status == "completed"
+    printed = capsys.readouterr().out
+    assert "Epoch 0/0" in printed
+    assert "epoch 1/1" not in printed

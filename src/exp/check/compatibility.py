@@ -384,7 +384,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
             named=f"epochs {among(map(str, config['freeze']['unfreeze']))}",
             needs=frozenset({"other_parameters"}),
             without="{{}}: {reason}",
-            cure="Write strategy=ddp, or freeze for the whole run",
+            cure="Freeze for the whole run, or change {switch}",
         )
     if config["precision"]["report"]:
         yield Part(

@@ -394,7 +394,7 @@ class Attached:
 
         def on_outputs(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.requires_grad and not is_transformed(tensor):
                     tensor.register_hook(lambda gradient: call(name, gradient))
 
         return on_outputs
@@ -408,6 +408,8 @@ class Attached:
 
         def observing(*arguments: object) -> None:
             seen = list(tensors_in(arguments))
+            if any(map(is_transformed, seen)):
+                return  # it is no pass of the network's own, and has no numbers to look at
             before = [tensor._version for tensor in seen]
             with torch.no_grad(), OBSERVING:
                 returned = own(*arguments)
@@ -445,6 +447,14 @@ class Attached:
                 state.update({prefix + key: value for key, value in changed.items()})
 
         return on_state_dict
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor is one that torch.func.vmap, grad and the like put in the place of the numbers, while they run.
+
+    torch has no public question for it; seen with 2.13.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

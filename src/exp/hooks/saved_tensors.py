@@ -1,18 +1,21 @@
 """What a forward keeps for its backward, in bytes, and which module keeps it.
 
-Relied on, and tested: every call of a module runs the private `nn.Module._call_impl`, with the module as `self` (torch
-2.13). A compiled network runs as one function, and what it keeps is its own.
+Relied on, and tested (torch 2.13): every call of a module runs the private `nn.Module._call_impl`, with the module as
+`self`; a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`, found there at each call,
+which raises under hooks of anybody's. A compiled network runs as one function, and what it keeps is its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from exp.hooks.hook import OBSERVING
@@ -40,6 +43,8 @@ class Kept:
 class SavedTensors(saved_tensors_hooks):
     """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left.
 
+    What is saved within a transform of torch.func is not counted: it suffers no hooks, and these step aside for it.
+
     own: what the network holds. It is asked again at the end, for weights in shards are gathered in the forward; those
         that are freed in it have no bytes left by then.
     report: called with what is kept, and whether the forward failed.
@@ -56,6 +61,26 @@ class SavedTensors(saved_tensors_hooks):
         self._report = report
         # Alive until the forward ends, so that no two of them had one address.
         self._saved: list[tuple[torch.UntypedStorage, torch.dtype, nn.Module | None]] = []
+        self._disabling = graph.disable_saved_tensors_hooks
+        self._is_aside = False
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        graph.disable_saved_tensors_hooks = self._aside
+
+    @contextmanager
+    def _aside(self, error_message: str) -> Iterator[None]:
+        """torch's own, in which no hooks work, without the error that these are there."""
+        is_outermost, self._is_aside = not self._is_aside, True
+        if is_outermost:
+            super().__exit__()
+        try:
+            with self._disabling(error_message):
+                yield
+        finally:
+            if is_outermost:
+                super().__enter__()
+                self._is_aside = False
 
     def _pack(self, tensor: Tensor) -> Tensor:
         owner = innermost_call()
@@ -65,6 +90,7 @@ class SavedTensors(saved_tensors_hooks):
             return tensor.detach()
 
     def __exit__(self, *error: object) -> None:
+        graph.disable_saved_tensors_hooks = self._disabling
         super().__exit__(*error)
         excluded = self._excluded | storages(self._own())
         saved, self._saved = self._saved, []

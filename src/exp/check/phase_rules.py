@@ -30,6 +30,7 @@ PHASE: dict[str, Any] = {
     "every_n_steps": Count,
     "repeats": Repeats,
     "forward": Text | None,
+    "simultaneous": bool,
 }
 # What a phase that leaves them out has.
 DEFAULTS: dict[str, Any] = {
@@ -40,7 +41,10 @@ DEFAULTS: dict[str, Any] = {
     "every_n_steps": 1,
     "repeats": 1,
     "forward": None,
+    "simultaneous": False,
 }
+# What phases that are simultaneous have in common.
+SHARED = ("every_n_steps", "repeats", "forward")
 # What exp reads in a phase's own scheduler, where it leaves it out.
 SCHEDULER_DEFAULTS: dict[str, Any] = {"interval": "step", "monitor": None}
 
@@ -59,7 +63,7 @@ def phases_are_readable(values: Values) -> Iterator[Fault]:
             continue
         if not isinstance(phase, dict):
             cure = f"To leave it out, write '~{key}'" if phase is None else None
-            yield Fault(key=key, got=show(phase), expected=f"a mapping of {among(PHASE, count=9)}", cure=cure)
+            yield Fault(key=key, got=show(phase), expected=f"a mapping of {among(PHASE, count=10)}", cure=cure)
             continue
         yield from _keys(key, phase)
         if any(letter in str(name) for letter in "/*?["):
@@ -72,7 +76,7 @@ def _keys(key: str, phase: dict[str, Any]) -> Iterator[Fault]:
             near = nearest(str(name), PHASE)
             cure = f"Did you mean {key}.{near[0]}?" if near else None
             yield Fault(
-                key=f"{key}.{name}", got="no key of a phase", expected=f"one of {among(PHASE, count=9)}", cure=cure
+                key=f"{key}.{name}", got="no key of a phase", expected=f"one of {among(PHASE, count=10)}", cure=cure
             )
     for name, rule in PHASE.items():
         if name not in phase:
@@ -137,6 +141,26 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[Fault]:
             got="train, and no phase that runs at every step gives the network's own output",
             expected="val and test: metrics compare what the network's own forward gives",
         )
+
+
+def phases_are_simultaneous_with_others(values: Values) -> Iterator[Fault]:
+    """A simultaneous phase shares the forward of the one before it."""
+    phases = readable(values)
+    if not isinstance(values["phases"], dict) or len(phases) < len(values["phases"]):
+        return
+    for before, (name, phase) in zip([None, *phases.values()], phases.items(), strict=False):
+        key = f"phases.{name}"
+        if not phase["simultaneous"]:
+            continue
+        if before is None:
+            expected = "false: the first phase has none before it"
+            yield Fault(key=f"{key}.simultaneous", got="true", expected=expected, cure="Write it at the second one")
+            continue
+        for word in SHARED:
+            if phase[word] != before[word]:
+                expected = f"{show(before[word])}, as the phase before it, whose forward it shares"
+                cure = f"Or write {key}.simultaneous=false"
+                yield Fault(key=f"{key}.{word}", got=show(phase[word]), expected=expected, cure=cure)
 
 
 def phases_watch_what_is_measured(values: Values) -> Iterator[Fault]:

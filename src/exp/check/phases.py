@@ -10,8 +10,8 @@ from torch.optim import LBFGS, Optimizer
 from exp.check.rates import rate_faults
 from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel, forward_names
-from exp.optim.parameter_groups import pattern_faults, unmatched_parameters
-from exp.optim.phase import Phase
+from exp.optim.parameter_groups import pattern_faults, trained_parameters, unmatched_parameters
+from exp.optim.phase import Phase, turns_of
 from exp.spelling import among, did_you_mean
 
 SHOWN = 4
@@ -33,6 +33,7 @@ def phase_faults(
     ]
     if patterns:
         return [*faults, *patterns]
+    faults += _claimed_twice(phases, network)
     return [*faults, *_untrained(phases, network), *_optimizer_faults(phases, network, steps, epochs, made)]
 
 
@@ -62,6 +63,24 @@ def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
             expected="each parameter in a phase",
             cure="Add a pattern to the parameters of one, or freeze them: freeze.parameters",
         )
+
+
+def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
+    """A parameter has one gradient at a time, which two simultaneous phases would add up."""
+    for _, group in turns_of(phases):
+        owners: dict[int, str] = {}
+        for phase in group:
+            own = trained_parameters(network, phase.parameters)
+            names = {id(one): name for name, one in network.named_parameters()}
+            both = next((one for one in own if id(one) in owners), None)
+            if both is not None:
+                yield Fault(
+                    key=f"phases.{phase.name}.parameters",
+                    got=f"{names[id(both)]}, which phases.{owners[id(both)]} trains at the same time",
+                    expected="other parameters in each of the phases that are simultaneous",
+                    cure=f"Or write phases.{phase.name}.simultaneous=false",
+                )
+            owners |= {id(one): phase.name for one in own}
 
 
 def _optimizer_faults(

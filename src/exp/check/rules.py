@@ -13,6 +13,7 @@ from typing import Any
 
 from exp.check.phase_rules import (
     phases_are_readable,
+    phases_are_simultaneous_with_others,
     phases_go_with_the_trainer,
     phases_share_the_objective,
     phases_watch_what_is_measured,
@@ -473,6 +474,7 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     the_test_has_weights,
     phases_are_readable,
     phases_share_the_objective,
+    phases_are_simultaneous_with_others,
     phases_go_with_the_trainer,
     phases_watch_what_is_measured,
     switches_agree,

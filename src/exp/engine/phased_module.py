@@ -7,6 +7,7 @@ at the window's last one: optimizer_step
         for each micro-batch: reseed, the phase's forward and terms, scaled backward into its own parameters
         gradients averaged over ranks, unscaled; hooks; clipping; the phase's optimizer
     the loss scale's update
+    phases that are simultaneous: one forward, the backwards of all, and only then the optimizers
 schedules, on_train_batch_end             Lightning's loop, as ever
 
 So a window is one step of the Trainer, whatever the number of optimizers: the x axis, max_steps, checkpoints, positions
@@ -35,7 +36,7 @@ from exp.hooks.step import Window
 from exp.models.containers import with_forward
 from exp.objectives.objective import Mean
 from exp.optim.parameter_groups import trained_parameters
-from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule
+from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule, turns_of
 from exp.precision.plugin import RunPrecision
 from exp.strategies.ddp import ExpDDPStrategy
 from exp.strategies.gradient_averaging import average_gradients, broadcast_buffers
@@ -55,6 +56,7 @@ class PhasedModule(TrainingModule):
     def __init__(self, *, phases: Sequence[Phase], **parts: Any) -> None:
         super().__init__(**parts)
         self.phases = tuple(phases)
+        self._turns = turns_of(self.phases)
         # In a plain mapping: their terms are those of the objective, which is registered already.
         self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
         counts = [len(self._objectives[phase.name].terms) for phase in self.phases]
@@ -159,74 +161,99 @@ class PhasedModule(TrainingModule):
         parts: dict[str, Tensor] = {}
         self._ran = set()
         self._metrics_wait = bool(self._train_values.metrics)
-        for index, phase in enumerate(self.phases):
-            if not phase.due(step):
+        for index, group in self._turns:
+            first = group[0]
+            if not first.due(step):
                 continue
-            self._ran.add(phase.name)
-            optimizer = together.optimizers[phase.name]
-            for repeat in range(phase.repeats):
+            self._ran |= {phase.name for phase in group}
+            for repeat in range(first.repeats):
                 if repeat:
                     # A scaler takes each optimizer once between two updates: a repeat is an iteration of its own.
                     precision.update()
-                turn = Turn(phase.name, (index, repeat) if index + repeat else (), repeat == phase.repeats - 1)
-                self.observer.begin_turn(turn)
+                places = (index, repeat) if index + repeat else ()
+                turns = [Turn(phase.name, places, repeat == first.repeats - 1) for phase in group]
+                self.observer.begin_turn(turns[0])
                 together.zero_grad()
-                losses[phase.name], found = self._backward_phase(phase, window, turn=turn)
-                self.__dict__["last"] = StepResult(losses[phase.name], found)
-                self._step_phase(phase, optimizer)
-                self._metrics_wait = self._metrics_wait and phase.forward is not None
-            parts |= found
+                results = self._backward_phases(group, window, turns=turns)
+                for phase, turn, result in zip(group, turns, results, strict=True):
+                    self.observer.begin_turn(turn)
+                    self.__dict__["last"] = result
+                    self._step_phase(phase, together.optimizers[phase.name])
+                self._metrics_wait = self._metrics_wait and first.forward is not None
+            for phase, (loss, found) in zip(group, results, strict=True):
+                assert loss is not None
+                losses[phase.name] = loss
+                parts |= found
         precision.update()
         self.observer.begin_turn(WHOLE_STEP)
         ordered = {name: parts[name] for name in self.objective.terms if name in parts}
         self.__dict__["last"] = StepResult(torch.stack(list(losses.values())).sum(), ordered)
 
-    def _backward_phase(
-        self, phase: Phase, window: Sequence[tuple[Batch, int]], *, turn: Turn
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the gradients of a phase's loss over a window; return the loss, 0-d, and its terms."""
-        precision = self._precision
+    def _backward_phases(
+        self, group: Sequence[Phase], window: Sequence[tuple[Batch, int]], *, turns: Sequence[Turn]
+    ) -> list[StepResult]:
+        """Compute the gradients of simultaneous phases, or of one, over a window; return the loss and terms of each."""
         size = sum(batch.global_size for batch, _ in window)
-        loss_sum: Tensor | None = None
-        part_sums: dict[str, Tensor] = {}
-        with self._training_only(self._trained[phase.name]):
+        sums: list[tuple[Tensor, dict[str, Tensor]]] = []
+        with self._training_only([one for phase in group for one in self._trained[phase.name]]):
             for batch, batch_idx in window:
-                values, loss, parts = self._share_of(phase, batch, batch_idx, turn.places)
-                self._count(phase, batch, values, parts, is_last=turn.is_recorded)
+                values, shares = self._shares_of(group, batch, batch_idx, turns[0].places)
+                self._update_metrics(group[0], batch, values)
+                for phase, turn, (_, parts) in zip(group, turns, shares, strict=True):
+                    self._count(phase, batch, parts, is_last=turn.is_recorded)
                 # As many equal ones divide by their number, as Lightning does.
-                shares = size / batch.global_size
-                if shares != 1.0:
-                    loss, parts = loss / shares, {name: part / shares for name, part in parts.items()}
-                precision.scale(loss).backward()
-                self.observer.after_backward()
-                loss = loss.detach()
-                loss_sum = loss if loss_sum is None else loss_sum + loss
-                part_sums = {name: part_sums[name] + part if part_sums else part for name, part in parts.items()}
-            average_gradients(self._trained[phase.name])
-        assert loss_sum is not None
-        return loss_sum, part_sums
+                count = size / batch.global_size
+                if count != 1.0:
+                    shares = [
+                        (loss / count, {name: part / count for name, part in parts.items()}) for loss, parts in shares
+                    ]
+                self._backward(group, [loss for loss, _ in shares], turns)
+                own = [(loss.detach(), dict(parts)) for loss, parts in shares]
+                sums = [_added(*pair) for pair in zip(sums, own, strict=True)] if sums else own
+            for phase in group:
+                average_gradients(self._trained[phase.name])
+        return [StepResult(loss, parts) for loss, parts in sums]
 
-    def _share_of(
-        self, phase: Phase, batch: Batch, batch_idx: int, turn: tuple[int, ...]
-    ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Compute the values by name, a phase's loss and its terms over a micro-batch; nothing is counted."""
+    def _backward(self, group: Sequence[Phase], losses: Sequence[Tensor], turns: Sequence[Turn]) -> None:
+        """Run the backward of each loss into the parameters of its own phase; the graph is kept until the last."""
+        scale = self._precision.scale
+        if len(group) == 1:
+            scale(losses[0]).backward()
+            self.observer.after_backward()
+            return
+        for place, (phase, loss, turn) in enumerate(zip(group, losses, turns, strict=True)):
+            self.observer.begin_turn(turn)
+            scale(loss).backward(inputs=self._trained[phase.name], retain_graph=place < len(group) - 1)
+            self.observer.after_backward()
+        self.observer.begin_turn(turns[0])
+
+    def _shares_of(
+        self, group: Sequence[Phase], batch: Batch, batch_idx: int, turn: tuple[int, ...]
+    ) -> tuple[Values, list[tuple[Tensor, Mapping[str, Tensor]]]]:
+        """Compute the values by name of one forward over a micro-batch, and each phase's loss and terms."""
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
             if self.observer.watches_forward:
                 stack.enter_context(self.observer.around_forward(batch.data))
             stack.enter_context(self.trainer.precision_plugin.train_step_context())
-            values, loss, parts = self._forward_phase(phase, batch)
+            values, loss, parts = self._forward_phase(group[0], batch)
+            shares: list[tuple[Tensor, Mapping[str, Tensor]]] = [(loss, parts)]
+            shares += [self._forward_phase(phase, batch, values)[1:] for phase in group[1:]]
         self.observer.after_forward(values)
         if batch.weight != 1.0:
-            loss = loss * batch.weight
-            parts = {name: part * batch.weight for name, part in parts.items()}
-        return values, loss, parts
+            shares = [
+                (loss * batch.weight, {name: part * batch.weight for name, part in parts.items()})
+                for loss, parts in shares
+            ]
+        return values, shares
 
-    def _count(self, phase: Phase, batch: Batch, values: Values, parts: Mapping[str, Tensor], *, is_last: bool) -> None:
-        """Add a micro-batch to the epoch's metrics and losses. is_last: of the phase's repeats."""
+    def _update_metrics(self, phase: Phase, batch: Batch, values: Values) -> None:
         # Metrics look at the first phase of a step that gives the network's own output.
         if self._metrics_wait and phase.forward is None and batch.size:
             self._train_values.update_metrics(detached(values["output"]), target_of(values))
+
+    def _count(self, phase: Phase, batch: Batch, parts: Mapping[str, Tensor], *, is_last: bool) -> None:
+        """Add a micro-batch to the epoch's losses. is_last: of the phase's repeats."""
         if self._is_weighed and is_last:
             means = self._objectives[phase.name].shared_means(parts, batch)
             self._train_values.add(means, first=self._places[phase.name])
@@ -235,7 +262,7 @@ class PhasedModule(TrainingModule):
         phase = next(phase for phase in self.phases if phase.name == window.phase)
         size = sum(batch.global_size for batch, _ in window.batches)
         batch, batch_idx = window.batches[place]
-        loss = self._share_of(phase, batch, batch_idx, window.turn)[1]
+        loss = self._shares_of([phase], batch, batch_idx, window.turn)[1][0][0]
         return self._precision.scale(loss / (size / batch.global_size))
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
@@ -300,6 +327,13 @@ class PhasedModule(TrainingModule):
         finally:
             for parameter in others:
                 parameter.requires_grad_(True)
+
+
+def _added(
+    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add a loss and its terms to those of the micro-batches before."""
+    return one[0] + other[0], {name: one[1][name] + part for name, part in other[1].items()}
 
 
 # As TrainingModule's: this is where inspect looks first.

@@ -31,6 +31,8 @@ class Phase:
     every_n_steps: it runs at the steps 1, n + 1, 2 n + 1, ...
     repeats: how often it runs in a step, over the same batch, with fresh randomness each time.
     forward: the network's program or method that it runs; None is the network's own forward.
+    simultaneous: whether it takes its gradients from the same forward as the phase before it, and before that one's
+        optimizer steps. The two have the same every_n_steps, repeats and forward, and train other parameters.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Phase:
     every_n_steps: int = 1
     repeats: int = 1
     forward: str | None = None
+    simultaneous: bool = False
 
     def due(self, step: int) -> bool:
         """Whether it runs in a step, counted from 1."""
@@ -72,6 +75,17 @@ class Phase:
         if (node == "optimizer" and self.owns_optimizer) or (node == "scheduler" and self.owns_scheduler):
             return dataclasses.replace(fault, key=f"phases.{self.name}.{fault.key}")
         return fault
+
+
+def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
+    """Return the phases that run together, in order, each with the place of the first of them."""
+    turns: list[tuple[int, list[Phase]]] = []
+    for place, phase in enumerate(phases):
+        if phase.simultaneous and turns:
+            turns[-1][1].append(phase)
+        else:
+            turns.append((place, [phase]))
+    return turns
 
 
 class PhaseOptimizers(Optimizer):

@@ -39,6 +39,7 @@ if not is_installed("tokenizers"):
 if not is_installed("deepspeed"):
     NEEDS["deepspeed"] = "an extra"
 EXTRAS = ("mlflow", "wandb")
+NEEDS |= {"muon": "a network of matrices", "sparse_adam": "sparse gradients alone"}
 NEEDS["fp8"] = "a Hopper GPU; tests/precision/test_fp8.py"
 # Adam's own eps is 0 in float16.
 PRECISIONS = {"fp16_true": ["optimizer.eps=1e-4"]}
@@ -47,8 +48,8 @@ COMMANDS = [
     *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
     ["data=text"],
     *([f"data={name}", "model=mlp"] for name in ("wine", "breast_cancer", "diabetes")),
-    *([f"optimizer={name}", f"scheduler={schedule}"]
-      for name, schedule in zip(options("optimizer") * 2, options("scheduler"), strict=False)),
+    *([f"optimizer={name}"] for name in options("optimizer") if name not in NEEDS),
+    *([f"scheduler={name}"] for name in options("scheduler")),
     *([f"precision={name}", *PRECISIONS.get(name, [])] for name in options("precision") if name not in NEEDS),
     *([f"strategy={name}"] for name in options("strategy") if name not in NEEDS),
     *([f"+callbacks={name}"] for name in options("callbacks")),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from exp.check.optimizer_steps import step_faults
 from exp.check.rates import rate_faults
 from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel, forward_names
@@ -92,11 +93,13 @@ def _optimizer_faults(
         except ConfigError as error:
             yield from error.faults
             continue
+        own = f"phases.{phase.name}.optimizer" if phase.owns_optimizer else "optimizer"
+        yield from step_faults(phase.optimization, network, optimizer, key=own)
         key = f"phases.{phase.name}.scheduler" if phase.owns_scheduler else "scheduler"
         yield from rate_faults(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):
             yield Fault(
-                key=f"phases.{phase.name}.optimizer" if phase.owns_optimizer else "optimizer",
+                key=own,
                 got="LBFGS, which runs the forward several times in a step",
                 expected="an optimizer that steps once: a phase has its gradients by then",
             )

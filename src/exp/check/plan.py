@@ -490,6 +490,7 @@ class _Findings:
 
     def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
         """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""
+        from exp.check.optimizer_steps import step_faults
         from exp.check.phases import phase_faults
         from exp.check.rates import rate_faults
         from exp.construct import build_optimization
@@ -507,6 +508,7 @@ class _Findings:
         found = self._try(lambda: optimization.make(network, total_steps=steps, total_epochs=epochs))
         if found is not None:
             made.append(found[0])
+            self.faults += step_faults(optimization, network, found[0], key="optimizer")
             self.faults += rate_faults(
                 optimization, found[0], key="scheduler", steps=lambda: self._steps(self._batches), epochs=epochs
             )

@@ -101,12 +101,20 @@ def build_optimizer(
     taken = [parameter for group in split for parameter in group["params"]]
     is_right = _is_right_in_half(taken, factory)
     is_even = not (begins_late and _keeps_momentum(factory, split))
+    # No fused kernel takes sparse gradients (seen in torch 2.13).
+    is_dense = not sparse_parameters(network) & {id(parameter) for parameter in taken}
     if _wants_fused(factory):
-        options["fused"] = (has_fused(taken) and _has_fused_in_shards(taken, factory) and is_right and is_even) or None
+        has_kernel = has_fused(taken) and _has_fused_in_shards(taken, factory)
+        options["fused"] = (has_kernel and is_right and is_even and is_dense) or None
     elif options.get("fused") and not is_right:
         expected = "null or false: torch's fused SGD on CPU makes wrong steps there"
         raise ConfigError(
             [Fault(key="optimizer.fused", got="true for parameters in half precision", expected=expected)]
+        )
+    elif options.get("fused") and not is_dense:
+        expected = "null or false: no fused kernel takes sparse gradients"
+        raise ConfigError(
+            [Fault(key="optimizer.fused", got="true with a layer that has sparse=true", expected=expected)]
         )
     elif options.get("fused") and not is_even:
         expected = "null or false: torch's fused SGD takes momenta that begin in one step"
@@ -117,6 +125,12 @@ def build_optimizer(
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{_name(factory)} refused its values ({error})"
         raise ConfigError([refusal(error, key="optimizer", known=factory.keywords, got=got, make=make)]) from error
+
+
+def sparse_parameters(network: nn.Module) -> set[int]:
+    """The ids of the parameters whose gradients are sparse: those of embeddings with sparse=True."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(module.weight) for module in network.modules() if isinstance(module, kinds) and module.sparse}
 
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:

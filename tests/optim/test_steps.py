@@ -1,0 +1,80 @@
+"""Optimizers that no run can step are refused by what they do; sparse gradients are stepped as torch does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from exp.check.optimizer_steps import step_faults
+from exp.optim.optimizer import Optimization
+
+
+class TwiceAround(torch.optim.SGD):
+    """As sharpness-aware minimisation is written: it evaluates the closure between two steps of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "it needs a closure"
+        closure()
+        super().step()
+
+
+class TwoSets(torch.optim.SGD):
+    """As schedule-free optimizers are written."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+DENSE = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+SPARSE = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+MIXED = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "says"),
+    [
+        (torch.optim.AdamW, DENSE, None),
+        (torch.optim.LBFGS, DENSE, None),
+        (torch.optim.Adafactor, DENSE, None),
+        (TwiceAround, DENSE, "it needs a closure"),
+        (TwoSets, DENSE, "two sets of weights"),
+        (torch.optim.SparseAdam, DENSE, "does not support dense gradients"),
+        (torch.optim.SparseAdam, SPARSE, None),
+        (torch.optim.SparseAdam, MIXED, "does not support dense gradients"),
+        (torch.optim.Adam, MIXED, "sparse=true"),
+        (torch.optim.SGD, MIXED, None),
+        (torch.optim.Adagrad, MIXED, None),
+    ],
+)
+def test_an_optimizer_is_judged_by_a_step_that_it_makes(
+    kind: type[torch.optim.Optimizer], network: nn.Module, says: str | None
+) -> None:
+    optimization = Optimization(optimizer_factory=functools.partial(kind, lr=0.1))
+    optimizer, _ = optimization.make(network, total_steps=3)
+    faults = list(step_faults(optimization, network, optimizer, key="optimizer"))
+    assert [says in str(fault) for fault in faults] == ([True] if says else [])
+
+
+@pytest.mark.numeric
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, of any embedding
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradients_are_stepped_where_fused_is_left_open(kind: type[torch.optim.Optimizer]) -> None:
+    def trained(make: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        optimizer = make(network)
+        for _ in range(3):
+            optimizer.zero_grad()
+            network(torch.tensor([0, 2, 2])).square().sum().backward()
+            optimizer.step()
+        return network.state_dict()
+
+    own = trained(lambda network: Optimization(optimizer_factory=functools.partial(kind, lr=0.1)).make(
+        network, total_steps=3)[0])  # fmt: skip
+    torchs = trained(lambda network: kind(network.parameters(), lr=0.1))
+    assert all(torch.equal(own[name], tensor) for name, tensor in torchs.items())

@@ -13,11 +13,25 @@ from exp.check.optimizer_steps import step_faults
 from exp.optim.optimizer import Optimization
 
 
-class TwiceAround(torch.optim.SGD):
-    """As sharpness-aware minimisation is written: it evaluates the closure between two steps of its own."""
+class AroundTheClosure(torch.optim.SGD):
+    """As sharpness-aware minimisation is written: it climbs by gradients that are there, and then calls for others."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         assert closure is not None, "it needs a closure"
+        weights = [one for group in self.param_groups for one in group["params"]]
+        for weight in weights:
+            weight.add_(weight.grad)
+        torch.enable_grad()(closure)()
+        super().step()
+
+
+class Twice(torch.optim.SGD):
+    """Calls the closure itself, first of all, and again: right wherever there is one."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
         closure()
         super().step()
 
@@ -41,7 +55,8 @@ MIXED = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
         (torch.optim.AdamW, DENSE, None),
         (torch.optim.LBFGS, DENSE, None),
         (torch.optim.Adafactor, DENSE, None),
-        (TwiceAround, DENSE, "it needs a closure"),
+        (AroundTheClosure, DENSE, "those of the step before"),
+        (Twice, DENSE, None),
         (TwoSets, DENSE, "two sets of weights"),
         (torch.optim.SparseAdam, DENSE, "does not support dense gradients"),
         (torch.optim.SparseAdam, SPARSE, None),
@@ -58,6 +73,14 @@ def test_an_optimizer_is_judged_by_a_step_that_it_makes(
     optimizer, _ = optimization.make(network, total_steps=3)
     faults = list(step_faults(optimization, network, optimizer, key="optimizer"))
     assert [says in str(fault) for fault in faults] == ([True] if says else [])
+
+
+def test_an_optimizer_of_a_phase_has_no_closure_to_call() -> None:
+    optimization = Optimization(optimizer_factory=functools.partial(Twice, lr=0.1))
+    optimizer, _ = optimization.make(DENSE, total_steps=3)
+    (fault,) = step_faults(optimization, DENSE, optimizer, key="phases.a.optimizer", has_closure=False)
+    assert fault.key == "phases.a.optimizer._target_"
+    assert "closure" in fault.got
 
 
 @pytest.mark.numeric

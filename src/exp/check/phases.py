@@ -94,7 +94,7 @@ def _optimizer_faults(
             yield from error.faults
             continue
         own = f"phases.{phase.name}.optimizer" if phase.owns_optimizer else "optimizer"
-        yield from step_faults(phase.optimization, network, optimizer, key=own)
+        yield from step_faults(phase.optimization, network, optimizer, key=own, has_closure=False)
         key = f"phases.{phase.name}.scheduler" if phase.owns_scheduler else "scheduler"
         yield from rate_faults(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):

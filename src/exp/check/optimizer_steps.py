@@ -68,10 +68,10 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
                 _stepped(factory, gradient, before=gradient, has_closure=False)
                 return None
             # The run's closure clears what the last step has left: the step may not depend on it.
-            results = [_stepped(factory, gradient, before=times * gradient, has_closure=True) for times in (1, 3)]
+            one, other = (_stepped(factory, gradient, before=times * gradient, has_closure=True) for times in (1, 3))
     except REFUSALS as error:
         return f"{type(error).__name__}: {said(error)}"
-    if torch.allclose(*results, rtol=0, atol=0, equal_nan=True):
+    if torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
         return None
     return "it looks at gradients before it calls for them, which are those of the step before"
 

@@ -45,7 +45,7 @@ CASES = [
     (f"{STOPPING}mode=up", "callbacks.early_stopping.mode", "one of min, max"),
     (f"{STOPPING}patience=-1", "callbacks.early_stopping.patience", "0 or more"),
     (f"{CALLBACK}Timer, duration: soon}}", "callbacks.x.duration", "refused"),
-    (f"{CALLBACK}BatchSizeFinder, mode: up}}", "callbacks.x.mode", "binsearch"),
+    (f"{CALLBACK}Timer, interval: up}}", "callbacks.x.interval", "step"),
     ("+metrics.x={_target_: torchmetrics.Accuracy, task: multiclass, num_classes: 10, top_k: 50}",
      "metrics.x.top_k", ""),
     ("model.layers.hidden.out_features=-3", "model.layers.hidden.out_features", "1 or more"),

@@ -76,8 +76,12 @@ FAULTS = [
     (row(by="none"), "data.collate", "sample 0 of train (sample 2 of data.dataset) is None"),
     (row(by="one_none"), "data.collate", "sample 2 of train (sample 5 of data.dataset) is None"),
     (row(by="names"), "data.inputs", "samples with the entries image, label", "or an entry named input"),
-    (row(by="input"), "objective.cross_entropy.loss", "neither network nor batch gives; there are input, label"),
-    (row(by="alone"), "objective.cross_entropy.loss", "neither network nor batch gives"),
+    (
+        row(by="input"),
+        "objective.cross_entropy.target",
+        "neither network nor batch gives; expected one of input, label",
+    ),
+    (row(by="alone"), "objective.cross_entropy.target", "neither network nor batch gives"),
     (row(input="wide"), "data.collate", "sample 2 of train (sample 5 of data.dataset) has the sizes [[5], []]"),
     ((*row(input="double"), "data.input_dtype=float64"), "data.input_dtype: float64", "model.0, Linear, computes in"),
     (

@@ -6,7 +6,7 @@ What lies beyond the first samples the run tells, as it reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from exp.data.faults import SampleError
 from exp.engine.forward import forward_by_name
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_line
 from exp.models.forward_trace import ForwardTrace
-from exp.nested import mapped, tensors_in
+from exp.nested import mapped, named_parts, tensors_in
 from exp.objectives.loss_inputs import pick
 from exp.objectives.objective import Objective, Term
 from exp.optim.phase import Phase
+from exp.spelling import among, did_you_mean, show
 from exp.types import DataSpec, Stage
 
 SECONDS = 5.0  # of reading, for each part
@@ -69,7 +70,8 @@ def sample_faults(
                     )
             for forward, part in objectives_by_forward(phases, objective).items():
                 if forward in traces:
-                    faults += _term_faults(part, traces[forward], batch, data.spec, stage)
+                    unnamed = list(name_faults(part, traces[forward], batch, data.spec))
+                    faults += unnamed or _term_faults(part, traces[forward], batch, data.spec, stage)
         except SampleError as error:
             faults.append(error.fault)
         except ConfigError as error:
@@ -77,6 +79,21 @@ def sample_faults(
         except RunError:
             continue
     return faults, notes
+
+
+def name_faults(objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
+    """Of values that a term reads, and that neither the network nor the batch gives."""
+    values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
+    known = {**values, **named_parts(trace.output)}
+    for name, term in objective.terms.items():
+        for place, wanted in term.names.items():
+            if wanted not in known:
+                yield Fault(
+                    key=f"objective.{name}.{place}",
+                    got=f"{show(wanted)}, which neither network nor batch gives",
+                    expected=f"one of {among(sorted(known), word=wanted)}",
+                    cure=did_you_mean(wanted, known),
+                )
 
 
 def _term_faults(
@@ -87,19 +104,24 @@ def _term_faults(
     found, names = inputs_in(few), tuple(spec.inputs)
     # Networks that take texts of several lengths give outputs of another shape for each.
     is_fixed = all(name in found and tuple(found[name].shape[1:]) == one.shape for name, one in spec.inputs.items())
-    if not is_fixed or not _is_batched(trace):
+    if not is_fixed:
         return
-    given = mapped(trace.output, lambda tensor: _stand_in(tensor, len(found[names[0]])))
+    samples = len(found[names[0]])
+    given = mapped(trace.output, lambda tensor: _stand_in(tensor, samples) if tensor.dim() else tensor)
     values = forward_by_name(trace.network, names)(lambda *_, **__: given, few)
     whole = forward_by_name(trace.network, names)(lambda *_, **__: given, batch)
     for name, term in objective.terms.items():
         is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
         if not isinstance(term, Term) or not is_known or objective.needs_of(name):
             continue
+        if not _is_batched(trace, term.names.values()):
+            continue
         key, loss = objective.loss_keys[name], type(term.loss).__name__
         try:
             with torch.no_grad():
                 term(values)
+                if term.inputs is not None:
+                    continue
                 target, output = pick(whole, term.target, "target"), pick(values, term.output, "output")
         except RunError as error:
             yield Fault(key=key, got=f"in the first samples of {stage}: {error}", expected="targets that it takes")
@@ -137,10 +159,12 @@ def _not_finite(value: object) -> int | None:
     return _first(~torch.isfinite(value)) if isinstance(value, Tensor) and is_number else None
 
 
-def _is_batched(trace: ForwardTrace) -> bool:
-    """Whether samples lie on the first axis of all that the network returns."""
+def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
+    """Whether samples lie on the first axis of all that the network returns under these names."""
     size = len(next(iter(trace.inputs.values())))
-    return all(one.dim() > 0 and len(one) == size for one in tensors_in(trace.output))
+    given = {"output": trace.output, **named_parts(trace.output)}
+    read = tensors_in([given[name] for name in names if name in given])
+    return all(one.dim() > 0 and len(one) == size for one in read)
 
 
 def _stand_in(tensor: Tensor, samples: int) -> Tensor:
@@ -149,11 +173,15 @@ def _stand_in(tensor: Tensor, samples: int) -> Tensor:
 
 
 def _described(values: Mapping[str, object], term: Term) -> str:
+    if term.inputs is not None:
+        return ", ".join(f"{one} {described(pick(values, name, one))}" for one, name in term.inputs.items())
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
     return f"{described(target)} for outputs {described(output)}"
 
 
 def _cure(values: Mapping[str, object], term: Term) -> str | None:
+    if term.inputs is not None:
+        return None
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
     if target.dim() > 1 and target.shape[-1] == 1 and target.shape[:-1] == output.shape[:1]:
         return "Drop the target's last axis of 1"

@@ -34,7 +34,7 @@ from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
-from exp.types import DataSpec, Stage
+from exp.types import INPUT, DataSpec, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -245,13 +245,14 @@ class Examination:
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
     config = copy.deepcopy(config)
-    reading, asked = read(config), _beginnings(config)
+    reading = read(config)
     first = first_stage(reading)
+    asked = _beginnings(config, first)
     faults: list[Fault] = []
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
     if not _touched(first, ("weights",)):
         _find_weights(config)
-    if _beginnings(config) != asked:
+    if _beginnings(config, first) != asked:
         reading = read(config)
         first = first_stage(reading)
     if not _touched(first, DATA_KEYS):  # else told with the first stage
@@ -310,7 +311,7 @@ def validate(config: DictConfig) -> None:
 
     decided = plan(resolve(config))
     # exp's own data are what they say, and a sweep checks many jobs.
-    if not is_shipped(decided.plain["data"]):
+    if not is_shipped(decided.plain["data"]) or _reads_other_names(decided.objective):
         faults, _ = compare_with_data(decided)
         if faults:
             raise ConfigError(faults)
@@ -353,6 +354,8 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     try:
         data = decided.data
         if is_shipped(plain["data"]):
+            if _reads_other_names(decided.objective):
+                _refuse_other_names(decided)
             return ()
         at_work: dict[Stage, bool] = {"train": plain["train"], "val": plain["train"], "test": plain["test"]}
         stages = [stage for stage in data.stages if at_work[stage]]
@@ -366,6 +369,29 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     if faults:
         raise ConfigError(located(decided.resolved.config, once(faults)))
     return tuple(notes)
+
+
+def _reads_other_names(objective: Objective) -> bool:
+    """Whether a term reads a value that not every batch and every network gives."""
+    names = {name for term in objective.terms.values() for name in term.names.values()}
+    return not names <= {*INPUT, "output", "target"}
+
+
+def _refuse_other_names(decided: Plan) -> None:
+    """Raise ConfigError where a term reads a value that nobody gives, of data whose samples are right."""
+    from exp.check.first_samples import SECONDS, name_faults
+    from exp.check.shapes import objectives_by_forward
+
+    batch = decided.data.first_samples("train", seconds=SECONDS)
+    traces = decided.shapes.traces
+    faults = [
+        fault
+        for forward, part in objectives_by_forward(decided.phases, decided.objective).items()
+        if forward in traces and batch is not None
+        for fault in name_faults(part, traces[forward], batch, decided.spec)
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, rank: Rank | None = None) -> Placement:
@@ -652,9 +678,10 @@ class _Findings:
             return None
 
 
-def _beginnings(config: DictConfig) -> tuple[object, object]:
-    """What a run begins from, as `_find_start` and `_find_weights` may change it."""
-    return OmegaConf.select(config, "resume"), OmegaConf.select(config, "weights.from")
+def _beginnings(config: DictConfig, known: Iterable[Fault]) -> tuple[object, object]:
+    """What a run begins from, as `_find_start` and `_find_weights` may change it; None for what has a fault."""
+    resume = None if _touched(known, ("resume",)) else config.resume
+    return resume, None if _touched(known, ("weights",)) else config.weights["from"]
 
 
 def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -257,7 +257,11 @@ def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str
     if objective is None:
         return [("", None, "output")]
     compared = {name: term for name, term in objective.terms.items() if isinstance(term, Term)}
-    return [(name, term.loss, term.output) for name, term in compared.items() if term.target == "target"]
+    return [
+        (name, term.loss, term.output)
+        for name, term in compared.items()
+        if term.target == "target" and term.inputs is None
+    ]
 
 
 def _width_fault(
@@ -428,6 +432,8 @@ def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | 
     """The fault of a loss, or of a term of one's own, that cannot be called as the step calls it."""
     called: nn.Module = term
     given, key = ["values", "batch"], f"objective.{name}"
+    if isinstance(term, Term) and term.inputs is not None:
+        return _naming_fault(name, term, needs=objective.needs_of(name))
     if isinstance(term, Term):
         called, given, key = term.loss, ["output", "target"], objective.loss_keys[name]
     if objective.needs_of(name):
@@ -440,7 +446,37 @@ def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | 
             key=key,
             got=f"{type(called).__name__}, which takes ({', '.join(signature.parameters)})",
             expected=f"a loss that is called with ({', '.join(given)})",
-            cure="Let a term of your own find other values by name (AbstractTerm, docs/objectives.md)",
+            cure=_cure_of_call(name, signature) if isinstance(term, Term) else None,
+        )
+    return None
+
+
+def _cure_of_call(name: str, signature: inspect.Signature) -> str:
+    needed = [
+        one.name
+        for one in signature.parameters.values()
+        if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    ]
+    return f"Name a value for each: objective.{name}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
+
+
+def _naming_fault(name: str, term: Term, *, needs: Collection[str]) -> Fault | None:
+    """The fault of names of parameters that the loss of a term has not, or asks for beside them."""
+    assert term.inputs is not None
+    signature = inspect.signature(term.loss.forward)
+    loss, known = type(term.loss).__name__, list(signature.parameters)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    for parameter in () if takes_any else term.inputs:
+        if parameter not in known:
+            key, cure = f"objective.{name}.inputs.{parameter}", did_you_mean(parameter, known)
+            return Fault(key=key, got=f"no input of {loss}", expected=f"one of {', '.join(known)}", cure=cure)
+    given = [*term.inputs, *(["passes"] if needs else [])]
+    try:
+        signature.bind(**dict.fromkeys(given))
+    except TypeError as error:
+        got = f"{', '.join(term.inputs)}, and {loss} says: {error}"
+        return Fault(
+            key=f"objective.{name}.inputs", got=got, expected=f"a name of a value for each of {', '.join(known)}"
         )
     return None
 

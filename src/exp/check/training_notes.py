@@ -102,7 +102,7 @@ def _probabilities(
     for forward, part in objectives_by_forward(phases, objective).items():
         trace = traces.get(forward)
         for name, term in part.terms.items() if trace is not None else ():
-            if not isinstance(term, Term) or trace is None:
+            if not isinstance(term, Term) or term.inputs is not None or trace is None:
                 continue
             takes = _taken_by(term.loss)
             value = {"output": trace.output, **named_parts(trace.output)}.get(term.output)

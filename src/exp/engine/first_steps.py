@@ -194,7 +194,9 @@ class Coverage:
 
     def __init__(self, module: TrainingModule, num_classes: int | None) -> None:
         losses = [
-            term.loss for term in module.objective.terms.values() if isinstance(term, Term) and term.target == "target"
+            term.loss
+            for term in module.objective.terms.values()
+            if isinstance(term, Term) and term.target == "target" and term.inputs is None
         ]
         is_classified = any(isinstance(loss, ByWeight) for loss in losses)
         self._classes = num_classes if is_classified and num_classes is not None else 0

@@ -13,7 +13,7 @@ arXiv:1406.2661, 1705.02894, 1701.07875 and 1611.04076.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -60,6 +60,10 @@ class DiscriminatorLoss(AbstractTerm):
         self._of_real, self._of_fake, _ = FORMULAS[loss]
         self.loss_name, self.real, self.fake = loss, real, fake
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {"real": self.real, "fake": self.fake}
+
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a score is not there."""
         real, fake = (full(pick(values, name, "score")) for name in (self.real, self.fake))
@@ -76,6 +80,10 @@ class GeneratorLoss(AbstractTerm):
         super().__init__(weight=weight)
         *_, self._of_fake = FORMULAS[loss]
         self.loss_name, self.fake = loss, fake
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {"fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where the score is not there."""

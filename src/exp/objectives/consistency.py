@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -43,6 +44,10 @@ class Consistency(AbstractTerm):
         if distance == "kl" and not probabilities:
             raise ValueError("probabilities is false; expected true, for distance: kl is a divergence of probabilities")
         self.output, self.distance, self.probabilities = output, distance, probabilities
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {"output": self.output}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where the output is not there."""

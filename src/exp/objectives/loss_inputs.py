@@ -27,6 +27,7 @@ ELEMENTWISE = (
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
     nn.PoissonNLLLoss,
+    nn.GaussianNLLLoss,
     nn.KLDivLoss,
     nn.SoftMarginLoss,
     nn.MultiLabelSoftMarginLoss,

@@ -7,8 +7,9 @@ the batches of a stage.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed
@@ -39,24 +40,49 @@ class Term(AbstractTerm):
     weight: its factor in the sum.
     output, target: which of the values it compares: `output` and `target`, or a name that the network's or the
         data set's mapping has.
+    inputs: in their place, for a loss of other values: a parameter of its forward to the name of a value, such as
+        {input: mean, target: target, var: variance} of torch.nn.GaussianNLLLoss.
     """
 
-    def __init__(self, *, loss: nn.Module, weight: float = 1.0, output: str = "output", target: str = "target") -> None:
+    def __init__(
+        self,
+        *,
+        loss: nn.Module,
+        weight: float = 1.0,
+        output: str = "output",
+        target: str = "target",
+        inputs: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(weight=weight)
         if not isinstance(loss, nn.Module):
             raise ValueError(f"loss is {loss}; expected a module, such as {{_target_: torch.nn.MSELoss}}")
+        if inputs is not None and (output, target) != ("output", "target"):
+            raise ValueError(f"inputs is {dict(inputs)}, beside output or target; expected one of the two")
         self.loss = loss
+        self.inputs = dict(inputs) if inputs else None
+        if self.inputs is not None and list(self.inputs) == _required(loss) and len(self.inputs) == 2:
+            # By name or by place, it is one loss of an output and a target.
+            output, target = self.inputs.values()
+            self.inputs = None
         self.output = output
         self.target = target
-        self._is_by_weight = counts_by_weight(loss)
+        self._is_by_weight = self.inputs is None and counts_by_weight(loss)
         self._is_weighed = self._is_by_weight or hasattr(loss, "divisor")
 
     @property
     def is_weighed(self) -> bool:
         return self._is_weighed
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        if self.inputs is not None:
+            return {f"inputs.{parameter}": name for parameter, name in self.inputs.items()}
+        return {"output": self.output, "target": self.target}
+
     def divisor(self, values: Values) -> Tensor | float | None:
-        """What the loss says by its own method `divisor(output, target)`, and what torch's losses divide by."""
+        """What the loss says by its own method `divisor`, called as the loss is, and what torch's losses divide by."""
+        if self.inputs is not None:
+            return self._divisor_by_name(self._by_name(values))
         module, target = self.loss, pick(values, self.target, "target")
         if self._is_by_weight:
             return total_weight(cast(ByWeight, module), target)
@@ -83,14 +109,34 @@ class Term(AbstractTerm):
         Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
         """
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
+        if self.inputs is not None:
+            named: dict[str, Any] = dict(self._by_name(values))
+            if passes is not None:
+                named["passes"] = passes
+            return self._one_number(module(**named))
         output = full(pick(values, self.output, "output"))
         target = match_target(module, output, full(pick(values, self.target, "target")))
         if self._is_by_weight:
             return counted_mean(cast(ByWeight, module), output, target)[0]
-        loss: Tensor = module(output, target) if passes is None else module(output, target, passes)
+        return self._one_number(module(output, target) if passes is None else module(output, target, passes))
+
+    def _by_name(self, values: Values) -> dict[str, Tensor]:
+        """What the loss is called with; those that it compares element by element are of one shape and dtype."""
+        assert self.inputs is not None
+        found = {parameter: full(pick(values, name, parameter)) for parameter, name in self.inputs.items()}
+        if isinstance(self.loss, ELEMENTWISE) and {"input", "target"} <= found.keys():
+            found["target"] = match_target(self.loss, found["input"], found["target"])
+        return found
+
+    def _divisor_by_name(self, given: Mapping[str, Tensor]) -> Tensor | float | None:
+        if self._is_weighed:
+            return cast("Callable[..., Tensor | float]", self.loss.divisor)(**given)
+        return float(given["input"].numel()) if isinstance(self.loss, ELEMENTWISE) and "input" in given else None
+
+    def _one_number(self, loss: Tensor) -> Tensor:
         if loss.dim() != 0:
             raise RunError(
-                f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
+                f"{type(self.loss).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
                 "the mean over samples"
             )
         return loss
@@ -131,7 +177,8 @@ class Objective(nn.Module):
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
         # By what the weighed terms of the last call divided, over all ranks.
         self._divisors: dict[str, Tensor | float] = {}
-        self._output = next((term.output for term in self.terms.values() if isinstance(term, Term)), None)
+        compared = [term for term in self.terms.values() if isinstance(term, Term)]
+        self._output = next((next(iter(term.names.values())) for term in compared), None)
 
     def needs_of(self, name: str) -> frozenset[str]:
         """What a term needs, and its loss."""
@@ -225,6 +272,13 @@ class Objective(nn.Module):
 def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
     needs = needs_of(term, key=key)
     return needs | needs_of(term.loss, key=f"{key}.loss") if isinstance(term, Term) else needs
+
+
+def _required(loss: nn.Module) -> list[str]:
+    """The parameters that its forward cannot do without, in order."""
+    parameters = inspect.signature(loss.forward).parameters.values()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.default is one.empty and one.kind in by_name]
 
 
 def reduction_fault(loss: nn.Module) -> str | None:

@@ -35,6 +35,10 @@ class DerivativeTerm(AbstractTerm):
         if precision == "full":
             self.needs = self.needs | {"forward_passes"}
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {"output": self.output, "input": self.input}
+
     def ends(self, values: Values, passes: Passes) -> tuple[Tensor, Tensor]:
         """The output and the input, of this pass or of one of the term's own.
 
@@ -94,6 +98,10 @@ class WGANGP(AbstractTerm):
         self.critic, self.real, self.fake, self.output = critic, real, fake, output
         self.parts = (critic,)
         self.precision = precision
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {"real": self.real, "fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Raises: RunError where a value is not there, or the two differ in shape."""

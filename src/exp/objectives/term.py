@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -41,6 +41,11 @@ class AbstractTerm(nn.Module, ABC):
     def __init__(self, *, weight: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Which values it reads: a key of its node to the name there. The check asks whether somebody gives them."""
+        return {}
 
     @property
     def is_weighed(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 import exp
 from exp.check.plan import plan, refuse_other_data, resolve
@@ -130,3 +130,33 @@ def test_random_crops_and_flips_keep_to_the_sample(pets):
     ]
     assert batches[0][0].shape == (5, 3, 4, 4)
     assert all(torch.equal(mine, other) for mine, other in zip(*batches, strict=True))
+
+
+# By the EXIF standard, 4.6.5: what the first row and the first column of the stored pixels are in the picture.
+UPRIGHT = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda pixels: np.rot90(pixels),
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_a_picture_is_seen_as_its_camera_was_held(tmp_path, orientation):
+    pixels = np.random.RandomState(0).randint(0, 256, (4, 6, 3)).astype(np.uint8)
+    wanted = np.ascontiguousarray(UPRIGHT[orientation](pixels))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    for name in ("a", "b"):
+        (tmp_path / "cameras" / name).mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / "cameras" / name / "held.png", exif=exif)
+        # Of the same size as it is looked at; the check and the run are at one on that.
+        Image.fromarray(wanted).save(tmp_path / "cameras" / name / "upright.png")
+    pictures = Images(path=str(tmp_path / "cameras"))
+    for index in range(len(pictures)):
+        found = (pictures[index][0] * 255).round().permute(1, 2, 0).numpy()
+        assert np.array_equal(found, wanted)

@@ -59,7 +59,7 @@ def test_a_term_that_cannot_have_what_it_needs(
         (
             ["objective.cross_entropy.loss={_target_: torch.nn.TripletMarginLoss}"],
             r"objective\.cross_entropy\.loss: TripletMarginLoss, which takes \(anchor, positive, negative\); expected "
-            r"a loss that is called with \(output, target\)\. Name a value for each: objective\.cross_entropy\.inputs={anchor: ",
+            r"a loss that is called with \(output, target\)\. Name a value for each: objective\.cross_entropy\.inputs=",
         ),
         (
             ["data=diabetes", "objective=[]", "+objective={own: {_target_: torch.nn.GaussianNLLLoss}}"],

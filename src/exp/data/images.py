@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -26,6 +26,8 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".
 Mode = Literal["L", "RGB"]
 # pillow's modes that hold 8 bits a channel, and may be converted.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+# Of EXIF's orientations, those that turn width into height.
+ON_ITS_SIDE = (5, 6, 7, 8)
 # Whose beginnings are read before the run; of more pictures, evenly chosen ones.
 LOOKED_AT = 2000
 FITTED = "images"
@@ -111,7 +113,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         try:
             with Image.open(self.files[index]) as opened:
                 opened.load()  # NumPy would make nothing of what breaks off, and say nothing
-                picture = self._sized(self._converted(opened, self.files[index]))
+                upright = ImageOps.exif_transpose(opened)  # a camera that was held on its side says so in the file
+                picture = self._sized(self._converted(upright, self.files[index]))
                 pixels = np.array(picture, dtype=np.float32) / 255
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise SampleError(_broken(self.files[index], error)) from error
@@ -149,7 +152,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             try:
                 with Image.open(file) as picture:
                     modes.setdefault(picture.mode, []).append(file)
-                    sizes.setdefault(_target_size(picture.size, self.resize), []).append(file)
+                    sizes.setdefault(_target_size(_upright_size(picture), self.resize), []).append(file)
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
                 raise ConfigError([_broken(file, error)]) from error
         faults = [_deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
@@ -264,6 +267,12 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     if len(labels.names) < 2:
         raise data_fault("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
     return files, torch.from_numpy(labels.codes), labels.names
+
+
+def _upright_size(picture: Image.Image) -> tuple[int, int]:
+    """Width and height as it is looked at, whichever way its camera was held; read without decoding it."""
+    width, height = picture.size
+    return (height, width) if picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE else (width, height)
 
 
 def _target_size(size: tuple[int, int], resize: int | tuple[int, int] | None) -> tuple[int, int]:

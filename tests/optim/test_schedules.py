@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+import exp
 from exp.errors import ConfigError
 from exp.optim.optimizer import Optimization
 from exp.optim.schedules import Constant, Cosine, OneCycle
@@ -195,3 +196,54 @@ def test_faults_name_the_key(factory: Any, options: dict[str, Any], message: str
     with pytest.raises(ConfigError) as caught:
         optimization(factory, **options).make(nn.Linear(2, 2), total_steps=None)
     assert message in str(caught.value)
+
+
+OWN = """
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+
+class WarmThenCosine(SequentialLR):
+    def __init__(self, optimizer, *, warmup: int, total: int):
+        parts = [LinearLR(optimizer, 0.1, total_iters=warmup), CosineAnnealingLR(optimizer, total - warmup)]
+        super().__init__(optimizer, parts, milestones=[warmup])
+"""
+TORCHS = "torch.optim.lr_scheduler"
+PARTS = f"[{{_target_: {TORCHS}.LinearLR, total_iters: 3}}, {{_target_: {TORCHS}.ExponentialLR, gamma: 0.9}}]"
+
+
+@pytest.mark.parametrize(
+    ("node", "made_of"),
+    [
+        (f"{TORCHS}.SequentialLR, schedulers: {PARTS}, milestones: [3]", "schedules that hold the run's optimizer"),
+        (f"{TORCHS}.ChainedScheduler, schedulers: {PARTS}", "schedules that hold the run's optimizer"),
+        (f"{TORCHS}.LambdaLR, lr_lambda: mine.halve", "a Python function"),
+        (f"{TORCHS}.MultiplicativeLR", "a Python function"),
+    ],
+)
+def test_a_schedule_that_no_yaml_can_say_is_refused_with_what_to_write(node, made_of) -> None:
+    with pytest.raises(ConfigError) as raised:
+        exp.validate(exp.compose([f"scheduler={{_target_: {node}}}"]))
+    (fault,) = raised.value.faults
+    assert fault.key == "scheduler._target_"
+    assert made_of in fault.got
+    assert "Derive a class of your own" in fault.cure
+
+
+def test_a_class_of_ones_own_makes_a_sequence_of_schedules(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_schedules.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    node = "{_target_: own_schedules.WarmThenCosine, warmup: 3, total: 10}"
+    run = ["model=mlp", "optimizer=sgd", "hooks=[]", "test=false", "logger=[csv]", "trainer.max_epochs=1", "metrics=[]"]
+    length = ["trainer.limit_train_batches=6", "trainer.limit_val_batches=1", "security.allow=[own_schedules]"]
+    report = exp.fit(exp.compose([*run, *length, f"scheduler={node}"]))
+    saved = torch.load(Path(report.directory) / "checkpoints" / "last.ckpt", weights_only=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 7)]
+    by_torch = lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+    for _ in range(6):
+        optimizer.step()
+        by_torch.step()
+    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(
+        optimizer.param_groups[0]["lr"], rel=1e-12
+    )

@@ -41,6 +41,8 @@ def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]
     places: dict[str, str] = {}
     faults: list[Fault] = []
     for key, node in nodes_in(plain):
+        if "schedulers" in key.split("."):
+            continue  # told at the schedule that holds them
         # Outermost first: a node within `_args_` has its place by the name that its argument has there.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
@@ -83,6 +85,14 @@ def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, all
     if place == "model" and inspect.isclass(target) and trains_itself(target):
         yield own_training_fault(node["_target_"])
         return
+    if (said := _made_of_schedules(target)) is not None:
+        yield Fault(
+            key=f"{key}._target_",
+            got=f"{node['_target_']}, which is made of {said}",
+            expected="a class that is made of plain values and an optimizer",
+            cure="Derive a class of your own from it that makes them in its constructor: docs/optimization.md",
+        )
+        return
     yield from _reserved(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
     signature = _sized_later(target, signature_of(target), given, node)
@@ -95,6 +105,19 @@ def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, all
     for name in given:
         if name in signature.parameters and name not in slot.reserved and name not in slot.refused:
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
+
+
+def _made_of_schedules(target: Any) -> str | None:
+    """What a schedule of torch's is made of that no YAML can say; None of every other target."""
+    if not inspect.isclass(target) or not target.__module__.startswith("torch.optim"):
+        return None
+    from torch.optim import lr_scheduler
+
+    schedules = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
+    functions = (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)
+    if target in schedules:
+        return "schedules that hold the run's optimizer"
+    return "a Python function" if target in functions else None
 
 
 def _takes_functions(target: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 import exp
 from exp.errors import ConfigError
+from exp.objectives.objective import Term
 
 FAMILY = {
     "GaussianNLLLoss": "{input: mean, target: target, var: variance}",
@@ -129,3 +130,23 @@ def test_a_value_that_nobody_gives_is_told_before_the_run(override, key) -> None
 def test_inputs_beside_output_are_refused() -> None:
     with pytest.raises(ConfigError, match="beside output or target"):
         exp.validate(exp.compose([*COMMON, term("torch.nn.MSELoss", FAMILY["MSELoss"]), "+objective.it.output=mean"]))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [{"input": "output", "target": "target"}, {"target": "target", "input": "output"}],
+    ids=["as is", "turned"],
+)
+def test_names_of_output_and_target_in_any_order_are_the_loss_by_place(inputs) -> None:
+    weights = torch.tensor([1.0, 2.0, 4.0])
+    term = Term(loss=nn.CrossEntropyLoss(weight=weights), inputs=inputs)
+    target = torch.tensor([0, 1, 2])
+    values = {"output": torch.eye(3), "target": target}
+    assert term.is_weighed
+    assert float(term.divisor(values)) == 7.0
+    torch.testing.assert_close(term(values), nn.functional.cross_entropy(torch.eye(3), target, weight=weights))
+
+
+def test_no_name_of_any_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inputs: \{\}; expected a name of a value for each parameter"):
+        exp.validate(exp.compose([*COMMON, term("torch.nn.MSELoss", "{}")]))

@@ -201,6 +201,18 @@ def test_per_sample_gradients_are_those_of_one_sample_at_a_time(model: nn.Module
     assert not next(iter(passes.per_sample_gradients(term, create_graph=False).values())).requires_grad
 
 
+def test_a_large_loss_scale_does_not_overflow_the_gradient_of_one_sample() -> None:
+    model, x, y = mlp(), 2 * sample(64, 4), 8 * sample(64, 3)
+    term = Term(loss=nn.MSELoss())
+    with torch.autocast("cpu", dtype=torch.float16):
+        passes = Passes(network=model, run=run, data=(x, y), loss_scale=2.0**16)
+        found = passes.per_sample_gradients(term, create_graph=False)
+    wanted = Passes(network=model, run=run, data=(x, y)).per_sample_gradients(term, create_graph=False)
+    for name, gradients in found.items():
+        # float16 keeps 11 bits of each of the numbers that are multiplied and summed.
+        torch.testing.assert_close(gradients, wanted[name], rtol=2e-2, atol=2e-3 * float(wanted[name].abs().max()))
+
+
 def test_per_sample_gradients_of_a_term_and_of_what_mixes_samples() -> None:
     passes = Passes(network=mlp(), run=run, data=(sample(5, 4), sample(5, 3)))
     found = passes.per_sample_gradients(Term(loss=nn.MSELoss()))

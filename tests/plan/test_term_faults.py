@@ -112,3 +112,29 @@ def test_a_backward_that_cannot_be_differentiated_again(place: int) -> None:
     assert fault.got == "Squared, whose backward is marked once_differentiable, under objective.r1"
     layers[place] = nn.ReLU()
     assert list(double_backward_faults(trace(penalised), penalised)) == []
+
+
+class Centers(nn.Module):
+    """A loss that learns, as center loss and ArcFace do."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(10, 10), requires_grad=not frozen)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - self.centers[target]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "node", ["{_target_: NAME}", "{_target_: exp.objectives.objective.Term, loss: {_target_: NAME}}"]
+)
+def test_a_loss_that_learns_is_told_that_nothing_would_train_it(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    node = node.replace("NAME", "test_term_faults.Centers")
+    with pytest.raises(ConfigError) as raised:
+        exp.validate(exp.compose([f"+objective.centers={node}", "security.allow=[test_term_faults]"]))
+    (fault,) = raised.value.faults
+    assert fault.key == ("objective.centers" if "Term" not in node else "objective.centers.loss")
+    assert fault.got == "Centers with parameters of its own (centers), which no optimizer would train"
+    frozen = node.replace("test_term_faults.Centers", "test_term_faults.Centers, frozen: true")
+    exp.validate(exp.compose([f"+objective.centers={frozen}", "security.allow=[test_term_faults]"]))

@@ -403,6 +403,18 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
     for name, term in objective.terms.items():
         if (fault := _call_fault(name, term, objective)) is not None:
             yield fault
+        learning = [parameter for parameter, value in term.named_parameters() if value.requires_grad]
+        if learning:
+            of_loss = isinstance(term, Term)
+            parts = ", ".join(parameter.removeprefix("loss.") if of_loss else parameter for parameter in learning)
+            yield Fault(
+                key=objective.loss_keys[name] if of_loss else f"objective.{name}",
+                got=f"{type(term.loss if of_loss else term).__name__} with parameters of its own ({parts}), which no "
+                "optimizer would train",
+                expected="a loss without parameters that learn",
+                cure="Let the network hold them and return them, or what is made of them, by a name that inputs gives "
+                "to the loss",
+            )
         for part in term.parts:
             if part and part not in known:
                 yield Fault(

@@ -58,11 +58,14 @@ class Term(AbstractTerm):
             raise ValueError(f"loss is {loss}; expected a module, such as {{_target_: torch.nn.MSELoss}}")
         if inputs is not None and (output, target) != ("output", "target"):
             raise ValueError(f"inputs is {dict(inputs)}, beside output or target; expected one of the two")
+        if inputs is not None and not inputs:
+            raise ValueError("inputs is {}; expected a name of a value for each parameter of the loss, or null")
         self.loss = loss
-        self.inputs = dict(inputs) if inputs else None
-        if self.inputs is not None and list(self.inputs) == _required(loss) and len(self.inputs) == 2:
+        self.inputs = None if inputs is None else dict(inputs)
+        required = _required(loss)
+        if self.inputs is not None and len(required) == 2 and self.inputs.keys() == set(required):
             # By name or by place, it is one loss of an output and a target.
-            output, target = self.inputs.values()
+            output, target = (self.inputs[parameter] for parameter in required)
             self.inputs = None
         self.output = output
         self.target = target

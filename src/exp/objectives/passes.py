@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 
 from exp.errors import RunError
 from exp.models.matching import ANY_BATCH_NORM
-from exp.nested import mapped, rebuilt
+from exp.nested import mapped, rebuilt, tensors_in
 from exp.objectives.loss_inputs import HALF, Values, full
 from exp.types import dtype_name
 
@@ -112,7 +112,7 @@ class Passes:
         several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         for tensor in several:
             _require_differentiable(tensor, output)
-        factor = self._factor(output)
+        factor = self._factor(len(output) if output.dim() else 1)
         with torch.autocast(self._device, enabled=False):
             total = full(output).sum()
             found = torch.autograd.grad(
@@ -151,7 +151,7 @@ class Passes:
                 value = full(term(values))
             return value if factor is None else value * factor
 
-        factor = self._factor(None)
+        factor = self._factor(len(next(iter(tensors_in(self.data)))))
         with torch.set_grad_enabled(create_graph):
             found = vmap(grad(loss), in_dims=(None, 0), randomness="different")(learning, self.data)
         return {name: full(one) if factor is None else full(one) / factor for name, one in found.items()}
@@ -160,11 +160,10 @@ class Passes:
         # Without a cache of cast weights, which may have been filled where no gradient was kept.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
 
-    def _factor(self, output: Tensor | None) -> Tensor | float | None:
+    def _factor(self, samples: int) -> Tensor | float | None:
         """On an inner gradient: the loss scale, shared over the samples that are summed; None without one."""
         if self._scale is None:
             return None
-        samples = len(output) if output is not None and output.dim() else 1
         if isinstance(self._scale, Tensor):
             return (self._scale / samples).clamp(1.0, LARGEST_FACTOR)
         return min(max(self._scale / samples, 1.0), LARGEST_FACTOR)

@@ -3,7 +3,8 @@
     python tests/models/against_torch.py            the table, and exit status 1 where something is wrong
     python tests/models/against_torch.py --write    and the page
 
-operators.py drives op_db through forward programs, layers.py drives module_db through configs.
+operators.py drives op_db through forward programs, layers.py drives module_db through configs, losses.py its losses
+through objectives, steps.py optim_db and torch's schedules through whole runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "against-torch.md"
-HEAD = """# Against torch: every operator and every layer of torch's own tests
+HEAD = """# Against torch: every operator, layer, loss, optimizer and schedule
 
 *Reference*: what `python tests/models/against_torch.py --write` saw with torch {version}, on CPU. Nothing here is
 written by hand.
@@ -30,6 +31,10 @@ torch's tests know each operator (`op_db`) and each layer (`module_db`) with arg
 each of these calls goes through exp, and by hand: outputs, and gradients of all inputs and parameters, must be the same
 bits. A call is *refused* where the check says before the run why not, *torch refuses* where torch raises the same by
 hand, and *not written* where an argument is one that no YAML and no program can hold.
+
+Losses are compared to 1e-13, for a mean that counts its targets is summed in another order than torch's. Each case of
+torch's optimizers (`optim_db`), and each schedule by step and by epoch, is a run of 4 epochs in float64 that must end
+with the weights of the loop of PyTorch's tutorials, bit for bit.
 """
 
 
@@ -99,6 +104,8 @@ def main() -> int:
     parts = [
         ("Operators, in forward programs", load("operators").seen(most=options.most, only=names)),
         ("Layers, in configs", load("layers").seen(most=options.most, only=names)),
+        ("Losses, in objectives", load("losses").seen(most=options.most, only=names)),
+        ("Optimizers and schedules, in runs", load("steps").seen(most=options.most, only=names)),
     ]
     text = page(parts)
     print(text)

@@ -53,13 +53,13 @@ def plain(value: Any) -> Any:
     raise operators.NotText(f"a {type(value).__name__} as an argument")
 
 
-def _as_config_has_them(value: Any) -> Any:
+def as_config_has_them(value: Any) -> Any:
     """Numbers of a config become tensors of the default dtype, as torch.tensor makes them."""
     if isinstance(value, torch.Tensor):
         return value.detach().float() if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {name: _as_config_has_them(one) for name, one in value.items()}
-    return type(value)(map(_as_config_has_them, value)) if isinstance(value, list | tuple) else value
+        return {name: as_config_has_them(one) for name, one in value.items()}
+    return type(value)(map(as_config_has_them, value)) if isinstance(value, list | tuple) else value
 
 
 def nodes(kind: type[nn.Module], call: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -81,7 +81,7 @@ def drive(module: Any, rows: dict[tuple[str, str], Any], *, most: int) -> None:
     """Every case of a layer, in training and in evaluation."""
     for training in (True, False):
         for given, called in module.cases(training=training)[:most]:
-            built = type(given)(args=_as_config_has_them(given.args), kwargs=_as_config_has_them(given.kwargs))
+            built = type(given)(args=as_config_has_them(given.args), kwargs=as_config_has_them(given.kwargs))
             name = f"torch.nn.{module.kind.__name__}"
             try:
                 ways = list(nodes(module.kind, built))

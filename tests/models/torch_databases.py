@@ -1,7 +1,8 @@
 """The one adapter to torch's own databases of operators and modules, torch.testing._internal, which are private.
 
 Written against torch 2.13; tests/models/test_against_torch.py relies on `op_db` (name, aliases, sample_inputs,
-supports_dtype, supports_autograd) and `module_db` (module_cls, module_inputs_func).
+supports_dtype, supports_autograd), `module_db` (module_cls, module_inputs_func) and `optim_db` (optim_cls,
+optim_inputs_func).
 
 Importing them freezes torch.backends' flags in the process, so a test does it in a process of its own.
 """
@@ -113,6 +114,14 @@ def modules() -> Iterator[Module]:
     return (Module(kind=entry.module_cls, entry=entry) for entry in module_db)
 
 
+def optimizers() -> list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]]:
+    """Every optimizer of optim_db, with the arguments of each of its cases."""
+    _import()
+    from torch.testing._internal.common_optimizers import optim_db
+
+    return [(entry.optim_cls, [case.kwargs for case in entry.optim_inputs_func("cpu")]) for entry in optim_db]
+
+
 def _import() -> None:
     # The databases import a package for tests whose output is in their source, and use nothing of it.
     if "expecttest" not in sys.modules:
@@ -122,4 +131,6 @@ def _import() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch.testing._internal.common_methods_invocations
-        import torch.testing._internal.common_modules  # noqa: F401
+        import torch.testing._internal.common_modules
+    # A run sets the flags that the databases freeze.
+    torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True

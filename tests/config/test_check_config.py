@@ -33,7 +33,9 @@ def options(group: str) -> list[str]:
 
 
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
-NEEDS = dict.fromkeys(("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images"), "a file")
+NEEDS = dict.fromkeys(
+    ("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images", "stream"), "a file"
+)
 if not is_installed("tokenizers"):
     NEEDS["tokens"] = "an extra"
 if not is_installed("deepspeed"):

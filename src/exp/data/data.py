@@ -23,7 +23,7 @@ from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.splits import fit, make_splits, prepare
-from exp.data.streams import ShareOfStream, StreamLoader, open_stream
+from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
 from exp.data.workers import (
     Assembly,
     FetchOptions,
@@ -169,20 +169,8 @@ class Data:
         Raises: RunError where there is no such part.
         """
         dataset = self.part(stage)
-        train, transforms = stage == "train", self._transforms_of(stage)
         if isinstance(dataset, IterableDataset):
-            stream = ShareOfStream(
-                dataset=dataset,
-                transforms=transforms,
-                assembly=self._assembly(f"sample {{}} of {stage}".format),
-                batch_size=self.batch_size,
-                drop_last=self.drop_last and train,
-                shuffle_buffer=self.shuffle_buffer if self.shuffle and train else 0,
-                seed=self.seed,
-                stage=stage,
-                rank=rank,
-                world_size=world_size,
-            )
+            stream = replace(self._stream(dataset, stage), rank=rank, world_size=world_size)
             return StreamLoader(stage=stage, stream=stream, options=self._options)
         sampler = ShareSampler(batches=self._batches_of(stage), rank=rank, world_size=world_size)
         if self._by_index(stage):
@@ -219,12 +207,12 @@ class Data:
     def first_samples(self, stage: Stage, *, seconds: float) -> object:
         """What the check looks at: the first samples of a stage as a batch, at most one batch and `SAMPLES`.
 
-        Data in memory are given whole. None for a stream, which may be read once only.
+        Data in memory are given whole. None for a stream of the user's own, which may be read once only.
 
         seconds: when so many have passed, no further sample is read.
         Raises: SampleError for a label outside the classes, and for samples that make no batch; UserCodeError.
         """
-        if isinstance(self.part(stage), IterableDataset):
+        if isinstance(self.part(stage), IterableDataset) and not isinstance(self.part(stage), Recorded):
             return None
         with preserve_generators():
             read = self._first_samples(stage, seconds=seconds)
@@ -238,6 +226,12 @@ class Data:
         part = self.part(stage)
         if self._by_index(stage) and isinstance(part, Tensors):
             return self._form(part.entries)
+        if isinstance(part, IterableDataset):
+            few = replace(self._stream(part, stage), batch_size=min(self.batch_size, SAMPLES), drop_last=False)
+            found = next(iter(replace(few, shuffle=False, shuffle_buffer=0)), None)
+            if found is None:
+                raise self._empty_stream(stage)
+            return received(found[0])
         count = min(self.batch_size, SAMPLES, samples_in(part))
         if self._by_index(stage):
             entries = self._form(gathered(part, torch.arange(count), stage=stage))
@@ -248,6 +242,22 @@ class Data:
         while len(read) < count and time.monotonic() < ends:
             read.append(source[0, len(read)])
         return received(self._assembly(source.named)(read))
+
+    def _stream(self, dataset: IterableDataset[object], stage: Stage) -> ShareOfStream:
+        shuffle = self.shuffle and stage == "train"
+        return ShareOfStream(
+            dataset=dataset,
+            transforms=self._transforms_of(stage),
+            assembly=self._assembly(f"sample {{}} of {stage}".format),
+            batch_size=self.batch_size,
+            drop_last=self.drop_last and stage == "train",
+            shuffle_buffer=self.shuffle_buffer if shuffle else 0,
+            shuffle=shuffle,
+            seed=self.seed,
+            stage=stage,
+            rank=0,
+            world_size=1,
+        )
 
     def _source(self, stage: Stage) -> SampleSource:
         return SampleSource(
@@ -338,6 +348,9 @@ class Data:
             if not len(self._batches_of(stage)):
                 raise self._no_batch(held)
 
+    def _empty_stream(self, stage: Stage) -> ConfigError:
+        return data_fault(stage, got="an empty stream", expected="at least one sample")
+
     def _no_batch(self, held: int) -> ConfigError:
         return data_fault(
             "batch_size",
@@ -383,7 +396,7 @@ class Data:
         transforms = self._transforms_of(stage)
         sample = next(open_stream(part, epoch=0), None)
         if sample is None:
-            raise data_fault(stage, got="an empty stream", expected="at least one sample")
+            raise self._empty_stream(stage)
         return self._collate([apply_transforms(sample, transforms)])
 
 

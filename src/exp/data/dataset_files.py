@@ -47,9 +47,10 @@ def _place(path: str, directory: str, is_there: Callable[[Path], bool], kind: st
     )
 
 
-def find_files(files: str | Sequence[str] | None, *, directory: str) -> list[Path]:
+def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = "dataset.files") -> list[Path]:
     """The files of a pattern, or of several, sorted by name; None is the top level of Python's standard library.
 
+    key: of the config, below `data.`, that says them.
     Raises: ConfigError where a pattern finds none.
     """
     if files is None:
@@ -60,7 +61,7 @@ def find_files(files: str | Sequence[str] | None, *, directory: str) -> list[Pat
         matches = _matches(given) or _matches(Path(directory).expanduser() / given)
         if not matches:
             raise data_fault(
-                "dataset.files",
+                key,
                 got=f"{pattern}, which finds no file in {Path.cwd()} nor in {Path(directory).absolute()}",
                 expected="a file, or a glob that finds some",
             )

@@ -43,11 +43,11 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
     )
 
 
-def require_extra(package: str, *, feature: str, extra: str) -> None:
-    """Raises: ConfigError where the package that a feature needs is not installed."""
+def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset._target_") -> None:
+    """Raises: ConfigError where the package that a feature needs is not installed. key: of the config, that asks."""
     if not is_installed(package):
         got, _, cure = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
-        raise data_fault("dataset._target_", got=got, expected="it", cure=f"Install it: {cure}")
+        raise data_fault(key, got=got, expected="it", cure=f"Install it: {cure}")
 
 
 def share_faults(sizes: Mapping[str, object]) -> list[Fault]:

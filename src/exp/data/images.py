@@ -6,11 +6,10 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -18,16 +17,12 @@ from exp.data.columns import Name, Task, labels_in
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.delimited import read_sheet
 from exp.data.entries import TARGET
-from exp.data.faults import SampleError, data_fault, fitted_entry
+from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Fitted
+from exp.data.pictures import EIGHT_BITS, KEPT, UNREADABLE, Mode, PictureForm, broken, deep, pair_of
 from exp.errors import ConfigError, Fault
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-Mode = Literal["L", "RGB"]
-# pillow's modes that hold 8 bits a channel, and may be converted.
-EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-# Of EXIF's orientations, those that turn width into height.
-ON_ITS_SIDE = (5, 6, 7, 8)
 # Whose beginnings are read before the run; of more pictures, evenly chosen ones.
 LOOKED_AT = 2000
 FITTED = "images"
@@ -63,9 +58,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> None:
-        self.resize = resize if resize is None or isinstance(resize, int) else _pair("resize", resize)
-        self.crop = None if crop is None else _pair("crop", [crop, crop] if isinstance(crop, int) else crop)
-        self.mode, self.mean, self.std = mode, mean, std
+        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std)
         self.indices: Tensor | None = None
         if path.endswith(".csv"):
             file = data_file(path, directory=directory)
@@ -110,38 +103,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        try:
-            with Image.open(self.files[index]) as opened:
-                opened.load()  # NumPy would make nothing of what breaks off, and say nothing
-                upright = ImageOps.exif_transpose(opened)  # a camera that was held on its side says so in the file
-                picture = self._sized(self._converted(upright, self.files[index]))
-                pixels = np.array(picture, dtype=np.float32) / 255
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise SampleError(_broken(self.files[index], error)) from error
-        channels = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
-        return self._normalised(channels), self.targets[index]
-
-    def _converted(self, picture: Image.Image, file: Path) -> Image.Image:
-        if picture.mode not in EIGHT_BITS:
-            raise SampleError(_deep(file, picture.mode))
-        return picture.convert(self.mode) if self.mode is not None else picture
-
-    def _sized(self, picture: Image.Image) -> Image.Image:
-        size = _target_size(picture.size, self.resize)
-        if size != picture.size:
-            # As torchvision's, with antialiasing.
-            picture = picture.resize(size, Image.Resampling.BILINEAR)
-        if self.crop is None:
-            return picture
-        height, width = self.crop
-        left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
-        return picture.crop((left, top, left + width, top + height))
-
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        if self.mean is None or self.std is None:
-            return pixels
-        mean, std = (torch.tensor(value, dtype=torch.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
-        return (pixels - mean) / std
+        return self.form.read(self.files[index], named=str(self.files[index])), self.targets[index]
 
     def _look(self) -> None:
         """Raises: ConfigError for what the beginnings of the files say: no pictures, modes, sizes."""
@@ -152,21 +114,18 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             try:
                 with Image.open(file) as picture:
                     modes.setdefault(picture.mode, []).append(file)
-                    sizes.setdefault(_target_size(_upright_size(picture), self.resize), []).append(file)
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                raise ConfigError([_broken(file, error)]) from error
-        faults = [_deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
-        faults += [] if faults else _mode_faults(modes, self.mode)
+                    sizes.setdefault(self.form.size_of(picture), []).append(file)
+            except UNREADABLE as error:
+                raise ConfigError([broken(str(file), error)]) from error
+        faults = [deep(str(files[0]), mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
+        faults += [] if faults else _mode_faults(modes, self.form.mode)
         faults += self._size_faults(sizes)
-        if (self.mean is None) != (self.std is None):
-            key, other = ("mean", "std") if self.mean is None else ("std", "mean")
-            faults += data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both").faults
         if faults:
             raise ConfigError(faults)
 
     def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[Path]]) -> Iterator[Fault]:
-        if self.crop is not None:
-            height, width = self.crop
+        if self.form.crop is not None:
+            height, width = self.form.crop
             small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
             if small:
                 (held_width, held_height), files = small[0]
@@ -180,7 +139,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             (first, some), (second, others), *_ = sizes.items()
             yield Fault(
                 key="data.dataset.resize",
-                got=f"{self.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
+                got=f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
                 f"{first[1]} x {first[0]}, {others[0]} {second[1]} x {second[0]}",
                 expected="one size for all",
                 cure="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop",
@@ -204,7 +163,7 @@ class RandomCrop:
     """
 
     def __init__(self, *, size: int | Sequence[int], padding: int = 0) -> None:
-        self.height, self.width = _pair("size", [size, size] if isinstance(size, int) else size)
+        self.height, self.width = pair_of("size", [size, size] if isinstance(size, int) else size)
         self.padding = padding
 
     def __call__(self, picture: Tensor) -> Tensor:
@@ -269,25 +228,8 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     return files, torch.from_numpy(labels.codes), labels.names
 
 
-def _upright_size(picture: Image.Image) -> tuple[int, int]:
-    """Width and height as it is looked at, whichever way its camera was held; read without decoding it."""
-    width, height = picture.size
-    return (height, width) if picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE else (width, height)
-
-
-def _target_size(size: tuple[int, int], resize: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Width and height after resizing."""
-    if resize is None:
-        return size
-    if not isinstance(resize, int):
-        return resize[1], resize[0]
-    short = min(size)
-    width, height = (int(resize * side / short) for side in size)
-    return width, height
-
-
 def _mode_faults(modes: Mapping[str, Sequence[Path]], wanted: Mode | None) -> Iterator[Fault]:
-    if wanted is not None or (len(modes) == 1 and next(iter(modes)) in ("L", "RGB")):
+    if wanted is not None or (len(modes) == 1 and next(iter(modes)) in KEPT):
         return
     counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()
     told = " and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2])
@@ -297,24 +239,3 @@ def _mode_faults(modes: Mapping[str, Sequence[Path]], wanted: Mode | None) -> It
         expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
         cure="Write data.dataset.mode=RGB, or data.dataset.mode=L",
     )
-
-
-def _broken(file: Path, error: BaseException) -> Fault:
-    reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
-    got = f"{file}, which cannot be read: {reason}"
-    return Fault(key="data.dataset.path", got=got, expected="whole pictures", cure="Replace the file, or leave it out")
-
-
-def _deep(file: Path, mode: str) -> Fault:
-    return Fault(
-        key="data.dataset.path",
-        got=f"{file} of pillow's mode {mode}, with more than 8 bits a channel",
-        expected="pictures of 8 bits a channel",
-        cure="Convert them, or give their numbers as arrays: data=npy",
-    )
-
-
-def _pair(key: str, size: Sequence[int]) -> tuple[int, int]:
-    if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
-        raise data_fault(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")
-    return size[0], size[1]

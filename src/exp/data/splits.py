@@ -102,8 +102,10 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 
 
-def lengths(sizes: Mapping[Name, int | float], length: int) -> dict[Name, int]:
+def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samples") -> dict[Name, int]:
     """Samples of each part of `length` samples. Fractions are rounded along the sum, so that 1 leaves none over.
+
+    unit: what is divided, in the plural.
 
     Raises: ConfigError for a part without a sample, and for more samples than there are.
     """
@@ -117,15 +119,14 @@ def lengths(sizes: Mapping[Name, int | float], length: int) -> dict[Name, int]:
             stop = round(along * length)
             counts[name], reached = stop - reached, stop
     if sum(counts.values()) > length:
-        raise data_fault(
-            "parts", got=f"{sum(counts.values())} samples asked for", expected=f"{length} at most, the whole data set"
-        )
+        got = f"{sum(counts.values())} {unit} asked for"
+        raise data_fault("parts", got=got, expected=f"{length} at most, the whole data set")
     for name, count in counts.items():
         if not count:
             raise data_fault(
                 f"parts.{name}",
-                got=f"{sizes[name]} of {length} samples, an empty part",
-                expected="at least one sample",
+                got=f"{sizes[name]} of {length} {unit}, an empty part",
+                expected=f"at least one of the {unit}",
                 cure=f"Ask for more, or for no such part with data.parts.{name}=0",
             )
     return counts

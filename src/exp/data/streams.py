@@ -4,6 +4,9 @@ So every rank has the same number of batches whatever the stream's length, which
 counts once. Reading costs more than it would in shards, but what is costly, the transforms and the collation, is done
 only for a rank's own samples. With workers, each one reads the stream, too, and makes every num_workers-th batch.
 
+A stream of records, such as exp's own of files, is passed over alike, which is cheap: whoever needs a sample makes it
+of its record, by reading and parsing it.
+
 Private name of torch (seen in 2.11 to 2.13, and tested): torch.utils.data._utils.worker._worker_info, which
 get_worker_info reads.
 """
@@ -13,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
+from exp.data.faults import SampleError
 from exp.data.in_memory import samples_in
 from exp.data.joint_transforms import Transform
 from exp.data.loader import Epochs, Loader, batch_count, share
@@ -35,11 +40,25 @@ from exp.types import Batch, Stage
 END = object()
 
 
+@runtime_checkable
+class Recorded(Protocol):
+    """A stream of records that are cheap to pass over, and of which a sample is made where it is needed.
+
+    Nothing in either is random but the order, which is a function of (seed, epoch).
+    """
+
+    def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[Any]:
+        """The records of one epoch, in their order or another."""
+
+    def sample(self, record: Any) -> object:
+        """The sample of one of them."""
+
+
 @dataclass(kw_only=True, eq=False)
 class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     """Yields (collated data, size, global size) for each batch that this worker makes.
 
-    epoch, start: the position of the first of them.
+    shuffle: whether records come in another order in each epoch. epoch, start: the position of the first batch.
     """
 
     dataset: IterableDataset[object]
@@ -52,6 +71,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     stage: Stage
     rank: int
     world_size: int
+    shuffle: bool = False
     epoch: int = 0
     start: int = 0
 
@@ -79,11 +99,13 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         A sample that cannot be read is the last one, given as the error that says so.
         """
         index, wanted = 0, declared_length(self.dataset)
+        is_random = not isinstance(self.dataset, Recorded)
         try:
             reseed_sample(seed=self.seed, epoch=self.epoch, index=0)
-            iterator = open_stream(self.dataset, epoch=self.epoch)
+            iterator = self._opened()
             while True:
-                reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
+                if is_random:
+                    reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
                 sample = next(iterator, END)
                 if sample is END:
                     break
@@ -91,6 +113,9 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
                 index += 1
         except GeneratorExit:
             raise  # whoever reads the stream wants no more of it
+        except (ConfigError, SampleError) as error:
+            yield error
+            return
         except BaseException as error:
             yield told(error, what=f"reading {self.assembly.named(index)}")
             return
@@ -99,6 +124,11 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
                 f"the stream of {self.stage} ended before sample {index}, and says by its length that it has {wanted}; "
                 "expected as many. A StopIteration within it, as of a next() without a default, ends it, too"
             )
+
+    def _opened(self) -> Iterator[object]:
+        if isinstance(self.dataset, Recorded):
+            return self.dataset.records(seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        return open_stream(self.dataset, epoch=self.epoch)
 
     def _shuffled(self, samples: Iterator[Sample | ExpError]) -> Iterator[Sample | ExpError]:
         """The samples in an order that is random within a buffer, a function of (seed, epoch)."""
@@ -122,8 +152,9 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             return sample
         reseed_sample(seed=self.seed, epoch=self.epoch, index=position)
         try:
-            return replace(sample, data=apply_transforms(sample.data, self.transforms))
-        except ConfigError as error:
+            data = self.dataset.sample(sample.data) if isinstance(self.dataset, Recorded) else sample.data
+            return replace(sample, data=apply_transforms(data, self.transforms))
+        except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:
             return told(error, what=f"transforming {self.assembly.named(sample.index)}")

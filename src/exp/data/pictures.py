@@ -1,0 +1,142 @@
+"""Decode a picture into a tensor: upright, of one mode, one size and normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from exp.data.faults import SampleError, data_fault
+from exp.errors import Fault
+
+Mode = Literal["L", "RGB"]
+# Those that a picture may stay in.
+KEPT = ("L", "RGB")
+# pillow's modes that hold 8 bits a channel, and may be converted.
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+# Of EXIF's orientations, those that turn width into height.
+ON_ITS_SIDE = (5, 6, 7, 8)
+# What pillow raises for a file that is no picture, or breaks off.
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+class PictureForm:
+    """What pictures are brought to: float32 `[C, H, W]` from 0 to 1, less the mean and over the deviation.
+
+    resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
+    mode: "RGB" or "L" (grey), to which all are converted; None keeps what they are, which must be one of both.
+    mean, std: of each channel; None leaves the pixels.
+
+    Raises: ConfigError for sizes that are none, and for a mean without a deviation.
+    """
+
+    def __init__(
+        self,
+        *,
+        resize: int | Sequence[int] | None = None,
+        crop: int | Sequence[int] | None = None,
+        mode: Mode | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        self.resize = resize if resize is None or isinstance(resize, int) else pair_of("resize", resize)
+        self.crop = None if crop is None else pair_of("crop", [crop, crop] if isinstance(crop, int) else crop)
+        self.mode, self.mean, self.std = mode, mean, std
+        if (mean is None) != (std is None):
+            key, other = ("mean", "std") if mean is None else ("std", "mean")
+            raise data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
+
+    def read(self, source: Path | BinaryIO, *, named: str, key: str = "data.dataset.path") -> Tensor:
+        """The picture in a file. named: it in words. key: of the config, where what is wrong with it is mended.
+
+        Raises: SampleError where it cannot be read, has more than 8 bits a channel or is of a mode to convert.
+        """
+        try:
+            with Image.open(source) as opened:
+                opened.load()  # NumPy would make nothing of what breaks off, and say nothing
+                return self.pixels(opened, named=named, key=key)
+        except UNREADABLE as error:
+            raise SampleError(broken(named, error, key=key)) from error
+
+    def pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
+        """The same of a picture that pillow has read."""
+        upright = ImageOps.exif_transpose(opened)  # a camera that was held on its side says so in the file
+        picture = self._sized(self._converted(upright, named, key))
+        pixels = np.array(picture, dtype=np.float32) / 255
+        channels = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+        if self.mean is None or self.std is None:
+            return channels
+        mean, std = (torch.tensor(value, dtype=torch.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
+        return (channels - mean) / std
+
+    def size_of(self, picture: Image.Image) -> tuple[int, int]:
+        """Width and height after resizing, of one that is upright; read without decoding it."""
+        width, height = picture.size
+        is_on_its_side = picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
+        return self._resized((height, width) if is_on_its_side else (width, height))
+
+    def _converted(self, picture: Image.Image, named: str, key: str) -> Image.Image:
+        if picture.mode not in EIGHT_BITS:
+            raise SampleError(deep(named, picture.mode, key=key))
+        if self.mode is None and picture.mode not in KEPT:
+            raise SampleError(
+                Fault(
+                    key="data.dataset.mode",
+                    got=f"null, and {named} is of mode {picture.mode}",
+                    expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
+                    cure="Write data.dataset.mode=RGB, or data.dataset.mode=L",
+                )
+            )
+        return picture.convert(self.mode) if self.mode is not None else picture
+
+    def _sized(self, picture: Image.Image) -> Image.Image:
+        size = self._resized(picture.size)
+        if size != picture.size:
+            # As torchvision's, with antialiasing.
+            picture = picture.resize(size, Image.Resampling.BILINEAR)
+        if self.crop is None:
+            return picture
+        height, width = self.crop
+        left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+        return picture.crop((left, top, left + width, top + height))
+
+    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        if self.resize is None:
+            return size
+        if not isinstance(self.resize, int):
+            return self.resize[1], self.resize[0]
+        short = min(size)
+        width, height = (int(self.resize * side / short) for side in size)
+        return width, height
+
+
+def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> Fault:
+    """The fault of a picture that pillow cannot read."""
+    reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
+    got = f"{named}, which cannot be read: {reason}"
+    return Fault(key=key, got=got, expected="whole pictures", cure="Replace the file, or leave it out")
+
+
+def deep(named: str, mode: str, *, key: str = "data.dataset.path") -> Fault:
+    """The fault of a picture whose mode holds more than a byte a channel."""
+    return Fault(
+        key=key,
+        got=f"{named} of pillow's mode {mode}, with more than 8 bits a channel",
+        expected="pictures of 8 bits a channel",
+        cure="Convert them, or give their numbers as arrays: data=npy",
+    )
+
+
+def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
+    """Height and width as a config has them. key: below `data.dataset.`.
+
+    Raises: ConfigError for what is no such pair.
+    """
+    if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
+        raise data_fault(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")
+    return size[0], size[1]

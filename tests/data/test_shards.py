@@ -1,0 +1,426 @@
+"""Files of records that are read as a stream: what a sample is, who reads it, and the fault of each wrong file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import exp
+from exp.check.plan import plan, refuse_other_data, resolve
+from exp.data.data import Data
+from exp.data.shards import Shards
+from exp.errors import ConfigError, RunError, is_installed
+from exp.train import main as train
+
+EACH = (7, 5, 8, 3)
+SAMPLES = sum(EACH)
+NUMBERS = np.random.default_rng(0).normal(size=(SAMPLES, 3)).astype(np.float32)
+KINDS = ["csv", "jsonl", "npz", "tar", "parquet"]
+NO_PYARROW = "the extra `parquet` is not installed"
+
+
+def packed(file, members):
+    """A .tar of names and their bytes."""
+    with tarfile.open(file, "w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def npy(array) -> bytes:
+    raw = io.BytesIO()
+    np.save(raw, array)
+    return raw.getvalue()
+
+
+def png(pixels) -> bytes:
+    raw = io.BytesIO()
+    Image.fromarray(pixels).save(raw, "PNG")
+    return raw.getvalue()
+
+
+def write(folder, kind, *, each=EACH):
+    """The numbers in one file after another, with the number of the sample by 3 as a class."""
+    start = 0
+    for number, count in enumerate(each):
+        rows, places = NUMBERS[start : start + count], range(start, start + count)
+        start += count
+        file = folder / f"{number}.{kind}"
+        if kind == "csv":
+            with file.open("w", newline="") as text:
+                csv.writer(text).writerows(
+                    [
+                        ["u", "v", "w", "kind"],
+                        *([*map(repr, map(float, row)), place % 3] for row, place in zip(rows, places, strict=True)),
+                    ]
+                )
+        elif kind == "jsonl":
+            lines = (
+                json.dumps({"row": row.tolist(), "kind": place % 3}) for row, place in zip(rows, places, strict=True)
+            )
+            file.write_text("\n".join(lines))
+        elif kind == "npz":
+            np.savez(file, row=rows, kind=np.array(places) % 3)
+        elif kind == "tar":
+            members = [
+                one
+                for row, place in zip(rows, places, strict=True)
+                for one in ((f"a/{place:03}.row.npy", npy(row)), (f"a/{place:03}.cls", str(place % 3).encode()))
+            ]
+            packed(file, members)
+        else:
+            pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
+            from pyarrow import parquet
+
+            table = pyarrow.table({"row": [row.tolist() for row in rows], "kind": [place % 3 for place in places]})
+            parquet.write_table(table, file, row_group_size=3)
+    return str(folder / f"*.{kind}")
+
+
+def shards(folder, kind, **settings) -> Shards:
+    target = "cls" if kind == "tar" else "kind"
+    return Shards(**{"files": {"train": str(folder / f"*.{kind}")}, "target": target, **settings})
+
+
+def data(folder, kind="npz", *, dataset=None, **settings) -> Data:
+    made = shards(folder, kind, **(dataset or {}))
+    return Data(**{"dataset": made, "batch_size": 4, "num_classes": 3, "seed": 5, "shuffle_buffer": 6, **settings})
+
+
+def plain(batches) -> list:
+    return [([part.tolist() for part in batch.data], *batch[1:]) for batch in batches]
+
+
+def rows(batches) -> list[list[float]]:
+    return [row for batch in batches for row in batch.data[0][: batch.size].tolist()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_each_kind_of_file_are_its_numbers(tmp_path, kind):
+    write(tmp_path, kind)
+    made = data(tmp_path, kind, shuffle=False)
+    assert (made.spec.input_shape, made.spec.input_dtype, made.spec.num_classes) == ((3,), "float32", 3)
+    batches = list(made.loader("train"))
+    assert torch.equal(torch.cat([batch.data[0] for batch in batches]), torch.from_numpy(NUMBERS))
+    assert torch.cat([batch.data[1] for batch in batches]).tolist() == [place % 3 for place in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_and_workers_share_out_one_stream_and_a_resume_goes_on_in_it(tmp_path, kind):
+    write(tmp_path, kind)
+    made = data(tmp_path, kind)
+    loader = made.loader("train")
+    epochs = [list(loader) for _ in range(2)]
+    for batches in epochs:
+        assert sorted(rows(batches)) == sorted(NUMBERS.tolist())
+    assert rows(epochs[0]) != rows(epochs[1])
+    ranks = [list(made.loader("train", rank=rank, world_size=3)) for rank in range(3)]
+    for number, whole in enumerate(epochs[0]):
+        parts = [batches[number].data[0][: batches[number].size] for batches in ranks]
+        assert torch.equal(torch.cat(parts), whole.data[0])
+    resumed = data(tmp_path, kind, num_workers=2).loader("train")
+    for epoch, batch in [(0, 0), (1, 3), (0, 5)]:
+        resumed.set_position(epoch, batch)
+        assert plain(resumed) == plain(epochs[epoch][batch:])
+
+
+def test_files_come_in_another_order_in_each_epoch(tmp_path):
+    write(tmp_path, "npz")
+    loader = data(tmp_path, shuffle_buffer=0, batch_size=1).loader("train")
+    place = {tuple(row): number for number, row in enumerate(NUMBERS.tolist())}
+    file_of = np.repeat(range(4), EACH)
+    orders = []
+    for _ in range(4):
+        seen = [place[tuple(row)] for row in rows(loader)]
+        orders.append(tuple(dict.fromkeys(file_of[seen].tolist())))
+        assert seen == [sample for file in orders[-1] for sample in np.flatnonzero(file_of == file)]
+    assert len(set(orders)) > 1
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "npz", "tar"])
+def test_a_sample_is_read_and_parsed_by_the_rank_that_has_it_alone(tmp_path, kind, monkeypatch):
+    write(tmp_path, kind)
+    made = data(tmp_path, kind, batch_size=4)
+    read = Counter()
+    file_class = type(made.part("train").files[0])
+    values = file_class.values
+
+    def counted(self, record, wanted):
+        read[record.file.file.name, record.number] += 1
+        return values(self, record, wanted)
+
+    monkeypatch.setattr(file_class, "values", counted)
+    for rank in range(2):
+        list(made.loader("train", rank=rank, world_size=2))
+    # The last batch of 3 is shared out as 2 and 1.
+    assert sorted(read.values()) == [1] * SAMPLES
+    read.clear()
+    resumed = made.loader("train")
+    resumed.set_position(0, 4)
+    list(resumed)
+    assert sum(read.values()) == SAMPLES - 4 * 4
+
+
+def test_arrays_of_a_file_are_read_only_where_a_sample_is_wanted(tmp_path, monkeypatch):
+    write(tmp_path, "npz")
+    made = data(tmp_path, shuffle=False, batch_size=1)
+    read = []
+    load = np.load
+    monkeypatch.setattr(np, "load", lambda raw, **options: read.append(raw.name[-5]) or load(raw, **options))
+    loader = made.loader("train")
+    loader.set_position(0, EACH[0] + EACH[1])
+    list(loader)
+    assert set(read) == {"2", "3"}
+
+
+def test_the_length_is_known_where_files_say_it_or_records_are_counted(tmp_path):
+    for kind in ("csv", "npz"):
+        write(tmp_path, kind)
+    assert len(data(tmp_path, "npz").loader("train")) == 6
+    assert len(data(tmp_path, "csv", dataset={"count": True}).loader("train")) == 6
+    with pytest.raises(TypeError, match="does not know its length"):
+        len(data(tmp_path, "csv").loader("train"))
+
+
+def test_files_of_one_glob_are_divided_whole(tmp_path):
+    write(tmp_path, "npz")
+    parts = {"train": 0.5, "val": 0.25, "test": 0.25}
+    made = data(tmp_path, dataset={"files": str(tmp_path / "*.npz")}, parts=parts)
+    held = {stage: [one.file.name for one in made.part(stage).files] for stage in made.stages}
+    assert [len(names) for names in held.values()] == [2, 1, 1]
+    assert sorted(name for names in held.values() for name in names) == ["0.npz", "1.npz", "2.npz", "3.npz"]
+    divided = [
+        shards(tmp_path, "npz", files=str(tmp_path / "*.npz"), parts_seed=seed).divide(parts) for seed in range(9)
+    ]
+    assert len({one["val"].files[0].file.name for one in divided}) > 1
+    for sizes, message in (
+        ({"train": 0.9, "val": 0.1}, r"data.parts.val: 0.1 of 4 files, an empty part"),
+        ({"train": 0.5, "val": 8}, r"data.parts.val: 8; expected a fraction: whole files"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            data(tmp_path, dataset={"files": str(tmp_path / "*.npz")}, parts=sizes)
+    with pytest.raises(ConfigError, match=r"data.parts: sizes, beside data.dataset.files with files for each part"):
+        data(tmp_path, parts={"train": 0.5, "val": 0.5})
+
+
+def test_inputs_by_name_targets_of_several_columns_and_names_of_classes(tmp_path):
+    (tmp_path / "a.csv").write_text("id,age,size,colour,price,rent\n1,2,3,red,5.5,1\n4,5,6,blue,8,2\n")
+    numbers = Shards(
+        files={"train": str(tmp_path / "a.csv")},
+        inputs={"table": ["age", "size"], "id": "id"},
+        dtypes={"id": "int64"},
+        target=["price", "rent"],
+        task="regression",
+    )
+    made = Data(dataset=numbers, batch_size=2)
+    assert {name: (one.shape, one.dtype) for name, one in made.spec.inputs.items()} == {
+        "table": ((2,), "float32"),
+        "id": ((1,), "int64"),
+    }
+    assert (made.spec.num_classes, made.spec.num_outputs) == (None, 2)
+    batch = made.first_samples("train", seconds=9)
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "table": [[2, 3], [5, 6]],
+        "id": [[1], [4]],
+        "target": [[5.5, 1], [8, 2]],
+    }
+    settings = {"files": {"train": str(tmp_path / "a.csv")}, "inputs": ["age", "size"], "target": "colour"}
+    named = Data(dataset=Shards(**settings, classes=["blue", "red"]))
+    assert named.spec.num_classes == 2
+    assert named.first_samples("train", seconds=9)[1].tolist() == [1, 0]
+    for wrong, message in (
+        ({}, r"data.dataset.target: 'red' in colour of line 2 of .*a.csv; expected the number of a class.*classes="),
+        ({"classes": ["red", "bleu"]}, r"data.dataset.classes: red, bleu, and line 3 of .* is of the class blue"),
+        ({"classes": ["red", "red"]}, r"data.dataset.classes: red twice"),
+        ({"inputs": ["colour"]}, r"data.dataset.inputs: 'red' in colour of line 2 of .*; expected numbers"),
+        ({"inputs": ["aeg"]}, r"data.dataset.inputs: aeg; expected a column of .*a.csv. Did you mean age"),
+        ({"target": "colur"}, r"data.dataset.target: colur; expected a column of .*a.csv. Did you mean colour"),
+        ({"dtypes": {"table": "int64"}}, r"data.dataset.dtypes.table: table; expected the name of an input"),
+        ({"target": ["age", "size"]}, r"data.dataset.target: 2 columns in a classification"),
+    ):  # fmt: skip
+        with pytest.raises((ConfigError, RunError), match=message):
+            Data(dataset=Shards(**{**settings, **wrong}), num_classes=2).first_samples("train", seconds=9)
+
+
+def test_pictures_of_a_tar_beside_entries_of_its_json(tmp_path):
+    pixels = np.random.default_rng(1).integers(0, 255, (4, 6, 8, 3), dtype=np.uint8)
+    members = [
+        one
+        for number, picture in enumerate(pixels)
+        for one in ((f"{number}.PNG", png(picture)), (f"{number}.json", json.dumps({"label": number % 2}).encode()))
+    ]
+    packed(tmp_path / "a.tar", members)
+    settings = {"inputs": "png", "target": "json.label", "files": {"train": str(tmp_path / "a.tar")}}
+    made = data(tmp_path, "tar", dataset={**settings}, num_classes=2, shuffle=False)
+    pictures, targets = next(iter(made.loader("train"))).data
+    assert torch.equal((pictures * 255).round().permute(0, 2, 3, 1).to(torch.uint8), torch.from_numpy(pixels))
+    assert targets.tolist() == [0, 1, 0, 1]
+    small = data(tmp_path, "tar", dataset={**settings, "crop": [4, 5], "mode": "L"}, num_classes=2)
+    assert small.spec.input_shape == (1, 4, 5)
+    with pytest.raises(ConfigError, match=r"data.dataset.target: json.labl; .*Did you mean json.label"):
+        data(tmp_path, "tar", dataset={**settings, "target": "json.labl"})
+    with pytest.raises(ConfigError, match=r"a dict in json of sample 0 of .*; expected numbers"):
+        data(tmp_path, "tar", dataset={**settings, "inputs": ["png", "json"]})
+
+
+def cut(name, *, left):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:left])
+
+
+def objects(folder):
+    np.savez(folder / "1.npz", row=np.array([{}, {}]), kind=np.array([0, 1]))
+
+
+def link(folder):
+    with tarfile.open(folder / "1.tar", "w") as archive:
+        info = tarfile.TarInfo("a.cls")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(info)
+
+
+def put(name, content):
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def pack(*members):
+    return lambda folder: packed(folder / "1.tar", members)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "message"),
+    [
+        (
+            "csv",
+            put("1.csv", "u,v,w,kind\n1,2,3,0\n1,2,3\n"),
+            r"at sample 1: 3 values in line 3 of .*1.csv, and 4 in its",
+        ),
+        ("csv", put("1.csv", b"u,v,w,kind\n\xff,1,1,1\n"), r"1.csv \('utf-8' codec .*\); expected CSV in UTF-8"),
+        ("csv", put("1.csv", "u,v,kind\n1,2,0"), r"data.dataset.inputs: w; expected a column of .*1.csv"),
+        ("csv", put("1.csv", "u,v,w,kind\n1,,3,0"), r"no value in v of line 2 of .*1.csv"),
+        ("csv", put("1.csv", ""), r"1.csv without a line; expected names of columns"),
+        ("jsonl", put("1.jsonl", '{"row": [1, 2, 3], "kind": 0}\n{"row": [1,'), r"1.jsonl, .* at sample 1: line 2: "),
+        ("jsonl", put("1.jsonl", "[1]"), r"line 1 holds a list, and no mapping"),
+        ("jsonl", put("1.jsonl", '{"row": [1, 2, 3]}'), r"kind, which line 1 of .*1.jsonl does not have"),
+        ("jsonl", put("1.jsonl", '{"row": "a b", "kind": 1}'), r"'a b' in row of line 1"),
+        ("jsonl", put("1.jsonl", '{"row": [[1], [2, 3]], "kind": 1}'), r"a list in row of"),
+        ("npz", cut("1.npz", left=300), r"1.npz \(File is not a zip file\); expected a whole .npz"),
+        ("npz", objects, r"1.npz \(row.npy holds objects, which may run code"),
+        ("npz", lambda folder: np.savez(folder / "1.npz", row=NUMBERS, kind=[1]), r"row has 23, kind has 1; expected"),
+        ("tar", cut("1.tar", left=2048), r"1.tar \(it has no end"),
+        ("tar", link, r"1.tar, which cannot be read at sample 0: a.cls is a link or a device"),
+        ("tar", pack(("1.row.pkl", b"x"), ("1.cls", b"1")), r"row.npy, which sample 0 of .*1.tar does not have"),
+        ("tar", pack(("1.cls", b"one"), ("1.row.npy", npy(NUMBERS[0]))), r"sample 0: its cls: "),
+        ("tar", pack(("1.cls", b"1"), ("1.row.npy", npy(np.array([{}])))), r"sample 0: its row.npy: "),
+        ("tar", pack(("1.cls", b"1"), ("1.cls", b"1")), r"/1.cls is there twice"),
+    ],
+)
+def test_faults_of_files_name_the_file_and_the_sample(tmp_path, kind, spoil, message):
+    write(tmp_path, kind)
+    spoil(tmp_path)
+    inputs = ["u", "v", "w"] if kind == "csv" else None
+    with pytest.raises((ConfigError, RunError), match=message):
+        list(data(tmp_path, kind, dataset={"inputs": inputs}).loader("train"))
+
+
+def test_a_tar_that_is_damaged_anywhere_is_never_read_as_a_shorter_one(tmp_path):
+    write(tmp_path, "tar", each=(4,))
+    whole = (tmp_path / "0.tar").read_bytes()
+    used = 4 * 2 * 2 * 512
+    for length in range(0, used + 512, 512):
+        (tmp_path / "0.tar").write_bytes(whole[:length])
+        with pytest.raises((ConfigError, RunError), match=r"0.tar"):
+            list(data(tmp_path, "tar").loader("train"))
+    for header in range(0, used, 1024):
+        (tmp_path / "0.tar").write_bytes(whole[:header] + b"x" * 512 + whole[header + 512 :])
+        with pytest.raises((ConfigError, RunError), match=r"0.tar"):
+            list(data(tmp_path, "tar").loader("train"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_rank_and_worker_tells_the_same_damaged_file(tmp_path, workers):
+    write(tmp_path, "tar")
+    damaged = bytearray((tmp_path / "2.tar").read_bytes())
+    damaged[2048:2560] = b"x" * 512
+    (tmp_path / "2.tar").write_bytes(damaged)
+    for rank in range(2):
+        loader = data(tmp_path, "tar", num_workers=workers).loader("train", rank=rank, world_size=2)
+        with pytest.raises(RunError, match=r"2.tar, which cannot be read at sample 0: .*; expected whole files"):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"files": {"train": "none-*.npz"}}, r"data.dataset.files.train: none-\*.npz, which finds no file"),
+        ({"files": {"trian": "*.npz"}}, r"data.dataset.files.trian: no part; expected train, val or test"),
+        ({"files": ["0.npz", "0.csv"]}, r"0.csv and 0.npz; expected files of one kind"),
+        ({"files": "a.tar.gz"}, r"a.tar.gz; expected a file that ends in .csv, .*Unpack what is compressed"),
+        ({"files": {"train": None}}, r"data.dataset.files: no file of any part"),
+    ],
+)
+def test_faults_of_globs(tmp_path, monkeypatch, settings, message):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("csv", "npz"):
+        write(tmp_path, kind)
+    (tmp_path / "a.tar.gz").touch()
+    with pytest.raises(ConfigError, match=message):
+        Shards(**settings, target="kind")
+
+
+WORDS = [
+    "data=stream", "model=mlp", "hooks=[]", "logger=[]", "data.dataset.target=kind", "data.num_classes=3",
+    "data.batch_size=4", "trainer.max_epochs=3", "test=false", "data.dataset.files.train=[0.jsonl,1.jsonl,2.jsonl]",
+    "data.dataset.files.val=3.jsonl",
+]  # fmt: skip
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "jsonl")
+    assert train([*WORDS, "hydra.run.dir=whole"]) == 0
+    # An epoch has 5 batches, of which nobody knows before.
+    assert train([*WORDS, "trainer.max_steps=7", "hydra.run.dir=half"]) == 0
+    assert train([*WORDS, "resume=half/checkpoints/last.ckpt", "data.num_workers=2", "hydra.run.dir=rest"]) == 0
+    whole, rest = (
+        torch.load(f"{run}/checkpoints/last.ckpt", weights_only=True)["state_dict"] for run in ("whole", "rest")
+    )
+    assert all(torch.equal(whole[name], rest[name]) for name in whole)
+
+
+def test_the_first_samples_are_looked_at_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "jsonl")
+    (tmp_path / "3.jsonl").write_text('{"row": [1, 2, 3], "kind": 1}\n{"row": [1, 2, 3], "kind": 3}\n')
+    with pytest.raises(ConfigError, match=r"data.num_classes: 3; expected 4 or more: .* class 3, in sample 1 of val"):
+        refuse_other_data(plan(resolve(exp.compose(WORDS))))
+
+
+@pytest.mark.skipif(is_installed("pyarrow"), reason="the extra `parquet` is installed")
+def test_parquet_files_without_pyarrow_name_the_extra(tmp_path):
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(
+        ConfigError, match=r"data.dataset.files: .*needs the package pyarrow.*'exp-framework\[parquet\]'"
+    ):
+        Shards(files=str(tmp_path / "a.parquet"), target="kind")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow", reason=NO_PYARROW)
+    write(tmp_path, "parquet")
+    content = bytearray((tmp_path / "1.parquet").read_bytes())
+    content[4:60] = b"x" * 56
+    (tmp_path / "1.parquet").write_bytes(content)
+    with pytest.raises(RunError, match=r"1.parquet, which cannot be read at sample 0"):
+        list(data(tmp_path, "parquet", shuffle=False).loader("train"))
+    cut("1.parquet", left=100)(tmp_path)
+    with pytest.raises(ConfigError, match=r"1.parquet \(.*\); expected a whole Parquet file"):
+        data(tmp_path, "parquet")

@@ -37,6 +37,7 @@ from exp.models.initialisation import initialise
 from exp.models.lora import adapt, is_adapted
 from exp.models.syntax import ProgramError
 from exp.models.weights import load_weights, match_weights
+from exp.objectives.measures import Measure
 from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
@@ -337,6 +338,24 @@ def build_entries(plain: Plain, group: str, **offers: Any) -> dict[str, Any]:
     """Every named entry of a group of many, such as hooks."""
     allow = _allow(plain)
     return {name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()}
+
+
+def build_measures(plain: Plain) -> dict[str, Measure]:
+    """Every named metric, with the values that it looks at.
+
+    Raises: ConfigError.
+    """
+    found = {}
+    for name, node in plain["metrics"].items():
+        key = f"metrics.{name}"
+        # What exp itself reads there is not the metric's.
+        own = {word: node[word] for word in slot_of(key).reserved if word in node}
+        metric = construct({word: node[word] for word in node if word not in own}, key=key, allow=_allow(plain))
+        try:
+            found[name] = Measure(name=name, metric=metric, **own)
+        except ValueError as error:
+            raise ConfigError([refusal(error, key=key, known=own, got=said(error))]) from error
+    return found
 
 
 def build_run_precision(plain: Plain, *, device_type: str) -> RunPrecision:

@@ -61,14 +61,15 @@ class DataSpec:
     inputs: what a network may be given, by name; where it is left out, one entry `input` of the next two.
     input_shape, input_dtype: of the entry `input`, or of the only one where it was read from the data; else None.
     num_classes: of a classification (the vocabulary of a text); None for a regression.
-    num_outputs: how many numbers a model gives for a sample (or a token): the classes, or the width of the target.
+    num_outputs: how many numbers a model gives for a sample (or a token): the classes, or the width of the target; None
+        of samples with several targets by other names, of which each term says its own.
     """
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     input_shape: tuple[int, ...] | None = None
     input_dtype: str | None = None
     num_classes: int | None
-    num_outputs: int
+    num_outputs: int | None
 
     def __post_init__(self) -> None:
         if not self.inputs and self.input_shape is not None and self.input_dtype is not None:

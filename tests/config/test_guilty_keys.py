@@ -57,7 +57,7 @@ CASES = [
     ("data.parts.train=5000", "data.parts", "1797"),
     ("data.input_std=[]", "data.input_std", "1 or more"),
     ("metrics.accuracy.num_classes=7", "metrics.accuracy.num_classes", "10, data.num_classes"),
-    ("metrics.accuracy.average=null", "metrics.accuracy.average", "micro, macro"),
+    ("metrics.accuracy.average=sum", "metrics.accuracy.average", "micro, macro"),
     # Text that is none, and numbers that no machine has.
     ("tags=[2024,b]", "tags", """'tags=["2024","b"]'"""),
     ("tags=[true]", "tags", """'tags=["true"]'"""),

@@ -194,7 +194,7 @@ def test_a_batch_without_an_entry_called_target_trains_where_no_metric_asks_for_
     small = small_run.Small(tmp_path / "without", metrics={}, **settings)
     small.fit()
     assert small.recording.metrics["loss/val"] < 0.7
-    with pytest.raises(RunError, match=r"metrics compare output with target.*there are input, label, output"):
+    with pytest.raises(RunError, match=r"accuracy.target is 'target', which neither .*are input, label"):
         small_run.Small(tmp_path / "with", **settings).fit()
 
 

@@ -1,4 +1,4 @@
-"""Hold the first samples of the user's own data against the objective: what a loss refuses, or trains wrongly by.
+"""Hold the first samples of the data against objective and metrics: what these refuse, or train wrongly by.
 
 The losses of torch and of exp are called with real targets and stand-in outputs of the shape that the network gives.
 What lies beyond the first samples the run tells, as it reads them.
@@ -7,20 +7,23 @@ What lies beyond the first samples the run tells, as it reads them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from exp.check.metric_faults import fit_faults
 from exp.check.shapes import described, objectives_by_forward
 from exp.config.slots import nodes_in
 from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.faults import SampleError
-from exp.engine.forward import forward_by_name
+from exp.engine.forward import Forward, forward_by_name
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_line
 from exp.models.forward_trace import ForwardTrace
 from exp.nested import mapped, named_parts, tensors_in
-from exp.objectives.loss_inputs import pick
+from exp.objectives.loss_inputs import Values, pick
+from exp.objectives.measures import Measure
 from exp.objectives.objective import Objective, Term
 from exp.optim.phase import Phase
 from exp.spelling import among, did_you_mean, show
@@ -31,6 +34,8 @@ SECONDS = 5.0  # of reading, for each part
 SHIPPED = tuple(f"exp.data.{module}." for module in ("data", "digits", "domains", "tables", "text"))
 # Samples of in-memory data with which a loss is called; their values are looked at whole.
 CALLED = 64
+# Numbers of an output that are made for that, such as of a text's tokens over a vocabulary: 64 MiB.
+MOST_NUMBERS = 2**24
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
 
 
@@ -39,21 +44,38 @@ def is_shipped(data: Mapping[str, object]) -> bool:
     return all(str(node["_target_"]).startswith(SHIPPED) for _, node in nodes_in(data))
 
 
-def sample_faults(
-    data: Data,
-    stages: Sequence[Stage],
-    traces: Mapping[str | None, ForwardTrace],
-    phases: Sequence[Phase],
-    objective: Objective,
-) -> tuple[list[Fault], list[str]]:
-    """The faults of the first samples of these stages, and what to say of them that is no fault.
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What the samples are held against.
+
+    traces: of the network's forwards, as ShapeExamination has them. metric_stages: those of the measures.
+    """
+
+    data: Data
+    traces: Mapping[str | None, ForwardTrace]
+    phases: Sequence[Phase]
+    objective: Objective
+    measures: Mapping[str, Measure]
+    metric_stages: Sequence[str]
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What was found. notes: what to say that is no fault. entries: of each metric, as fit_faults gives them."""
+
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    entries: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def look_at_samples(subject: Subject, stages: Sequence[Stage]) -> Findings:
+    """What the first samples of these stages show.
 
     An exception of the user's own code is left for the run, which tells its place and writes the report.
     """
-    faults: list[Fault] = []
-    notes: list[str] = []
+    data, found = subject.data, Findings()
     if data.rounded:
-        notes.append(
+        found.notes.append(
             f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
             "precision=fp64 keeps them, with a network in float64"
         )
@@ -64,52 +86,126 @@ def sample_faults(
                 continue
             for name, value in inputs_in(batch).items():
                 if (place := _not_finite(value)) is not None:
-                    notes.append(
+                    found.notes.append(
                         f"sample {place} of {stage} has an {name} that is not finite: unless the network takes it out, "
                         "the loss is nan. Replace it in the data set or in data.transforms"
                     )
-            for forward, part in objectives_by_forward(phases, objective).items():
-                if forward in traces:
-                    unnamed = list(name_faults(part, traces[forward], batch, data.spec))
-                    faults += unnamed or _term_faults(part, traces[forward], batch, data.spec, stage)
+            for forward, part in objectives_by_forward(subject.phases, subject.objective).items():
+                if forward in subject.traces:
+                    trace = subject.traces[forward]
+                    unnamed = list(name_faults(term_names(part), trace, batch, data.spec))
+                    found.faults += unnamed or _term_faults(part, trace, batch, data.spec, stage)
+            _look_at_metrics(subject, batch, stage, found)
         except SampleError as error:
-            faults.append(error.fault)
+            found.faults.append(error.fault)
         except ConfigError as error:
-            faults += error.faults
+            found.faults += error.faults
         except RunError:
             continue
-    return faults, notes
+    return found
 
 
-def name_faults(objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
-    """Of values that a term reads, and that neither the network nor the batch gives."""
+def look_at_names(subject: Subject) -> Findings:
+    """The same of exp's own data, whose samples are right: whether somebody gives what is read; and the metrics."""
+    data, found = subject.data, Findings()
+    stages = [stage for stage in data.stages if stage in subject.metric_stages] if subject.measures else []
+    stage = stages[0] if stages else data.stages[0]
+    batch = data.first_samples(stage, seconds=SECONDS)
+    if batch is None:
+        return found
+    for forward, part in objectives_by_forward(subject.phases, subject.objective).items():
+        if forward in subject.traces:
+            found.faults += name_faults(term_names(part), subject.traces[forward], batch, data.spec)
+    _look_at_metrics(subject, batch, stage, found)
+    return found
+
+
+def _look_at_metrics(subject: Subject, batch: object, stage: Stage, found: Findings) -> None:
+    """Metrics look at what the network's own forward gives."""
+    trace, spec = subject.traces.get(None), subject.data.spec
+    if trace is None or stage not in subject.metric_stages:
+        return
+    for measure in subject.measures.values():
+        names = {f"{measure.key}.{place}": name for place, name in measure.names.items()}
+        unnamed = list(name_faults(names, trace, batch, spec))
+        found.faults += unnamed
+        if unnamed or not _is_batched(trace, measure.names.values()):
+            continue
+        if (drawn := _stand_ins(trace, batch, spec)) is not None:
+            found.faults += fit_faults([measure], drawn.values, stage, found.entries)
+
+
+def term_names(objective: Objective) -> dict[str, str]:
+    """Which values the terms read: the key where each stands, to its name."""
+    return {
+        f"objective.{name}.{place}": wanted
+        for name, term in objective.terms.items()
+        for place, wanted in term.names.items()
+    }
+
+
+def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
+    """Of values that are read, and that neither the network nor the batch gives. names: by the keys of these."""
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
     known = {**values, **named_parts(trace.output)}
-    for name, term in objective.terms.items():
-        for place, wanted in term.names.items():
-            if wanted not in known:
-                yield Fault(
-                    key=f"objective.{name}.{place}",
-                    got=f"{show(wanted)}, which neither network nor batch gives",
-                    expected=f"one of {among(sorted(known), word=wanted)}",
-                    cure=did_you_mean(wanted, known),
-                )
+    for key, wanted in names.items():
+        if wanted not in known:
+            yield Fault(
+                key=key,
+                got=f"{show(wanted)}, which neither network nor batch gives",
+                expected=f"one of {among(sorted(known), word=wanted)}",
+                cure=did_you_mean(wanted, known),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """The first samples with outputs that no network gave, of the shapes that it gives.
+
+    few: those samples. run: one forward by name. output: on the meta device. samples: how many there are.
+    """
+
+    few: object
+    run: Forward
+    output: object
+    samples: int
+
+    def values(self, seed: int | None = None, *, batch: object = None) -> Values:
+        """The values by name, with outputs drawn from 0.05 to 0.95; without a seed a half, which is a score, too.
+
+        batch: whose entries are given in the place of the few samples'.
+        """
+        draw = torch.Generator().manual_seed(seed or 0)
+
+        def made(tensor: Tensor) -> Tensor:
+            shape = (self.samples, *tensor.shape[1:])
+            share = torch.full(shape, 0.5) if seed is None else 0.05 + 0.9 * torch.rand(shape, generator=draw)
+            return share.to(tensor.dtype)
+
+        given = mapped(self.output, lambda tensor: made(tensor) if tensor.dim() else tensor)
+        return self.run(lambda *_, **__: given, self.few if batch is None else batch)
+
+
+def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:
+    """None of networks that take texts of several lengths, and give outputs of another shape for each."""
+    each = max(1, sum(one[0].numel() for one in tensors_in(trace.output) if one.dim() and len(one)))
+    count = max(2, min(CALLED, MOST_NUMBERS // each))
+    few = mapped(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
+    found, names = inputs_in(few), tuple(spec.inputs)
+    if not all(name in found and tuple(found[name].shape[1:]) == one.shape for name, one in spec.inputs.items()):
+        return None
+    run = forward_by_name(trace.network, names)
+    return StandIns(few=few, run=run, output=trace.output, samples=len(found[names[0]]))
 
 
 def _term_faults(
     objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec, stage: Stage
 ) -> Iterator[Fault]:
     """Of the terms that compare an output with a target by a loss of a library."""
-    few = mapped(batch, lambda tensor: tensor[:CALLED] if tensor.dim() else tensor)
-    found, names = inputs_in(few), tuple(spec.inputs)
-    # Networks that take texts of several lengths give outputs of another shape for each.
-    is_fixed = all(name in found and tuple(found[name].shape[1:]) == one.shape for name, one in spec.inputs.items())
-    if not is_fixed:
+    drawn = _stand_ins(trace, batch, spec)
+    if drawn is None:
         return
-    samples = len(found[names[0]])
-    given = mapped(trace.output, lambda tensor: _stand_in(tensor, samples) if tensor.dim() else tensor)
-    values = forward_by_name(trace.network, names)(lambda *_, **__: given, few)
-    whole = forward_by_name(trace.network, names)(lambda *_, **__: given, batch)
+    values, whole = drawn.values(), drawn.values(batch=batch)
     for name, term in objective.terms.items():
         is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
         if not isinstance(term, Term) or not is_known or objective.needs_of(name):
@@ -165,11 +261,6 @@ def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
     given = {"output": trace.output, **named_parts(trace.output)}
     read = tensors_in([given[name] for name in names if name in given])
     return all(one.dim() > 0 and len(one) == size for one in read)
-
-
-def _stand_in(tensor: Tensor, samples: int) -> Tensor:
-    """Half, which is a score and a probability, for each output."""
-    return torch.full((samples, *tensor.shape[1:]), 0.5).to(tensor.dtype)
 
 
 def _described(values: Mapping[str, object], term: Term) -> str:

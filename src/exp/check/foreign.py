@@ -66,10 +66,10 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         "base_momentum": _BELOW_1,
         "max_momentum": _BELOW_1,
     },
-    # Of several numbers none can be shown, or compared.
     "torchmetrics.metric.Metric": {
-        "average": Literal["micro", "macro", "weighted"],
-        "multioutput": Literal["uniform_average", "variance_weighted"],
+        "average": Literal["micro", "macro", "weighted", "none"] | None,
+        "multioutput": Literal["uniform_average", "variance_weighted", "raw_values"],
+        "sync_on_compute": Annotated[bool, "true: each rank would have a value of its own", Predicate(operator.truth)],
         "top_k": Ge(1),
     },
     "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(

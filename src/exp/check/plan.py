@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.parameters import program_fault
-from exp.check.rules import weights_of_run
+from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as LightningStrategy
     from torch import nn
     from torch.optim import Optimizer
-    from torchmetrics import Metric
 
     from exp.check.continuation import Resuming
     from exp.check.shapes import ShapeExamination
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from exp.hooks.hook import Hook
     from exp.models.flop_count import FlopCount
     from exp.models.weights import Matching
+    from exp.objectives.measures import Measure
     from exp.objectives.objective import Objective
     from exp.optim.phase import Phase
     from exp.strategies.placement import Placement
@@ -72,6 +72,9 @@ STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precis
 HOOK_KEYS = ("hooks", "security")
 # What a hook may have to refuse.
 KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
+OWN_METRICS = "exp.objectives.metrics"
+# Of an average: each class by itself.
+NONE = (None, "none")
 ANY_LENGTH = 1_000_000_000
 LENGTHS = {
     "max_epochs": None,
@@ -159,10 +162,10 @@ class Plan:
         return tuple(build_phases(self.plain))
 
     @functools.cached_property
-    def metrics(self) -> Mapping[str, Metric]:
-        from exp.construct import build_entries
+    def metrics(self) -> Mapping[str, Measure]:
+        from exp.construct import build_measures
 
-        return build_entries(self.plain, "metrics")
+        return build_measures(self.plain)
 
     @functools.cached_property
     def shapes(self) -> ShapeExamination:
@@ -311,7 +314,7 @@ def validate(config: DictConfig) -> None:
 
     decided = plan(resolve(config))
     # exp's own data are what they say, and a sweep checks many jobs.
-    if not is_shipped(decided.plain["data"]) or _reads_other_names(decided.objective):
+    if not is_shipped(decided.plain["data"]) or _reads_other_names(decided) or _measures_otherwise(decided):
         faults, _ = compare_with_data(decided)
         if faults:
             raise ConfigError(faults)
@@ -348,50 +351,54 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
     Returns: what to say of its first samples that is no fault.
     """
-    from exp.check.first_samples import is_shipped, sample_faults
+    from exp.check.first_samples import Subject, is_shipped, look_at_names, look_at_samples
+    from exp.check.metric_faults import monitor_faults
 
     plain = decided.plain
     try:
         data = decided.data
-        if is_shipped(plain["data"]):
-            if _reads_other_names(decided.objective):
-                _refuse_other_names(decided)
-            return ()
         at_work: dict[Stage, bool] = {"train": plain["train"], "val": plain["train"], "test": plain["test"]}
         stages = [stage for stage in data.stages if at_work[stage]]
-        faults, notes = sample_faults(data, stages, decided.shapes.traces, decided.phases, decided.objective)
+        subject = Subject(
+            data=data,
+            traces=decided.shapes.traces,
+            phases=decided.phases,
+            objective=decided.objective,
+            measures=decided.metrics,
+            metric_stages=[stage for stage in stages if stage in plain["metric_stages"]],
+        )
+        if not is_shipped(plain["data"]):
+            found = look_at_samples(subject, stages)
+        elif decided.metrics or _reads_other_names(decided):
+            found = look_at_names(subject)
+        else:
+            return ()
     except ConfigError as error:
         raise ConfigError(located(decided.resolved.config, error.faults)) from error
     except SampleError as error:
         raise ConfigError(located(decided.resolved.config, [error.fault])) from error
     except RunError:
         return ()  # what the user's own code raises: the run meets it, and keeps it in its report
+    tags = monitors(dict(plain)) if plain["train"] else {}
+    faults = [*found.faults, *monitor_faults(tags, found.entries, plain["metric_stages"])]
     if faults:
         raise ConfigError(located(decided.resolved.config, once(faults)))
-    return tuple(notes)
+    return tuple(found.notes)
 
 
-def _reads_other_names(objective: Objective) -> bool:
-    """Whether a term reads a value that not every batch and every network gives."""
-    names = {name for term in objective.terms.values() for name in term.names.values()}
-    return not names <= {*INPUT, "output", "target"}
+def _reads_other_names(decided: Plan) -> bool:
+    """Whether a term or a metric reads a value that not every batch and every network gives."""
+    named = [term.names for term in decided.objective.terms.values()]
+    named += [measure.names for measure in decided.metrics.values()]
+    return not {name for names in named for name in names.values()} <= {*INPUT, "output", "target"}
 
 
-def _refuse_other_names(decided: Plan) -> None:
-    """Raise ConfigError where a term reads a value that nobody gives, of data whose samples are right."""
-    from exp.check.first_samples import SECONDS, name_faults
-    from exp.check.shapes import objectives_by_forward
-
-    batch = decided.data.first_samples("train", seconds=SECONDS)
-    traces = decided.shapes.traces
-    faults = [
-        fault
-        for forward, part in objectives_by_forward(decided.phases, decided.objective).items()
-        if forward in traces and batch is not None
-        for fault in name_faults(part, traces[forward], batch, decided.spec)
-    ]
-    if faults:
-        raise ConfigError(faults)
+def _measures_otherwise(decided: Plan) -> bool:
+    """Whether a metric is not one of exp's own that gives one number, and so fits by what a rule knows of it."""
+    return not all(
+        type(measure.metric).__module__ == OWN_METRICS and getattr(measure.metric, "average", "macro") not in NONE
+        for measure in decided.metrics.values()
+    )
 
 
 def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, rank: Rank | None = None) -> Placement:
@@ -452,6 +459,8 @@ class _Findings:
         seen = self.decided.shapes if has_phases else _examine_shapes(self.decided, ())
         # A network that does not fit what the config says of its data may fit the data.
         declared = compare_with_data(self.decided)[0] if seen.faults else []
+        # What metrics refuse may be the network's fault.
+        declared = [fault for fault in declared if not fault.key.startswith("metrics.")]
         self.faults += declared or seen.faults
         if not seen.faults and seen.network is not None:
             self._look_at_the_parts(known, objective, seen, seen.network)
@@ -484,6 +493,7 @@ class _Findings:
     def _look_at_the_parts(
         self, known: Iterable[Fault], objective: Objective, seen: ShapeExamination, network: nn.Module
     ) -> None:
+        from exp.check.metric_faults import call_faults
         from exp.check.runtime_switches import switch_faults
         from exp.check.shapes import double_backward_faults, double_faults, objectives_by_forward, term_faults
         from exp.construct import build_freezing
@@ -502,6 +512,7 @@ class _Findings:
             has_double = any(one.dtype == "float64" for one in self.decided.spec.inputs.values())
             if has_double and word.parameters is None and not precision["keep"]:
                 self.faults += double_faults(seen.traces.values())
+        self.faults += call_faults(self.decided.metrics.values())
         phases = () if _touched(known, OPTIMIZATION_KEYS) else self.decided.phases
         for forward, part in objectives_by_forward(phases, objective).items():
             if forward in seen.traces:

@@ -174,18 +174,23 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[Fault]:
 def monitors_are_logged(values: Values) -> Iterator[Fault]:
     """What picks the best checkpoint, stops a run or steps a schedule is a tag that the run gives before it ends."""
     yield from _monitor_faults(values, "monitor", values["monitor"])
-    nodes = {"scheduler": values["scheduler"]}
-    nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
-    nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
     # Hooks and callbacks of one's own may give tags of their own.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
     if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
         return
     without = _no_validation(values)
-    for key, node in nodes.items():
-        # Else it is told where it stands.
-        if isinstance(node, dict) and node.get("monitor") != values["monitor"]:
-            yield from _monitor_faults(values, f"{key}.monitor", node.get("monitor"), without=without)
+    for key, monitor in _monitored(values).items():
+        if key != "monitor":
+            yield from _monitor_faults(values, key, monitor, without=without)
+
+
+def _monitored(values: Values) -> dict[str, Any]:
+    """What the config monitors, by key; of a part that monitors what the run does, the run's alone."""
+    nodes = {"scheduler": values["scheduler"]}
+    nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
+    nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
+    found = {f"{key}.monitor": node.get("monitor") for key, node in nodes.items() if isinstance(node, dict)}
+    return {"monitor": values["monitor"]} | {key: tag for key, tag in found.items() if tag != values["monitor"]}
 
 
 def _no_validation(values: Values) -> str | None:
@@ -229,6 +234,11 @@ def _monitor_faults(values: Values, key: str, monitor: Any, *, without: str | No
     elif f"{monitor}/val" in tags:
         cure = f"Did you mean {monitor}/val?"
     yield Fault(key=key, got=show(monitor), expected=f"a tag of this run: {among(tags, word=monitor)}", cure=cure)
+
+
+def monitors(plain: dict[str, Any]) -> dict[str, str]:
+    """The tags that a config monitors, by the keys where they stand."""
+    return {key: tag for key, tag in _monitored(Values(plain)).items() if isinstance(tag, str)}
 
 
 def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
@@ -355,21 +365,30 @@ def parts_are_shares(values: Values) -> Iterator[Fault]:
 
 
 def task_fits_data(values: Values) -> Iterator[Fault]:
-    """Classes need class numbers; numbers need numbers. Only where the data set has said which it is."""
+    """Classes need class numbers; numbers need numbers. Only where the data set has said which it is, of its target.
+
+    What another target is nobody says: terms and metrics of one are held against the first samples.
+    """
     classes = values["data.num_classes"]
     is_regression = classes is None and values["data.num_outputs"] not in (None, UNKNOWN)
     is_classification = isinstance(classes, int)
     for name, term in values.entries("objective").items():
+        if not _reads_target(term):
+            continue
         loss = term.get("loss", term)
         target = str(loss.get("_target_")) if isinstance(loss, dict) else ""
         last = target.rpartition(".")[2]
         if is_regression and last in CLASS_LOSSES:
             yield _misfit(f"objective.{name}", target, "a loss of numbers", "objective=[mse]")
-        elif is_classification and last in NUMBER_LOSSES and term.get("target", "target") == "target":
+        elif is_classification and last in NUMBER_LOSSES:
             yield _misfit(f"objective.{name}", target, f"a loss of {classes} classes", "objective=[cross_entropy]")
     for name, metric in values.entries("metrics").items():
+        if not _reads_target(metric):
+            continue
         target = str(metric["_target_"])
-        if is_regression and (target in CLASS_METRICS or target.startswith(CLASSIFICATION)):
+        # Answers of yes and no, of which a sample may have several, are no classes that a data set counts.
+        is_of_classes = target.startswith(CLASSIFICATION) and target.rpartition(".")[2].startswith("Multiclass")
+        if is_regression and (target in CLASS_METRICS or is_of_classes):
             yield _misfit(f"metrics.{name}", target, "a metric of numbers", "metrics=[mae]")
         elif is_classification and target.startswith(REGRESSION):
             yield _misfit(f"metrics.{name}", target, f"a metric of {classes} classes", "metrics=[accuracy]")
@@ -380,6 +399,12 @@ def task_fits_data(values: Values) -> Iterator[Fault]:
                 expected=f"{classes}, data.num_classes",
                 cure="Write num_classes: ${data.num_classes}",
             )
+
+
+def _reads_target(node: Mapping[str, Any]) -> bool:
+    """Whether a term or a metric looks at the data's own target, rather than at others by their names."""
+    inputs = node.get("inputs")
+    return "target" in inputs.values() if isinstance(inputs, dict) else node.get("target", "target") == "target"
 
 
 def _misfit(key: str, target: str, expected: str, choice: str) -> Fault:

@@ -96,7 +96,11 @@ SLOTS = (
     ),
     Slot(pattern="objective.*", bases=(MODULE,)),
     Slot(pattern="objective.*.loss", bases=(MODULE,)),
-    Slot(pattern="metrics.*", bases=("torchmetrics.Metric",)),
+    Slot(
+        pattern="metrics.*",
+        bases=("torchmetrics.Metric", "torchmetrics.MetricCollection"),
+        reserved=("output", "target", "inputs"),
+    ),
     Slot(pattern="hooks.*", bases=("exp.hooks.hook.Hook",), filled=("workload", "origin")),
     Slot(pattern="callbacks.*", bases=("lightning.pytorch.Callback",)),
     Slot(pattern="logger.*", bases=("lightning.pytorch.loggers.Logger",), filled=("directory", "save_dir")),

@@ -1,8 +1,6 @@
 """Buffers of values on their device: of the steps since the last write, and of a stage's epoch.
 
 They come to the host in one copy.
-
-Relied on, and tested: the private `_update_count` of torchmetrics 1.9.
 """
 
 from __future__ import annotations
@@ -15,11 +13,12 @@ from typing import Any, Protocol, SupportsFloat
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from exp.errors import RunError, UserCodeError
+from exp.errors import RunError
 from exp.functions.at_least_float32 import summing_dtype
 from exp.hooks.panels import Panel, on_host
+from exp.objectives.loss_inputs import Values
+from exp.objectives.measures import Measure, entry_tag
 from exp.objectives.objective import Mean
 from exp.objectives.term import AbstractTerm
 from exp.types import Stage
@@ -172,15 +171,14 @@ class EpochValues(nn.Module):
     leaves_out_lost: an attribute, whether a mean that is not finite is left out.
     """
 
-    def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], metrics: Mapping[str, Metric]) -> None:
+    def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], measures: Sequence[Measure]) -> None:
         super().__init__()
         self.stage = stage
         self.terms = tuple(terms)
         self.summed: Sequence[tuple[str, AbstractTerm]] = tuple(terms.items())
-        self.names = tuple(metrics)
+        self.measures = tuple(measures)
         # A list: a ModuleDict refuses names such as `update`.
-        self.metrics = nn.ModuleList(metrics.values())
-        self._each = tuple(metrics.values())
+        self.metrics = nn.ModuleList(measure.metric for measure in measures)
         self.source: Source | None = None
         self.leaves_out_lost = False
         self.clear_losses()
@@ -209,25 +207,34 @@ class EpochValues(nn.Module):
             sums = nn.functional.pad(sums, (first, len(self.summed) - first - len(means)))
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def update_metrics(self, output: object, target: object) -> None:
-        for metric in self._each:
-            metric.update(output, target)
+    def read(self, values: Values) -> dict[str, Any]:
+        """Return what the metrics look at, by name, without its graph. Raises: RunError where there is none."""
+        found: dict[str, Any] = {}
+        for measure in self.measures:
+            found |= measure.read(values)
+        return found
+
+    def update_metrics(self, read: Mapping[str, Any]) -> None:
+        for measure in self.measures:
+            measure.update(read)
 
     def finish(self, strategy: Strategy) -> dict[str, float]:
         """Return the values by tag, over all ranks, and start afresh. Every rank must call it.
 
         A term of which nothing counted has no tag, and adds nothing to the loss.
 
-        Raises: RunError where a metric gives more than one number.
+        Raises: RunError where a metric gives what is no number.
         """
         device = strategy.root_device
         totals = self.totals(strategy)
-        metrics = self._computed(device)
-        values = torch.cat([totals, torch.stack(metrics).to(totals.dtype)]) if metrics else totals
+        metrics = self._computed()
+        # In one stack, for of several numbers each copy to the device would wait.
+        found = [torch.stack(list(one.values())).to(device, totals.dtype) for one in metrics.values() if one]
+        values = torch.cat([totals, *found])
         self.clear_losses()
         count = len(self.summed)
         numbers = values.tolist()
-        sums, divisors, found = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+        sums, divisors, others = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         terms = [
             (name, total / divisor, term.weight)
             for (name, term), total, divisor in zip(self.summed, sums, divisors, strict=True)
@@ -239,7 +246,8 @@ class EpochValues(nn.Module):
         if len(self.terms) > 1:
             means = {name: mean for name, mean, _ in terms}
             result.update({f"loss/{self.stage}/{name}": means[name] for name in self.terms if name in means})
-        return result | {f"{name}/{self.stage}": value for name, value in zip(self.names, found, strict=True)}
+        tags = [entry_tag(name, self.stage, entry) for name, entries in metrics.items() for entry in entries]
+        return result | dict(zip(tags, others, strict=True))
 
     def totals(self, strategy: Strategy) -> Tensor:
         """Return the sums of the terms, and behind them what divides each, over all ranks. Every rank must call it."""
@@ -259,46 +267,23 @@ class EpochValues(nn.Module):
         """Return what the metrics of all ranks hold in the middle of an epoch. Every rank must call it."""
         states = {}
         if self.source is None or self.source.has_output:
-            for name, metric in zip(self.names, self._each, strict=True):
-                with metric.sync_context():
-                    # What is synced is undone, and what is not goes on changing: a copy of either.
-                    states[name] = {key: _copied(value) for key, value in metric.metric_state.items()}
+            states = {measure.name: measure.states() for measure in self.measures}
         return states if self.source is None else self.source.shared(states)
 
-    def restore_metrics(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from `metric_states`; on one rank only, for they are those of all ranks."""
-        for name, metric in zip(self.names, self._each, strict=True):
-            for key, value in states[name].items() if name in states else ():
-                is_list = isinstance(metric.metric_state[key], list)
-                setattr(metric, key, [value] if is_list and isinstance(value, Tensor) else value)
-                # Else compute warns that nothing was added. torchmetrics has no public way (seen in 1.9).
-                metric._update_count = 1
+    def restore_metrics(self, states: Mapping[str, Mapping[str, Any]], *, rank: int, ranks: int) -> None:
+        """Go on from `metric_states`. rank, ranks: of those that share the batches.
 
-    def _computed(self, device: torch.device) -> list[Tensor]:
-        if self.source is None:
-            return self._computed_here(device)
-        values = self._computed_here(device) if self.source.has_output else []
-        for metric in self._each:
-            metric.reset()
-        return [value.to(device) for value in self.source.shared(values)]
+        Raises: RunError where a metric cannot go on over another number of ranks.
+        """
+        for measure in self.measures:
+            if measure.name in states:
+                measure.restore(states[measure.name], rank=rank, ranks=ranks)
 
-    def _computed_here(self, device: torch.device) -> list[Tensor]:
-        values = []
-        for name, metric in zip(self.names, self._each, strict=True):
-            try:
-                value = metric.compute()
-            except StopIteration as error:  # which Lightning would take for the end of the data
-                raise UserCodeError.of(error, what=f"metric {type(metric).__name__}, in compute,") from error
-            metric.reset()
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                got = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise RunError(
-                    f"metrics.{name}: {type(metric).__name__} gives a value {got}; expected one number. Most of "
-                    "torchmetrics take average: macro"
-                )
-            values.append(value.detach().reshape(()).to(device))
-        return values
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else [item.detach().clone() for item in value]
+    def _computed(self) -> dict[str, dict[str, Tensor]]:
+        """Return the entries of each metric by its name, and start afresh."""
+        values: dict[str, dict[str, Tensor]] = {}
+        if self.source is None or self.source.has_output:
+            values = {measure.name: measure.compute() for measure in self.measures}
+        for measure in self.measures:
+            measure.metric.reset()
+        return values if self.source is None else self.source.shared(values)

@@ -50,16 +50,6 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
     return forward
 
 
-def target_of(values: Values) -> Any:
-    """Return what metrics compare the output with."""
-    if "target" in values:
-        return values["target"]
-    raise RunError(
-        f"metrics compare output with target, which the batch does not give; there are {', '.join(sorted(values))}. "
-        "Name the entry `target` in the data set, or take the metrics out with metrics=[]"
-    )
-
-
 def _named(data: Any) -> dict[str, Any]:
     """Name the values of a batch: input and target, or input alone where the data set has no targets."""
     if type(data) in (tuple, list) and len(data) == 2:

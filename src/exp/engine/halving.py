@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,13 @@ class Halving:
     most: the samples that go through the network at a time; None is all.
     window: the micro-batches of the step under way, each with its batch_idx: they begin anew where memory runs out, for
         a backward that failed has spoilt their gradients.
-    seen: outputs and targets of the micro-batch under way, for the metrics of training, which take them behind it.
+    seen: what the metrics of training look at of the micro-batch under way, by name; they take it behind it.
     """
 
     def __init__(self) -> None:
         self.most: int | None = None
         self.window: list[tuple[Batch, int]] = []
-        self.seen: list[tuple[object, object]] = []
+        self.seen: list[Mapping[str, object]] = []
 
     def begin(self, batch: Batch, batch_idx: int, *, is_first: bool) -> None:
         """Begin a micro-batch. An optimizer may evaluate its closure several times. is_first: of its window."""

@@ -427,8 +427,8 @@ class LeanStep:
             losses.append(self._compute_numbered(part, self._batch_idx, number, clears=clears and number == 0))
             results.append(module.last)
         vars(module)["last"] = StepResult.sum(results)
-        for output, target in halving.seen:
-            module.values_of("train").update_metrics(output, target)
+        for seen in halving.seen:
+            module.values_of("train").update_metrics(seen)
         return torch.stack(losses).sum()
 
     def _compute_numbered(self, part: Batch, batch_idx: int, number: int, *, clears: bool) -> Tensor:

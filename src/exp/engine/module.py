@@ -16,19 +16,20 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from exp.data.randomness import reseed
 from exp.engine.buffer import EpochValues
 from exp.engine.checkpoint import State, lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
-from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing, target_of
+from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing
 from exp.engine.non_finite import Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import UserCodeError
 from exp.hooks.step import Window
+from exp.objectives.measures import Measure, as_measure, as_scored
 from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
@@ -49,7 +50,8 @@ class TrainingModule(LightningModule):
 
     Behind it, under a loss scale, a schedule with interval=step does wait, to learn whether the optimizer skipped.
 
-    metrics: by name, as in the tag `<name>/<stage>`; each stage works on a copy of its own.
+    metrics: by name, as in the tag `<name>/<stage>`; a bare one compares output and target. Each stage works on copies
+        of its own.
     metric_stages: the stages whose metrics are computed.
     phases: none; see engine/phased_module.py.
     averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
@@ -79,7 +81,7 @@ class TrainingModule(LightningModule):
         network: nn.Module,
         objective: Objective,
         optimization: Optimization,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Measure | Metric | MetricCollection] | None = None,
         metric_stages: Sequence[Stage] = ("val", "test"),
         seed: int = 0,
         rank: int = 0,
@@ -94,14 +96,13 @@ class TrainingModule(LightningModule):
         self.limits = limits or Limits()
         self.last = NO_RESULT
         self.observer: StepObserver = UNOBSERVED
+        measures = [as_scored(as_measure(name, metric), objective) for name, metric in (metrics or {}).items()]
         self.epoch_values = nn.ModuleDict(
             {
                 f"{stage}_values": EpochValues(
                     stage=stage,
                     terms=objective.terms,
-                    metrics={name: metric.clone() for name, metric in (metrics or {}).items()}
-                    if stage in metric_stages
-                    else {},
+                    measures=[measure.clone() for measure in measures] if stage in metric_stages else [],
                 )
                 for stage in STAGES
             }
@@ -145,10 +146,10 @@ class TrainingModule(LightningModule):
             self._train_values.add(self.objective.shared_means(parts, batch))
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
-        if self._train_values.metrics and batch.size:
-            seen = detached(values["output"]), target_of(values)
+        if self._train_values.measures and batch.size:
+            seen = self._train_values.read(values)
             if self.halving is None:
-                self._train_values.update_metrics(*seen)
+                self._train_values.update_metrics(seen)
             else:
                 self.halving.seen.append(seen)
         return loss
@@ -231,7 +232,7 @@ class TrainingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: State) -> None:
         # Behind those of all callbacks, whoever saves.
         self.require_finite(checkpoint)
-        if self._train_values.names:
+        if self._train_values.measures:
             checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
         if self._is_weighed:
             checkpoint[TRAIN_LOSSES] = self._train_values.totals(self.trainer.strategy)
@@ -246,8 +247,9 @@ class TrainingModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: State) -> None:
         lay_out_optimizer_states(checkpoint, self.network)
         # The states of all shares of the data together: the ranks of one share take them, the others start empty.
-        if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint and self.rank == 0:
-            self._train_values.restore_metrics(checkpoint[TRAIN_METRICS])
+        if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint:
+            ranks = self._trainer.datamodule.world_size
+            self._train_values.restore_metrics(checkpoint[TRAIN_METRICS], rank=self.rank, ranks=ranks)
         if self.trainer.state.fn == "fit" and TRAIN_LOSSES in checkpoint and self.rank == 0:
             self._train_values.restore_losses(checkpoint[TRAIN_LOSSES].to(self.trainer.strategy.root_device))
 
@@ -297,10 +299,11 @@ class TrainingModule(LightningModule):
     def _add(self, stage: Stage, values: Values, means: Sequence[Mean]) -> None:
         """Add a batch to a stage's epoch; one without means, which is a stand-in, leaves no trace."""
         epoch_values = self.values_of(stage)
-        target = target_of(values) if epoch_values.metrics else None
+        seen = epoch_values.read(values) if epoch_values.measures else None
         if means:
             epoch_values.add(means)
-            epoch_values.update_metrics(values["output"], target)
+            if seen is not None:
+                epoch_values.update_metrics(seen)
 
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
         """Evaluate: compute the values by name, and the mean of each term."""

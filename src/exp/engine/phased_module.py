@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.data.randomness import reseed
-from exp.engine.forward import Values, detached, forward_by_name, target_of
+from exp.engine.forward import Values, detached, forward_by_name
 from exp.engine.module import TrainingModule, clip
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.step import Window
@@ -160,7 +160,7 @@ class PhasedModule(TrainingModule):
         losses: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         self._ran = set()
-        self._metrics_wait = bool(self._train_values.metrics)
+        self._metrics_wait = bool(self._train_values.measures)
         for index, group in self._turns:
             first = group[0]
             if not first.due(step):
@@ -250,7 +250,7 @@ class PhasedModule(TrainingModule):
     def _update_metrics(self, phase: Phase, batch: Batch, values: Values) -> None:
         # Metrics look at the first phase of a step that gives the network's own output.
         if self._metrics_wait and phase.forward is None and batch.size:
-            self._train_values.update_metrics(detached(values["output"]), target_of(values))
+            self._train_values.update_metrics(self._train_values.read(values))
 
     def _count(self, phase: Phase, batch: Batch, parts: Mapping[str, Tensor], *, is_last: bool) -> None:
         """Add a micro-batch to the epoch's losses. is_last: of the phase's repeats."""

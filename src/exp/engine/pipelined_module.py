@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exp.data.randomness import reseed
-from exp.engine.forward import Values, detached, target_of
+from exp.engine.forward import Values
 from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
 from exp.models.partition import Split
@@ -79,7 +79,7 @@ class PipelinedModule(TrainingModule):
             with precision.train_step_context():
                 loss, parts = self.objective(values)
             weight = batch.weight * piece.size / size
-            seen = (values["output"], target_of(values)) if train_values.metrics and batch.size else None
+            seen = train_values.read(values) if train_values.measures and batch.size else None
             weighted = {name: part.detach() * weight for name, part in parts.items()}
             return loss * weight * factor, (loss.detach() * weight, weighted, seen)
 
@@ -111,7 +111,7 @@ class PipelinedModule(TrainingModule):
         self.__dict__["last"] = StepResult(loss, parts)
         for _, _, seen in notes:
             if seen is not None:
-                self._train_values.update_metrics(detached(seen[0]), seen[1])
+                self._train_values.update_metrics(seen)
 
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
         reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)

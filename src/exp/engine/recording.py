@@ -271,7 +271,7 @@ class Recording(Callback):
         values = self._module.values_of("train")
         # Weighed terms are summed by what they divide by; without them the steps say what the epoch's mean is.
         weighed = self._module.objective.weighed
-        found = values.finish(trainer.strategy) if values.names or weighed else {}
+        found = values.finish(trainer.strategy) if values.measures or weighed else {}
         metrics = {tag: value for tag, value in found.items() if not tag.startswith("loss/")}
         if weighed and "loss/train" in found:
             metrics[EPOCH_LOSS] = found["loss/train"]

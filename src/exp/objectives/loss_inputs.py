@@ -69,7 +69,7 @@ def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
         name = type(loss).__name__
         raise RunError(
             f"{name} compares element by element: the output is {list(output.shape)}, the target {list(target.shape)}; "
-            f"both must have one shape. {_elementwise_cure(output, target)}"
+            f"both must have one shape. {elementwise_cure(output, target)}"
         )
     return target if target.dtype == output.dtype else target.to(output.dtype)
 
@@ -90,7 +90,8 @@ def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> Non
         )
 
 
-def _elementwise_cure(output: Tensor, target: Tensor) -> str:
+def elementwise_cure(output: Tensor, target: Tensor) -> str:
+    """What to do about an output and a target of other shapes than each other's."""
     if output.shape == (*target.shape, 1):
         return "End the model with {_target_: torch.nn.Flatten, start_dim: 0}, or give the target an axis of 1"
     if target.shape == (*output.shape, 1):

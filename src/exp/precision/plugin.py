@@ -122,7 +122,9 @@ class RunPrecision(Precision):
             # What is beside the network, too: the weights of a loss, the states of metrics.
             for part in module.modules():
                 if isinstance(part, Metric):
-                    part.set_dtype(torch.float64)
+                    # Once: what it holds by the second time may be class numbers, which must stay whole.
+                    if part.dtype is not torch.float64:
+                        part.set_dtype(torch.float64)
                 else:
                     cast_own_tensors(part, torch.float64)
         cast_tensors(network, self.word, kept)

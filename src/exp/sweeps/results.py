@@ -100,8 +100,9 @@ def _cells(rows: Sequence[Row], *, results: bool = False, brief: bool = False) -
     monitors = list(dict.fromkeys(row.monitor for row in rows))
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
-        # <metric>/<stage>, loss/<stage>/<term>: what hooks log has dozens of tags a parameter or a layer.
+        # <metric>/<stage>, loss/<stage>/<term>: hooks log dozens of tags a parameter or a layer, a metric one a class.
         metrics = [tag for tag in metrics if tag.split("/")[1:2] and tag.split("/")[1] in STAGES]
+        metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
     if brief:
         metrics = [tag for tag in metrics if tag.endswith("/val") and tag not in monitors]
     header = ["job", "status", *swept, *(f"best {name}" for name in monitors), *metrics, "seconds"]

@@ -1,0 +1,172 @@
+"""Metrics of several heads, each of its own values, with one number or several: against torchmetrics by hand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torchmetrics import classification, regression
+
+import exp
+from exp.check.plan import plan, resolve
+from exp.errors import ConfigError, ExpError
+
+T, R, OWN = "torchmetrics.classification", "torchmetrics.regression", "exp.objectives.metrics"
+pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
+TERM = "{_target_: exp.objectives.objective.Term, loss: {_target_: %s}, output: %s, target: %s}"
+CE = "exp.objectives.terms.CrossEntropy"
+TERMS = {
+    "digit": TERM % (CE, "digits", "digit"),
+    "kind": TERM % (CE, "kinds", "kind"),
+    "age": TERM % ("torch.nn.MSELoss", "years", "age"),
+}
+KINDS = "output: kinds, target: kind"
+COLLECTED = f"acc: {{_target_: {T}.MulticlassAccuracy, num_classes: 3}}"
+COLLECTED += f", f1: {{_target_: {T}.MulticlassF1Score, num_classes: 3, average: none}}"
+RECALL = f"{{_target_: {T}.MulticlassRecall, num_classes: 3, average: none}}"
+METRICS = {
+    "digit": f"{{_target_: {OWN}.Accuracy, num_classes: 10, average: none, output: digits, target: digit}}",
+    "kind": f"{{_target_: {T}.MulticlassF1Score, num_classes: 3, {KINDS}}}",
+    "area": f"{{_target_: {T}.MulticlassAUROC, num_classes: 3, {KINDS}}}",
+    "age": f"{{_target_: {R}.MeanAbsoluteError, output: years, target: age}}",
+    "line": f"{{_target_: {R}.PearsonCorrCoef, output: years, target: age}}",
+    "rank": f"{{_target_: {R}.SpearmanCorrCoef, output: years, target: age}}",
+    "both": f"{{_target_: torchmetrics.MetricCollection, metrics: {{{COLLECTED}}}, {KINDS}}}",
+    "recall": f"{{_target_: torchmetrics.wrappers.ClasswiseWrapper, metric: {RECALL}, labels: [a, b, c], {KINDS}}}",
+    "mean": "{_target_: torchmetrics.MeanMetric, inputs: {value: years, weight: side}}",
+}
+COMMON = [
+    "data={_target_: exp.data.data.Data, dataset: {_target_: heads.Rows}, parts: {train: 0.5, val: 0.25, test: 0.25}}",
+    *("data.inputs={x: {shape: [6], dtype: float64}}", "data.batch_size=7", "precision=fp64"),
+    *("model={_target_: heads.Heads}", "security.allow=[heads]", "objective=[]", "metrics=[]", "hooks=[]"),
+    *("callbacks=[]", "optimizer=sgd", "optimizer.lr=0.05", "trainer.max_epochs=2"),
+    *("trainer.enable_progress_bar=false", *(f"+objective.{name}={node}" for name, node in TERMS.items())),
+]  # fmt: skip
+ALL = [f"+metrics.{name}={node}" for name, node in METRICS.items()]
+# Of all stages, in training, too.
+STAGES = "metric_stages=[train,val,test]"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.chdir(tmp_path)
+
+
+def by_hand(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The numbers of a part's samples, by torchmetrics in one call each."""
+    module = importlib.import_module("heads")
+    network = module.Heads().double()
+    network.load_state_dict({name.removeprefix("network."): value for name, value in state.items()})
+    split = plan(resolve(exp.compose(COMMON))).data.part("val")
+    values = {name: torch.stack([split[place][name] for place in range(len(split))]) for name in split[0]}
+    with torch.no_grad():
+        values |= network(values["x"])
+    digit = classification.MulticlassAccuracy(num_classes=10, average=None)(values["digits"], values["digit"])
+    recall = classification.MulticlassRecall(num_classes=3, average=None)(values["kinds"], values["kind"])
+    several = classification.MulticlassF1Score(num_classes=3, average=None)(values["kinds"], values["kind"])
+    collected = {"acc": classification.MulticlassAccuracy(num_classes=3)(values["kinds"], values["kind"])}
+    line, rank = (
+        kind()(values["years"], values["age"]) for kind in (regression.PearsonCorrCoef, regression.SpearmanCorrCoef)
+    )
+    found = {f"digit/val/{place}": number for place, number in enumerate(digit)}
+    found |= {f"recall/val/multiclassrecall_{name}": number for name, number in zip("abc", recall, strict=True)}
+    found |= {f"both/val/f1/{place}": number for place, number in enumerate(several)}
+    found |= {f"both/val/{name}": number for name, number in collected.items()}
+    found |= {
+        "kind/val": classification.MulticlassF1Score(num_classes=3)(values["kinds"], values["kind"]),
+        "area/val": classification.MulticlassAUROC(num_classes=3)(values["kinds"], values["kind"]),
+        "mean/val": values["years"][values["side"] == 1].mean(),
+        "age/val": (values["years"] - values["age"]).abs().mean(),
+        "line/val": line,
+        "rank/val": rank,
+    }
+    return {tag: float(number) for tag, number in found.items()}
+
+
+@pytest.mark.numeric
+def test_each_head_has_metrics_of_its_own_without_a_number_of_classes_that_nobody_has() -> None:
+    report = exp.fit(exp.compose([*COMMON, *ALL, "monitor=digit/val/3", "mode=max"]))
+    state = torch.load(Path(report.directory) / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    found = {tag: value for tag, value in report.metrics.items() if "/val" in tag and not tag.startswith("loss/")}
+    assert found == pytest.approx(by_hand(state), abs=1e-6)
+    written = json.loads((Path(report.directory) / "report.json").read_text())
+    assert written["best"]["metric"] == "digit/val/3"
+    assert {tag for tag in written["metrics"] if tag.startswith("digit/test")} == {f"digit/test/{n}" for n in range(10)}
+
+
+@pytest.mark.numeric
+def test_two_ranks_with_uneven_shares_are_one_process(ranks) -> None:
+    lines = [*COMMON, *ALL, STAGES, "test=true"]
+    alone = ranks.train(*lines)
+    both = ranks.train(
+        *(*lines, "strategy=ddp", "strategy.find_unused_parameters=true"),
+        *("launch.devices=2", "launch.accelerator=cpu"),
+        ranks=2,
+    )
+    tags = {tag for tag in alone.values if tag.partition("/")[0] in METRICS}
+    assert len({tag.partition("/")[0] for tag in tags}) == len(METRICS)
+    for tag in tags:
+        assert both.values[tag] == pytest.approx(alone.values[tag], abs=1e-6), tag
+
+
+@pytest.mark.numeric
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_measures_the_whole_of_it() -> None:
+    lines = [*COMMON, *ALL, STAGES, "test=false"]
+    whole = exp.fit(exp.compose([*lines, "hydra.run.dir=outputs/whole"]))
+    # Of 10 steps, in epochs of 5.
+    half = [
+        "hydra.run.dir=outputs/half",
+        "+callbacks.fails={_target_: heads.Fails, at: 9}",
+        "checkpoint.every_n_steps=7",
+    ]
+    with pytest.raises(ExpError, match="at step 9"):
+        exp.fit(exp.compose([*lines, *half]))
+    rest = exp.fit(exp.compose([*lines, "hydra.run.dir=outputs/rest", "resume=outputs/half/checkpoints/last.ckpt"]))
+    tags = [tag for tag in whole.metrics if tag.partition("/")[0] in METRICS]
+    assert {tag: rest.metrics[tag] for tag in tags} == pytest.approx(
+        {tag: whole.metrics[tag] for tag in tags}, abs=1e-9
+    )
+
+
+FAIR = f"{{_target_: {T}.BinaryFairness, num_groups: 3, inputs: {{preds: sided, target: side, groups: kind}}}}"
+CONFUSION = f"{{_target_: {T}.MulticlassConfusionMatrix, num_classes: 3, {KINDS}}}"
+CURVE = f"{{_target_: {T}.MulticlassPrecisionRecallCurve, num_classes: 3, {KINDS}}}"
+FAULTS = [
+    ("metrics.kind.output=kids", "metrics.kind.output", "Did you mean kinds?"),
+    ("metrics.mean.inputs.weight=sied", "metrics.mean.inputs.weight", "Did you mean side?"),
+    ("+metrics.mean.inputs.weigth=side", "metrics.mean.inputs.weigth", "Did you mean weight?"),
+    ("~metrics.mean.inputs.value", "metrics.mean.inputs", "missing a required argument: 'value'"),
+    ("+metrics.mean.output=kinds", "metrics.mean.inputs", "beside output or target"),
+    ("+metrics.x={_target_: torchmetrics.CatMetric, inputs: {value: age}}", "metrics.x", "as many each time"),
+    ("+metrics.x={_target_: torchmetrics.CatMetric}", "metrics.x", "metrics.x.inputs={value: ...}"),
+    ("metrics.kind.output=output", "metrics.kind.output", "expected one tensor to compare. Write one of digits, kinds"),
+    ("metrics.kind.num_classes=4", "metrics.kind.num_classes", "Write num_classes: 3"),
+    ("metrics.kind._target_=exp.objectives.metrics.Accuracy;metrics.kind.target=age", "metrics.kind", "is float64"),
+    ("metrics.kind.target=age", "metrics.kind", "Of numbers choose metrics=[mae]"),
+    ("metrics.age.output=kinds", "metrics.age", "expected to have the same shape"),
+    (f"+metrics.x={CONFUSION}", "metrics.x", "[3, 3]; expected one number, or as many each time"),
+    (f"+metrics.x={CONFUSION}", "metrics.x", "+hooks=confusion draws it"),
+    (f"+metrics.x={FAIR}", "metrics.x", "a batch without a group is counted under other groups"),
+    (f"+metrics.x={CURVE}", "metrics.x", "+hooks=pr_curve draws it, and the area below it is one number"),
+    (f"+metrics.x={{_target_: {R}.KLDivergence, reduction: none, output: kinds, target: kinds}}", "metrics.x", "mean"),
+    ("+metrics.kind.sync_on_compute=false", "metrics.kind.sync_on_compute", "a value of its own"),
+    ("monitor=digit/val;mode=max", "monitor", "gives 10 numbers"),
+    ("monitor=digit/val/10;mode=max", "monitor", "a tag of this run: digit/val/"),
+    ("monitor=digit/val/1;mode=min", "mode", "a higher digit/val/1 is better"),
+    ("monitor=both/val/f1;mode=max", "monitor", "both/val/f1/2"),
+    ("scheduler=plateau;scheduler.monitor=recall/val/a", "scheduler.monitor", "Did you mean recall/val/"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), FAULTS)
+def test_what_does_not_fit_is_a_fault_before_the_run_with_its_key(overrides, key, words) -> None:
+    with pytest.raises(ConfigError) as raised:
+        exp.validate(exp.compose([*COMMON, *ALL, *overrides.split(";")]))
+    (fault,) = raised.value.faults
+    assert fault.key == key
+    assert words in str(fault)
+    assert not Path("outputs").exists()

@@ -13,7 +13,7 @@ import pytest
 from exp.check.__main__ import main as check
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check)(?P<arguments>.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
     "strategy=deepspeed": "needs the package deepspeed",
@@ -53,7 +53,7 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     monkeypatch.delitem(sys.modules, "spirals", raising=False)
     # The same on every machine; what it says of devices is of machines with GPUs.
     on = [] if "launch.accelerator=" in line or "launch.devices=[" in line else ["launch.accelerator=cpu"]
-    words = [*shlex.split(line, comments=True), *on]
+    words = [*shlex.split(re.sub(r"--samples \w+", "", line), comments=True), *on]  # that flag is exp.data's alone
     if "-m" in words:  # this process has threads: what a sweep forks its jobs from would be started from nothing
         done = commands.run(*words, module="exp.check.__main__", cwd=tmp_path)
         status, told = done.returncode, done.stderr

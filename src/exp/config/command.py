@@ -18,6 +18,8 @@ from exp.errors import ConfigError, Fault
 
 PROGRAM = "python -m exp.train"
 HELP_WIDTH = 100
+# That exp.data looks at in each part, unless it is told otherwise.
+MOST_SAMPLES = 100_000
 HELP = """\
 {program} [flags] [overrides]
 
@@ -29,6 +31,7 @@ Trains a network that is described by YAML. Without overrides: a small network o
   {program} -m optimizer.lr=1e-4,1e-3 seed=0,1     one job for each combination
   {program} --cfg job model=mlp                    print the config, run nothing
   python -m exp.check model=mlp                              say what is wrong with it, run nothing
+  python -m exp.data data=wine                               look at its data: figures, leaks, pictures
 
 Groups: = replaces, + adds.
 {groups}
@@ -42,6 +45,7 @@ Flags:
   --info [defaults-tree]    where the config comes from: defaults-tree, defaults, searchpath, plugins, config, all
   --config-dir DIR          one more directory of configs, behind ./conf and before exp's own
   --config-name NAME        another primary config than train
+  --samples N|all           of exp.data: how many samples of each part it looks at, 100,000 unless told otherwise
   --hydra-help  --version  --shell-completion install=bash
 
 Your own options live in ./conf beside your modules; they win over exp's. Results land in outputs/.
@@ -58,6 +62,8 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     parser = argument_parser(program, version=f"exp {__version__}, Hydra {HYDRA_VERSION}")
     if program.endswith("exp.check"):
         parser.add_argument("--all", action="store_true", help="all faults at once, those that need torch, too")
+    if program.endswith("exp.data"):
+        parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES, help="of each part: a number, or all")
     arguments = parser.parse_intermixed_args(list(argv))
     faults = list(_flag_faults(arguments))
     if faults:
@@ -65,6 +71,15 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     if arguments.config_name is None:
         arguments.config_name = PRIMARY
     return arguments
+
+
+def _how_many(text: str) -> int | None:
+    """A number of samples; None for all of them."""
+    if text == "all":
+        return None
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples, 1 or more, and not all")
+    return int(text)
 
 
 def is_question(arguments: argparse.Namespace) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,11 +15,13 @@ from torch.utils.data import IterableDataset, default_collate
 from exp.data.collate import Collate, Pad, collate_of
 from exp.data.entries import BatchForm, by_name, target_in
 from exp.data.faults import data_fault
+from exp.data.fingerprints import fingerprint
 from exp.data.in_memory import Fitted, Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
 from exp.data.joint_transforms import Transform, callables
 from exp.data.labels import IGNORED, Labels
 from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_batch
+from exp.data.read_once import Print, Read, ReadAssembly, read_from, read_indexed
 from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
@@ -151,6 +154,11 @@ class Data:
         """The stages that have a part."""
         return tuple(self._parts)
 
+    @property
+    def num_workers(self) -> int:
+        """The processes that read samples; none of them for data in memory."""
+        return self._options.num_workers
+
     def part(self, stage: Stage) -> Any:
         """The data set of one stage.
 
@@ -186,6 +194,40 @@ class Data:
         source = self._source(stage)
         assembly = self._assembly(source.named)
         return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, assembly=assembly)
+
+    def read_once(self, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
+        """The first samples of a stage in the order of its part, each once, with the transforms of epoch 0.
+
+        Those of a batch that makes them `count` or more are the last. What the part holds, whatever a sampler takes.
+
+        targets: the entries of a sample that are targets: samples with the same inputs are the same.
+        Raises: as the loader of the stage does.
+        """
+        part = self.part(stage)
+        inputs = tuple(self.spec.inputs)
+        taken = partial(fingerprint, inputs=inputs, targets=tuple(targets), values=len(self._held))
+        if isinstance(part, IterableDataset):
+            stream = replace(self._stream(part, stage), shuffle=False, shuffle_buffer=0, drop_last=False)
+            stream = replace(stream, fingerprint=taken, assembly=self._read_assembly(stream.assembly))
+            loader: Loader = StreamLoader(stage=stage, stream=stream, options=self._unpinned)
+            return read_from(loader, count=count)
+        count = min(count, samples_in(part))
+        if self._by_index(stage):
+            return read_indexed(
+                part,
+                stage=stage,
+                count=count,
+                size=self.batch_size,
+                form=self._form,
+                labels=self._labels,
+                fingerprint=taken,
+            )
+        source = self._source(stage, fingerprint=taken)
+        batches = GlobalBatches(length=count, batch_size=self.batch_size, shuffle=False, drop_last=False, seed=0)
+        sampler = ShareSampler(batches=batches, rank=0, world_size=1)
+        assembly = self._read_assembly(self._assembly(source.named))
+        loader = WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._unpinned, assembly=assembly)
+        return read_from(loader, count=count)
 
     def transforms_batches(self, stage: Stage) -> bool:
         """Whether the batches of a stage go through transforms once they are on the device."""
@@ -259,10 +301,22 @@ class Data:
             world_size=1,
         )
 
-    def _source(self, stage: Stage) -> SampleSource:
+    def _source(self, stage: Stage, *, fingerprint: Print | None = None) -> SampleSource:
         return SampleSource(
-            dataset=self.part(stage), transforms=self._transforms_of(stage), seed=self.seed, stage=stage
+            dataset=self.part(stage),
+            transforms=self._transforms_of(stage),
+            seed=self.seed,
+            stage=stage,
+            fingerprint=fingerprint,
         )
+
+    def _read_assembly(self, assembly: Assembly) -> ReadAssembly:
+        return ReadAssembly(**vars(assembly), inputs=self._held)
+
+    @property
+    def _unpinned(self) -> FetchOptions:
+        """For what is read once and goes to no device."""
+        return replace(self._options, pin_memory=False, persistent_workers=False)
 
     def _assembly(self, named: Callable[[int], str]) -> Assembly:
         return Assembly(collate=self._collate, form=self._form, labels=self._labels, named=named)

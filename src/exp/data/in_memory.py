@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from exp.data.entries import BatchForm
 from exp.data.labels import Labels
 from exp.data.loader import GlobalBatches, Loader, ShareSampler
+from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
 from exp.nested import mapped, tensors_in
 from exp.types import Batch, Stage
@@ -89,10 +90,12 @@ class Tensors(Dataset[Entries]):
     num_outputs: how many numbers a model gives for a sample; None where the classes or the target say it.
     indices: an attribute, of the samples in the data set of which this is a part; None where it is whole.
     whole_length: an attribute, the samples of that data set.
+    value_names: an attribute, what columns and classes are called, for people.
     """
 
     indices: Tensor | None = None
     whole_length: int | None = None
+    value_names: ValueNames | None = None
 
     def __init__(self, *, entries: Entries, num_classes: int | None = None, num_outputs: int | None = None) -> None:
         self.entries = entries
@@ -125,6 +128,10 @@ class Selection(Dataset[Entries]):
         self.source = source
         self.indices = indices
         self.num_classes: int | None = getattr(source, "num_classes", None)
+
+    @property
+    def value_names(self) -> ValueNames:
+        return value_names(self.source)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -226,6 +233,19 @@ def sample_name(dataset: object, index: int, *, stage: Stage) -> str:
     indices = getattr(dataset, "indices", None) if isinstance(dataset, Tensors | Selection | Subset) else None
     within = "" if indices is None else f" (sample {int(indices[index])} of data.dataset)"
     return f"sample {index} of {stage}{within}"
+
+
+def origin(dataset: object, index: int) -> str | None:
+    """Where a sample of a part comes from: its file, else its number in the data set of which this is a part."""
+    indices = getattr(dataset, "indices", None)
+    if isinstance(dataset, Subset):
+        return (
+            origin(dataset.dataset, int(dataset.indices[index])) or f"sample {int(dataset.indices[index])} of the whole"
+        )
+    files = getattr(dataset, "files", None)
+    if isinstance(files, list) and isinstance(dataset, Samples) and len(files) == len(dataset):
+        return str(files[index])
+    return None if not isinstance(indices, Tensor) else f"sample {int(indices[index])} of the whole"
 
 
 def as_indexed(dataset: AnyDataset) -> AnyDataset:

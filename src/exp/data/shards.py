@@ -11,12 +11,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from exp.data.columns import Task
 from exp.data.dataset_files import find_files
+from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault
 from exp.data.fields import Columns, Fields, Inputs, NumberDtype
 from exp.data.pictures import Mode, PictureForm
 from exp.data.randomness import permutation, seed_for
 from exp.data.shard_files import CsvShard, JsonLines, NpzShard, ParquetShard, Record, ShardFile, TarShard
 from exp.data.splits import DEFAULT_SIZES, lengths
+from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 from exp.types import STAGES, Stage
 
@@ -159,6 +161,16 @@ class ShardStream(IterableDataset[object]):
         Raises: SampleError where it cannot be read, with its file and its place there.
         """
         return self.fields.sample(record.columns(self.fields.columns), where=str(record))
+
+    @property
+    def value_names(self) -> ValueNames:
+        """The columns of rows, and the classes."""
+        targets, classes = self.fields.targets, self.fields.classes
+        columns = {name: one.columns for name, one in self.fields.fields.items() if one.is_row}
+        return ValueNames(
+            columns={**columns, TARGET: targets} if len(targets) > 1 else columns,
+            classes={} if classes is None else {TARGET: classes},
+        )
 
     def __iter__(self) -> Iterator[object]:
         return map(self.sample, self.records(seed=0, epoch=0, shuffle=False))

@@ -13,7 +13,7 @@ get_worker_info reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from exp.data.faults import SampleError
+from exp.data.fingerprints import Fingerprint
 from exp.data.in_memory import samples_in
 from exp.data.joint_transforms import Transform
 from exp.data.loader import Epochs, Loader, batch_count, share
@@ -59,6 +60,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     """Yields (collated data, size, global size) for each batch that this worker makes.
 
     shuffle: whether records come in another order in each epoch. epoch, start: the position of the first batch.
+    fingerprint: of each sample, before transforms; None takes none.
     """
 
     dataset: IterableDataset[object]
@@ -74,6 +76,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     shuffle: bool = False
     epoch: int = 0
     start: int = 0
+    fingerprint: Callable[[object], Fingerprint | None] | None = None
 
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
         worker = get_worker_info()
@@ -153,7 +156,9 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         reseed_sample(seed=self.seed, epoch=self.epoch, index=position)
         try:
             data = self.dataset.sample(sample.data) if isinstance(self.dataset, Recorded) else sample.data
-            return replace(sample, data=apply_transforms(data, self.transforms))
+            # First: a transform may change it in place.
+            taken = None if self.fingerprint is None else self.fingerprint(data)
+            return replace(sample, data=apply_transforms(data, self.transforms), fingerprint=taken)
         except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:

@@ -14,6 +14,7 @@ from exp.data.dataset_files import shipped_columns
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Fitted, Tensors
+from exp.data.value_names import ValueNames
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
@@ -127,6 +128,7 @@ class Table(Tensors):
             num_outputs=sum(widths),
         )
         prepared.indices = self.indices
+        prepared.value_names = self._names(told)
         return prepared
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
@@ -152,6 +154,21 @@ class Table(Tensors):
     def _inputs(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
         encoded = self.encoded({FITTED: told})
         return {name: value.float() if value.is_floating_point() else value for name, value in encoded.items()}
+
+    def _names(self, told: Mapping[str, Any]) -> ValueNames:
+        columns, words = list(self.columns), told.get("words", {})
+        named: dict[str, Sequence[str]] = {}
+        if self.encoding == "index":
+            named["categories"] = list(words)
+        else:
+            columns += [f"{name}={word or 'missing'}" for name, known in words.items() for word in known]
+        if columns:
+            named["input"] = columns
+        return ValueNames(
+            columns=named,
+            classes=told["classes"],
+            unknown={"categories": 0} if self.encoding == "index" and words else {},
+        )
 
     def _coded(self, column: str, told: Mapping[str, Any]) -> Tensor:
         """Which of training's words each row has, int64 `[N]`, from 1; 0 for another one."""

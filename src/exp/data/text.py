@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.dataset_files import find_files
+from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted
 from exp.data.randomness import seed_for
 from exp.data.splits import lengths
+from exp.data.value_names import ValueNames
 from exp.types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -97,6 +99,7 @@ class Vocabulary:
     """Characters by number. characters: in order; the first one, 0, stands for all that are not known."""
 
     unit = "characters"
+    unknown = 0
 
     def __init__(self, *, characters: str) -> None:
         self.characters = characters
@@ -135,9 +138,15 @@ class Vocabulary:
 
 
 class Decoder(Protocol):
-    """What the numbers in a text stand for. unit: what one of them is, in the plural."""
+    """What the numbers in a text stand for.
+
+    unit: what one of them is, in the plural. unknown: the number of what is not known; None where all is.
+    """
 
     unit: str
+
+    @property
+    def unknown(self) -> int | None: ...
 
     def __len__(self) -> int:
         """How many there are, V."""
@@ -165,6 +174,16 @@ class TextBlocks(Dataset[Entries]):
         circle = torch.cat([tokens, tokens[:block_size]]) if offset else tokens
         # Overlap by the one character that is a target in one block and an input in the next; a view, not a copy.
         self._windows = circle[offset:].unfold(0, block_size + 1, block_size)
+
+    @property
+    def value_names(self) -> ValueNames:
+        """The text of each number, in quotes."""
+        words = [repr(self.vocabulary.decode(torch.tensor([number]))) for number in range(len(self.vocabulary))]
+        unknown = self.vocabulary.unknown
+        return ValueNames(
+            classes={"input": words, TARGET: words},
+            unknown={} if unknown is None else {"input": unknown, TARGET: unknown},
+        )
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block_size

@@ -103,6 +103,12 @@ class TokenVocabulary:
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def unknown(self) -> int | None:
+        # A model of bytes, or of pieces, has none.
+        name = getattr(self._tokenizer.model, "unk_token", None)
+        return None if name is None else self._tokenizer.token_to_id(name)
+
     def encode(self, text: str) -> Tensor:
         """Numbers of the tokens, int32 `[T]`."""
         # Line by line, for whole books are more than an encoding should hold; each token lies within a line.

@@ -16,10 +16,12 @@ from exp.data.arrays import map_file
 from exp.data.columns import Name
 from exp.data.dataset_files import data_file
 from exp.data.delimited import read_sheet
+from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, name_cure
 from exp.data.in_memory import Entries, Fitted
 from exp.data.splits import lengths
 from exp.data.tables import moments
+from exp.data.value_names import ValueNames
 from exp.errors import ConfigError, Fault
 from exp.types import Stage
 
@@ -96,6 +98,9 @@ class Series(Dataset[object]):
             length=self.length,
             horizon=self.horizon,
             stride=self.stride,
+            value_names=ValueNames(
+                columns={"input": self.inputs} | ({} if isinstance(self.targets, str) else {TARGET: self.targets})
+            ),
         )
 
     def _of(self, values: np.ndarray) -> Series:
@@ -174,7 +179,17 @@ class Windows(Series):
 class WindowedRows(Dataset[Entries]):
     """Windows of rows `[N, C]`, and of the targets behind them, `[N]` or `[N, K]`. See Windows."""
 
-    def __init__(self, *, rows: Tensor, targets: Tensor, length: int, horizon: int, stride: int) -> None:
+    def __init__(
+        self,
+        *,
+        rows: Tensor,
+        targets: Tensor,
+        length: int,
+        horizon: int,
+        stride: int,
+        value_names: ValueNames | None = None,
+    ) -> None:
+        self.value_names = value_names
         # Views, in which the rows of a window are the last axis.
         self._rows = rows[: len(rows) - horizon].unfold(0, length, stride)
         self._targets = targets[length:].unfold(0, horizon, stride)

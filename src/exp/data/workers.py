@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from exp.data.collate import Collate
 from exp.data.entries import BatchForm, target_in
 from exp.data.faults import SampleError
+from exp.data.fingerprints import Fingerprint
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import JointTransform, Transform
 from exp.data.labels import Labels
@@ -64,10 +65,14 @@ class FetchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One sample and its number, in its part or from the beginning of its stream."""
+    """One sample and its number, in its part or from the beginning of its stream.
+
+    fingerprint: of what the data set gave; None where nobody asked, and where it has none.
+    """
 
     index: int
     data: object
+    fingerprint: Fingerprint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +190,21 @@ class SampleSource(Dataset["Sample | ExpError"]):
 
     A sample that cannot be read is given as the UserCodeError that says so: raised, torch would tell it in words of its
     own in a worker, and take a StopIteration for the end of the data.
+
+    fingerprint: of each sample, before transforms; None takes none.
     """
 
-    def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage) -> None:
+    def __init__(
+        self,
+        *,
+        dataset: Dataset[object],
+        transforms: Sequence[Transform],
+        seed: int,
+        stage: Stage,
+        fingerprint: Callable[[object], Fingerprint | None] | None = None,
+    ) -> None:
         self.dataset = dataset
+        self.fingerprint = fingerprint
         self.transforms = tuple(transforms)
         self.seed = seed
         self.stage = stage
@@ -200,7 +216,10 @@ class SampleSource(Dataset["Sample | ExpError"]):
         epoch, index = position
         reseed_sample(seed=self.seed, epoch=epoch, index=index)
         try:
-            return Sample(index=index, data=apply_transforms(self.dataset[index], self.transforms))
+            raw = self.dataset[index]
+            # First: a transform may change it in place.
+            taken = None if self.fingerprint is None else self.fingerprint(raw)
+            return Sample(index=index, data=apply_transforms(raw, self.transforms), fingerprint=taken)
         except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:

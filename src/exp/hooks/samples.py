@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,7 +168,7 @@ class Shown(Panel):
             captions.append(Caption(lines=lines, right=right))
         judged = [right for right in hits if right is not None]
         title = f"{sum(judged)} of {len(judged)} right; orange is wrong" if judged else f"{len(captions)} samples"
-        sheet = captioned(_coloured(self.pixels), captions, title=title, columns=self.columns)
+        sheet = captioned(coloured(self.pixels), captions, title=title, columns=self.columns)
         return Image(torch.from_numpy(sheet).permute(2, 0, 1)[None])
 
     def _right(self, place: int) -> bool | None:
@@ -222,7 +223,7 @@ def _words(numbers: Tensor | None, shape: tuple[int, ...] | None, place: int) ->
     return " ".join(f"{number:.3g}" if isinstance(number, float) else str(number) for number in row)
 
 
-def _coloured(pixels: Tensor) -> Any:
+def coloured(pixels: Tensor) -> np.ndarray:
     """uint8 `[N, C, H, W]` as NumPy `[N, H, W, 3]`; opacity is laid on white."""
     if pixels.shape[1] == 4:
         opacity = pixels[:, 3:].float() / 255

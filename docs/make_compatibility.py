@@ -48,6 +48,7 @@ SWITCHES = {
     "compile": "`runtime.compile=true`",
     "cuda_graph": "`runtime.cuda_graph=true`",
     "phases": "`phases`",
+    "module": "`module`",
     "accumulation": "`trainer.accumulate_grad_batches` above 1",
     "float8": "`precision=fp8`",
     "half": "a precision that computes in half precision",

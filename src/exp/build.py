@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from exp.check.compatibility import LEAVING_WEIGHTS
+from exp.check.own_training import LOADERS, STEPS
 from exp.check.plan import Plan
 from exp.construct import (
     build_entries,
     build_freezing,
+    build_module,
     build_network,
     build_optimization,
     build_run_precision,
@@ -27,12 +29,15 @@ from exp.construct import (
 from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.console import progress
-from exp.engine.datamodule import RunData
+from exp.engine.datamodule import PlainData, RunData
 from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import LowerRates, UndoneForward
-from exp.engine.progress import take_limits
-from exp.engine.recording import Recording
+from exp.engine.own_data import BatchesOfData, BatchesOfLoaders, OwnBatches
+from exp.engine.own_module import OwnModule
+from exp.engine.own_recording import OwnRecording
+from exp.engine.progress import Limits, take_limits
+from exp.engine.recording import Recording, StepRecording
 from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
 from exp.engine.unfreezing import Unfreezing
@@ -42,6 +47,7 @@ from exp.models.freezing import held_norms
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
+from exp.types import STAGES
 
 if TYPE_CHECKING:
     from exp.engine.step_watch import StepWatch
@@ -49,12 +55,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of: Lightning's Trainer, what it trains, and the callbacks that know how it went."""
+    """What a run is made of: Lightning's Trainer, what it trains, and the callbacks that know how it went.
+
+    network: of the module, or the module itself where it is one of the user's own. stages: that data and module have.
+    """
 
     trainer: Trainer
-    module: TrainingModule
-    data: RunData
-    recording: Recording
+    module: LightningModule
+    network: nn.Module
+    data: LightningDataModule
+    stages: Sequence[str]
+    recording: StepRecording
     checkpointing: Checkpointing
     stopping: Stopping
     lower_rates: LowerRates
@@ -70,30 +81,20 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     """
     plain, placement = plan.plain, plan.placement
     arguments, limits = take_limits(_trainer_values(plain))
-    data_rank = placement.data_rank(rank.global_rank)
-    kind, more = _module_kind(plan)
-    module = kind(
-        network=_network(plan, resume),
-        objective=plan.objective,
-        optimization=build_optimization(plain),
-        metrics=plan.metrics,
-        metric_stages=plain["metric_stages"],
-        seed=plain["seed"],
-        rank=data_rank,
-        limits=limits,
-        inputs=tuple(plan.spec.inputs),
-        **more,
-    )
     runtime = plain["runtime"]
-    recording = Recording(hooks=plan.hooks, directory=directory, skips=runtime["non_finite"] == "skip")
     lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
     own = build_entries(plain, "callbacks").values()
     checkpointing = _checkpointing(plan, directory, own)
+    trained = _trained if plan.own is None else _trained_of_own
+    module, network, batches, recording = trained(
+        plan, directory, limits=limits, rank=placement.data_rank(rank.global_rank), resume=resume, saving=checkpointing
+    )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
     watched = [] if watch is None else [watch]
     precision = build_run_precision(plain, device_type=placement.accelerator)
+    precision.is_whole = plan.own is not None
     trainer = _trainer(
         plan,
         arguments,
@@ -103,7 +104,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         # Recording first, because the others look at the values that it publishes.
         callbacks=[
             recording,
-            *_guards(plan, lower_rates, module.network),
+            *_guards(plan, lower_rates, network),
             BeforeTheEnd(checkpointing),
             *own,
             checkpointing,
@@ -112,17 +113,69 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         ],
     )
     precision.represent(module)
-    switch_on(module, plain["runtime"])
+    if isinstance(module, TrainingModule):
+        run_several_at_once(trainer, steps_per_execution=runtime["steps_per_execution"])
+        switch_on(module, runtime)
+    if isinstance(batches, BatchesOfLoaders):
+        batches.follow(trainer)
     return Parts(
         trainer=trainer,
         module=module,
-        data=RunData(data=plan.data, rank=data_rank, world_size=placement.data_ranks),
+        network=network,
+        data=batches if isinstance(batches, LightningDataModule) else batches.data,
+        stages=_stages(plan),
         recording=recording,
         checkpointing=checkpointing,
         stopping=stopping,
         lower_rates=lower_rates,
         watch=watch,
     )
+
+
+def _stages(plan: Plan) -> Sequence[str]:
+    if plan.own is None:
+        return tuple(plan.data.stages)
+    return [stage for stage in STAGES if plan.own.has(stage) and (plan.own.data_kind or stage in plan.data.stages)]
+
+
+def _trained(
+    plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None, saving: Checkpointing
+) -> tuple[TrainingModule, nn.Module, RunData, Recording]:
+    """The module of exp's own model, its network, its data, and the callback that records it."""
+    plain = plan.plain
+    kind, more = _module_kind(plan)
+    module = kind(
+        network=_network(plan, resume),
+        objective=plan.objective,
+        optimization=build_optimization(plain),
+        metrics=plan.metrics,
+        metric_stages=plain["metric_stages"],
+        seed=plain["seed"],
+        rank=rank,
+        limits=limits,
+        inputs=tuple(plan.spec.inputs),
+        **more,
+    )
+    data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
+    recording = Recording(hooks=plan.hooks, directory=directory, skips=plain["runtime"]["non_finite"] == "skip")
+    return module, module.network, data, recording
+
+
+def _trained_of_own(
+    plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None, saving: Checkpointing
+) -> tuple[LightningModule, nn.Module, OwnBatches, OwnRecording]:
+    """The same of a module of the user's own, which is its own network, and of its data."""
+    plain, world_size = plan.plain, plan.placement.data_ranks
+    module, loaders = build_module(plain), plan.data_module
+    batches: OwnBatches = (
+        BatchesOfData(PlainData(data=plan.data, rank=rank, world_size=world_size))
+        if loaders is None
+        else BatchesOfLoaders(loaders, seed=plain["seed"], rank=rank, world_size=world_size)
+    )
+    own = OwnModule(module, seed=plain["seed"], rank=rank, limits=limits, batches=batches, saved=lambda: saving.saved)
+    if "val" not in _stages(plan):
+        own.leave_out(step=STEPS["val"], loader=LOADERS["val"])
+    return module, module, batches, OwnRecording(module=own, hooks=plan.hooks, directory=directory)
 
 
 def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:
@@ -132,6 +185,7 @@ def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> C
         holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
         monitor=plan.plain["monitor"],
         mode=plan.plain["mode"],
+        is_compared=None if plan.own is None else "val" if "val" in _stages(plan) else "train",
         config=plan.resolved.yaml,
         **{key: value for key, value in plan.plain["checkpoint"].items() if key != "async"},
     )
@@ -186,6 +240,8 @@ def _trainer(
 ) -> Trainer:
     """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
+    # Loaders of the user's own know no ranks: Lightning has each take its part.
+    placed["use_distributed_sampler"] = plan.data_module is not None
     runtime = plan.plain["runtime"]
     checkpoint_io = ThreadedCheckpointIO() if plan.plain["checkpoint"]["async"] else AtomicCheckpointIO()
     loggers = _loggers(plan, directory)
@@ -203,7 +259,6 @@ def _trainer(
         deterministic=runtime["deterministic"],
         benchmark=runtime["cudnn_benchmark"],
     )
-    run_several_at_once(trainer, steps_per_execution=runtime["steps_per_execution"])
     # Now that Lightning knows the rank: on others than the first a store is not opened.
     trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
     return trainer

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
@@ -243,6 +244,24 @@ def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Mo
         materialise(network, example_inputs(spec, device=device))
         prepare(network, plain)
     return network
+
+
+def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
+    """The LightningModule of the user's own, seeded as a model is.
+
+    device: "meta" builds it without memory.
+    Raises: ConfigError where its constructor refuses its values.
+    """
+    initialisation(plain["seed"])
+    with torch.device(device):
+        module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
+    return module
+
+
+def build_data_module(plain: Plain) -> LightningDataModule:
+    """The LightningDataModule of the user's own. Raises: ConfigError where its constructor refuses its values."""
+    data: LightningDataModule = construct(plain["data"], key="data", allow=_allow(plain))
+    return data
 
 
 def prepare(network: nn.Module, plain: Plain) -> None:

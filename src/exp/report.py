@@ -21,7 +21,7 @@ from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE
-from exp.types import compared_tag
+from exp.types import STAGES, compared_tag
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -64,7 +64,7 @@ class Report:
     world_size: int = 1
     precision: str = "fp32"
     strategy: str = "auto"
-    monitor: str = "loss/val"
+    monitor: str | None = "loss/val"
     command: str = ""
     tags: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class Report:
         """The value that goes back to a sweeper: the best of the monitored metric, nan where there is none."""
         if self.best is not None:
             return float(self.best["value"])
-        tag = compared_tag(self.monitor)
-        return float(self.metrics[tag]) if tag in self.metrics else math.nan
+        tag = None if self.monitor is None else compared_tag(self.monitor)
+        return float(self.metrics[tag]) if tag is not None and tag in self.metrics else math.nan
 
 
 class Ongoing:
@@ -320,7 +320,7 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
         Optimizer: "optimizer",
         LRScheduler: "schedule",
     }
-    layers = {} if parts is None else {id(module): name for name, module in parts.module.network.named_modules()}
+    layers = {} if parts is None else {id(module): name for name, module in parts.network.named_modules()}
     is_own = bool(own_frames(error))
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         holder = frame.f_locals.get("self")
@@ -372,8 +372,8 @@ def print_report(report: Report) -> None:
         table.add_column(stage, justify="right")
     rows: dict[str, dict[str, float]] = {}
     for tag, value in report.metrics.items():
-        name, _, stage = tag.rpartition("/")
-        if stage in ("train", "val", "test"):
+        name, stage = _parted(tag)
+        if stage:
             rows.setdefault(name, {})[stage] = value
     for name, values in sorted(rows.items()):
         table.add_row(name, *(f"{values[stage]:.4f}" if stage in values else "" for stage in ("train", "val", "test")))
@@ -383,6 +383,15 @@ def print_report(report: Report) -> None:
         if fact:
             # soft_wrap: a path that is broken over two lines cannot be copied.
             console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)
+
+
+def _parted(tag: str) -> tuple[str, str]:
+    """The name and the stage of a tag: `accuracy/val`, or `val/acc` as people write it to self.log; else no stage."""
+    name, _, stage = tag.rpartition("/")
+    if stage in STAGES:
+        return name, stage
+    first, _, rest = tag.partition("/") if "/" in tag else tag.partition("_")
+    return (rest, first) if rest and first in STAGES else (tag, "")
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

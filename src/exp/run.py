@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from exp.config.freeze import chosen_values, freeze, read_overrides
 from exp.construct import build_network, build_objective, build_starting_network
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
+from exp.engine.datamodule import StagedData
 from exp.engine.forward import forward_by_name
 from exp.engine.runtime import set_threads
 from exp.errors import ExpError, NonFiniteError, RunError
@@ -37,6 +38,7 @@ from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
 from exp.launch.lifecycle import end_at_once
 from exp.loggers.run_logger import Description, RunLogger, texts
+from exp.models.forward_trace import ForwardTrace
 from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
 from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
@@ -166,11 +168,13 @@ def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
 def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:
     """What comes before the first step: threads, what loggers show of the run, precision.report."""
     plain, data = decided.plain, parts.data
+    # Of loaders of the user's own nobody knows how large their samples are.
+    is_known = isinstance(data, StagedData)
     set_threads(
         plain["runtime"]["threads"],
-        network=parts.module.network,
-        positions=decided.spec.positions,
-        batch_size=-(-plain["data"]["batch_size"] // data.world_size),
+        network=parts.network,
+        positions=decided.spec.positions if is_known else None,
+        batch_size=-(-plain["data"]["batch_size"] // data.world_size) if isinstance(data, StagedData) else 1,
     )
     _describe(decided, parts, directory)
     if rank.is_first and plain["train"] and plain["precision"]["report"]:
@@ -194,8 +198,9 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
             # Rank 0 may still be writing what all ranks are to go back to.
             parts.checkpointing.settle(trainer)
             return str(error)
-    if plain["test"] and "test" not in parts.data.data.stages:
-        log.warning("the data has no test part: the test stage is left out")
+    if plain["test"] and "test" not in parts.stages:
+        if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
+            log.warning("the data has no test part: the test stage is left out")
     elif plain["test"]:
         weights = _best_weights(decided, parts) if plain["train"] else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
@@ -230,7 +235,7 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
     path = parts.checkpointing.best_path
     if path.is_file():
         return str(path)
-    if decided.plain["checkpoint"]["save_best"]:
+    if decided.plain["checkpoint"]["save_best"] and decided.plain["monitor"] is not None:
         why = "was never measured, so no" if parts.checkpointing.best is None else "has no longer a"
         log.warning("%s %s best.ckpt: the last weights are tested", decided.plain["monitor"], why)
     return None
@@ -243,14 +248,15 @@ def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
     if plain["tags"]:
         values["tags"] = ", ".join(map(str, plain["tags"]))
     stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
-    columns = dict.fromkeys([plain["monitor"], *(f"{name}/{stage}" for name in plain["metrics"] for stage in stages)])
+    monitored = [] if plain["monitor"] is None else [plain["monitor"]]
+    columns = dict.fromkeys([*monitored, *(f"{name}/{stage}" for name in plain["metrics"] for stage in stages)])
     description = Description(
         hyperparameters=values,
         metrics=list(columns),
         config=plain,
         texts=texts(directory),
         tags=[str(tag) for tag in plain["tags"]],
-        trace=lambda: (decided.shapes.traces.get(None), decided.shapes.notes),
+        trace=lambda: _trace(decided),
     )
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):
@@ -259,11 +265,18 @@ def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
             logger.log_hyperparams(values)
 
 
+def _trace(decided: Plan) -> tuple[ForwardTrace | None, Sequence[str]]:
+    if decided.own is not None:
+        return None, ("what a module of your own computes in its steps is not known before them",)
+    return decided.shapes.traces.get(None), decided.shapes.notes
+
+
 def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path | None) -> None:
     """On networks of its own, with the weights that training begins with: nothing of the run is touched."""
     from exp.precision.advice import report_precision
 
-    plain, start = decided.plain, resume or decided.plain["resume"]
+    plain, start, data = decided.plain, resume or decided.plain["resume"], parts.data
+    assert isinstance(data, StagedData)
 
     def network() -> nn.Module:
         if start is None:
@@ -278,7 +291,7 @@ def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path
         network_factory=network,
         forward=partial(forward_by_name, inputs=tuple(decided.spec.inputs)),
         objective=build_objective(plain),
-        batch=next(iter(parts.data.data.loader("train", rank=parts.data.rank, world_size=parts.data.world_size))),
+        batch=next(iter(data.data.loader("train", rank=data.rank, world_size=data.world_size))),
         precision=plain["precision"],
         device=parts.trainer.strategy.root_device,
         seed=plain["seed"],

@@ -66,7 +66,7 @@ def _likeness(word: str, name: str) -> float:
     if len(plain) > 2 and (other.startswith(plain) or plain in _parts(name) or _plain(other) in _parts(word)):
         ratio = max(ratio, 0.8)
     if len(plain) == len(other) and sorted(plain) == sorted(other):  # two letters swapped
-        ratio = max(ratio, 0.9)
+        ratio = max(ratio, 0.95)
     return ratio
 
 

@@ -13,7 +13,7 @@ from exp.errors import ConfigError
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.strategies.strategy import TRAITS
 
-SWITCHES = {"compile", "cuda_graph", "phases", "accumulation", "float8", "half", "ranks", "frozen_statistics"}
+SWITCHES = {"compile", "cuda_graph", "phases", "accumulation", "float8", "half", "ranks", "frozen_statistics", "module"}
 MODULES = ("clip_module", "gradient_reversal", "scale_gradient")
 STRATEGIES = {
     "ddp": ["exp.strategies.ddp.DDP"],

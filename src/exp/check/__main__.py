@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exp.config.own_module import target_of
 from exp.errors import ConfigError, RunError, exit_status
 
 if TYPE_CHECKING:
@@ -66,13 +67,14 @@ def _checked_run(arguments: argparse.Namespace) -> str:
 
 def summary(plan: Plan) -> str:
     """One line on a config without faults: how large, fed with what, run how."""
-    plain, placed, parameters = plan.plain, plan.placement, plan.shapes.parameters
+    plain, placed = plan.plain, plan.placement
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
+    placing = f"{placed.strategy} with {ranks}, {plain['precision']['word']}"
+    if plan.own is not None:
+        count = sum(parameter.numel() for parameter in plan.own.network.parameters())
+        return f"ok: {count:,} parameters of {target_of(plain)}, fed by {plain['data']['_target_']}, {placing}"
     inputs = ", ".join(f"{name} {list(one.shape)} {one.dtype}" for name, one in plan.spec.inputs.items())
-    return (
-        f"ok: {parameters:,} parameters, {inputs}, "
-        f"batch {plain['data']['batch_size']}, {placed.strategy} with {ranks}, {plain['precision']['word']}"
-    )
+    return f"ok: {plan.shapes.parameters:,} parameters, {inputs}, batch {plain['data']['batch_size']}, {placing}"
 
 
 def _checked_sweep(arguments: argparse.Namespace) -> int:

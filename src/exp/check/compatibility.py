@@ -131,6 +131,7 @@ NEEDS: Mapping[str, str] = {
     "new_statistics": "a callback takes BatchNorm's statistics anew",
     "whole_weights": "lora puts a sum in the place of a layer's weight",
     "other_parameters": "freeze.unfreeze changes which parameters learn",
+    "whole_module": "a LightningModule of the user's own runs its own training_step",
     "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
 }
 
@@ -140,6 +141,7 @@ _STATE = "its checkpoints are put together from parts, past a module's state dic
 _ENGINE = "its engine runs the backward, scales, clips and steps where no hook is told of it"
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
 _TERMS = "terms of one forward and one backward"
+STRATEGY_DDP = "Write strategy=ddp"
 _KEEP = "callbacks that leave weights and optimizer where they are"
 
 # For each need what excludes it, a trait of the strategy or a switch of the run, and why.
@@ -163,7 +165,12 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "a torch.autograd.Function in `forward`"
     },
     "python_in_step": {"cuda_graph": "a captured step calls no Python, and so no hook inside it"},
-    "one_objective": {"phases": "each phase has a loss of its own, for parts of the network"},
+    "one_objective": {
+        "phases": "each phase has a loss of its own, for parts of the network",
+        "module": "its losses are made within its training_step",
+    },
+    "known_values": {"module": "what its steps compute has no names there; it can give it to self.log itself"},
+    "known_step": {"module": "its training_step may do anything, and is run once"},
     "one_batch_a_step": {"accumulation": "an optimizer step takes the gradients of several micro-batches"},
     "vmap": {"float8": "its linear layers have no rule for torch.func.vmap"},
     "float32": {"half": "it computes in half precision"},
@@ -218,6 +225,16 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "averages_between_steps": "ranks that are apart average what learns alike",
         "cuda_graph": "a captured backward is that of what learnt then",
         "phases": "the phases say what learns",
+    },
+    "whole_module": {
+        **dict.fromkeys(
+            ("shards_parameters", "splits_tensors", "owns_step"),
+            "ddp, single or auto: others gather parts of weights around the forward of a network that they know",
+        ),
+        "splits_layers": "ddp, single or auto: a schedule needs the layers of a network, and one loss",
+        "splits_devices": "ddp, single or auto: layers are laid over devices by the network's own forward",
+        "replicates_in_threads": "ddp, single or auto: replicas know a network's forward alone, and no training_step",
+        "averages_between_steps": "ddp without local_sgd: its optimizers step as it likes",
     },
     "one_whole_network": {
         "phases": "several losses",
@@ -295,6 +312,8 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     found |= {switch: f"runtime.{switch}=true" for switch in ("compile", "cuda_graph") if runtime.get(switch)}
     if config["phases"]:
         found["phases"] = "phases"
+    if config["module"] is not None:
+        found["module"] = "module"
     if held_norms(planned.network):
         found["frozen_statistics"] = "freeze.batch_norm=eval"
     count = config["trainer"].get("accumulate_grad_batches")
@@ -363,6 +382,9 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         needs = frozenset({"several_sizes"})
         cure = "Change {switch}, or leave the batch sampler out"
         yield Part(key="data.batch_sampler", named="batches of several sizes", needs=needs, cure=cure)
+    if config["module"] is not None:
+        name = str(config["module"]["_target_"])
+        yield Part(key="strategy", named=f"the module {name}", needs=frozenset({"whole_module"}), cure=STRATEGY_DDP)
     if config["phases"]:
         yield Part(
             key="phases",

@@ -74,6 +74,7 @@ NUMERIC = (
 NOTHING: Mapping[str, Any] = {
     "phases": {},
     "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
+    "module": None,
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
 # Of these nodes: what no step depends on, and what a name or word says as well.
@@ -88,10 +89,12 @@ class Resuming:
     notes: tuple[str, ...] = ()
 
 
-def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = None, is_fork: bool = False) -> Resuming:
+def examine_resume(
+    config: Mapping[str, Any], *, network: nn.Module | None = None, prefix: str = "network.", is_fork: bool = False
+) -> Resuming:
     """What `resume` comes to, for a plain and resolved config whose `resume` names a file.
 
-    network: of this config, on the meta device; None where it could not be built.
+    network: of this config, on the meta device; None where it could not be built. prefix: of its names in a checkpoint.
     is_fork: whether the optimizer may have other values, which exp.fork puts into its state.
 
     A checkpoint that says nothing of its config is not judged: it can be evaluated only, and the engine says so.
@@ -114,7 +117,7 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
         return Resuming(faults=(Fault(key="resume", got=got, expected="the config of its run"),))
     before = _whole({**NOTHING, **saved})
     config = _whole({**NOTHING, **config})
-    faults = _other_values(before, config, "model", path)
+    faults = _other_values(before, config, "model", path) + _other_values(before, config, "module", path)
     if config["train"]:
         faults += _other_values(before, config, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
         faults += _other_values(before, config, "scheduler", path)
@@ -123,7 +126,7 @@ def examine_resume(config: Mapping[str, Any], *, network: nn.Module | None = Non
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
         faults += _newer(checkpoint, path)
     if network is not None and not faults:
-        faults += _other_weights(checkpoint["state_dict"], network, path)
+        faults += _other_weights(checkpoint["state_dict"], network, path, prefix=prefix)
     notes = _notes(before, config, path) if config["train"] else ()
     if MANIFEST not in checkpoint:
         notes += (f"{path} does not say what it held: an older exp wrote it, or somebody has changed it since",)
@@ -136,8 +139,11 @@ def _saved_config(text: str) -> dict[str, Any] | None:
         saved = yaml.safe_load(text)
     except yaml.YAMLError:
         return None
-    nodes = ("model", "optimizer", "scheduler", "trainer")
-    return saved if isinstance(saved, dict) and all(isinstance(saved.get(node), dict) for node in nodes) else None
+    if not isinstance(saved, dict):
+        return None
+    has_module = isinstance(saved.get("module"), dict)
+    nodes = ("trainer",) if has_module else ("model", "optimizer", "scheduler", "trainer")
+    return saved if all(isinstance(saved.get(node), dict) for node in nodes) else None
 
 
 def _incomplete(checkpoint: State, path: Path) -> Fault | None:
@@ -167,9 +173,9 @@ def _release(version: str) -> tuple[int, ...] | None:
         return None
 
 
-def _other_weights(weights: Mapping[str, Any], network: nn.Module, path: Path) -> Iterator[Fault]:
+def _other_weights(weights: Mapping[str, Any], network: nn.Module, path: Path, *, prefix: str) -> Iterator[Fault]:
     """Weights that the network has and the checkpoint has not, or in another shape: its class was changed since."""
-    own = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+    own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
     other = [name for name in own if name not in weights or weights[name].shape != own[name].shape]
     if other:
         name = other[0]

@@ -16,16 +16,18 @@ from exp.check.structure import kind_faults, value_fault
 from exp.config.annotations import EMPTY
 from exp.config.reading import UNKNOWN
 from exp.config.slots import (
+    DATA_MODULE,
     RESERVED_IN_NODE,
     Slot,
     nodes_in,
+    own_loaders_fault,
     own_training_fault,
     returned_at,
     slot_of,
     trains_itself,
 )
 from exp.config.sources import position_of
-from exp.config.targets import TargetError, resolve, resolve_function
+from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, nearest
 
@@ -36,8 +38,11 @@ HYDRAS_OWN = {
 }
 
 
-def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
-    """The faults of every node with a `_target_`: the name itself, then its parameters."""
+def target_faults(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[Fault]:
+    """The faults of every node with a `_target_`: the name itself, then its parameters.
+
+    has_module: whether a LightningModule of the user's own takes the batches.
+    """
     places: dict[str, str] = {}
     faults: list[Fault] = []
     for key, node in nodes_in(plain):
@@ -46,7 +51,7 @@ def target_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]
         # Outermost first: a node within `_args_` has its place by the name that its argument has there.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
-        faults += node_faults(key, node, place=place, allow=allow)
+        faults += node_faults(key, node, place=place, allow=allow, has_module=has_module)
         for index, name in enumerate(_positional_names(node, place, allow=allow)):
             places[f"{key}._args_.{index}"] = f"{place}.{name}"
     return faults
@@ -62,7 +67,9 @@ def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str])
         return ()  # the node's own fault
 
 
-def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str]) -> Iterator[Fault]:
+def node_faults(
+    key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str], has_module: bool = False
+) -> Iterator[Fault]:
     """The faults of one node, those of nodes within it left out. place: the key by which its slot goes."""
     place = place or key
     slot = slot_of(place)
@@ -84,6 +91,9 @@ def node_faults(key: str, node: dict[str, Any], *, place: str | None = None, all
         return
     if place == "model" and inspect.isclass(target) and trains_itself(target):
         yield own_training_fault(node["_target_"])
+        return
+    if place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
+        yield own_loaders_fault(node["_target_"])
         return
     if (said := _made_of_schedules(target)) is not None:
         yield Fault(

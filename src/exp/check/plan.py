@@ -30,6 +30,7 @@ from exp.check.parameters import program_fault
 from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
+from exp.config.own_module import brings_data
 from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
@@ -37,12 +38,13 @@ from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraErro
 from exp.types import INPUT, DataSpec, Stage
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningDataModule, Trainer
     from lightning.pytorch.strategies import Strategy as LightningStrategy
     from torch import nn
     from torch.optim import Optimizer
 
     from exp.check.continuation import Resuming
+    from exp.check.own_training import OwnTraining
     from exp.check.shapes import ShapeExamination
     from exp.data.data import Data
     from exp.hooks.hook import Hook
@@ -59,7 +61,7 @@ Value = TypeVar("Value")
 
 # What the network, its objective and its metrics are built from.
 SHAPE_KEYS = (
-    "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze", "lora",
+    "module", "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze", "lora",
 )  # fmt: skip
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
@@ -138,6 +140,18 @@ class Plan:
         return place(self.plain, self.strategy, rank=self.rank)
 
     @functools.cached_property
+    def own(self) -> OwnTraining | None:
+        """The LightningModule that is trained in the place of exp's own; None where there is none.
+
+        Objective, phases and metrics are empty then, and shapes are not known.
+        """
+        if self.plain["module"] is None:
+            return None
+        from exp.check.own_training import OwnTraining
+
+        return OwnTraining(plain=self.plain)
+
+    @functools.cached_property
     def spec(self) -> DataSpec:
         """What goes into the network, and how many numbers come out for a sample."""
         return DataSpec.of(self.plain["data"])
@@ -148,6 +162,18 @@ class Plan:
         from exp.construct import build_data
 
         return build_data(self.plain)
+
+    @functools.cached_property
+    def data_module(self) -> LightningDataModule | None:
+        """The loaders that a module of the user's own has of the user's own; None where `data` is exp's."""
+        from exp.construct import build_data_module
+
+        return None if self.own is None or self.own.data_kind is None else build_data_module(self.plain)
+
+    @property
+    def network(self) -> nn.Module | None:
+        """What is trained, without memory; None where it cannot be built so."""
+        return self.shapes.network if self.own is None else self.own.network
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -188,6 +214,8 @@ class Plan:
         from exp.check.step_flops import flops_of_a_sample
         from exp.construct import build_objective, build_phases
 
+        if self.own is not None:
+            raise RunError("nobody knows what the training_step of a module of your own computes")
         # An objective of its own: the run's may lie on another device by then.
         objective, phases, network = build_objective(self.plain), build_phases(self.plain), self.shapes.network
         if network is None:
@@ -202,7 +230,7 @@ class Plan:
 
         if self.plain["resume"] is None:
             return Resuming()
-        return examine_resume(self.plain, network=self.shapes.network)
+        return examine_resume(self.plain, network=self.network, prefix="network." if self.own is None else "")
 
     @functools.cached_property
     def weights(self) -> Matching | None:
@@ -224,6 +252,8 @@ class Plan:
         """What could not be looked at, and why; what would train badly without a fault; and what a resume changes."""
         from exp.check.training_notes import training_notes
 
+        if self.own is not None:
+            return (*self.resolved.notes, *self.own.notes(), *self.resuming.notes)
         seen, notes = self.shapes, [*self.resolved.notes, *self.shapes.notes, *self.resuming.notes]
         if seen.network is not None:
             notes += training_notes(
@@ -300,7 +330,8 @@ def adopt(resolved: Resolved, *, rank: Rank) -> Plan:
     Raises: ConfigError where the launcher started other ranks than the config asks for.
     """
     decided = Plan(resolved=resolved, rank=rank)
-    for part in ("placement", "objective", "phases", "metrics", "hooks"):
+    parts = ("placement", "hooks") if decided.own else ("placement", "objective", "phases", "metrics", "hooks")
+    for part in parts:
         getattr(decided, part)  # in the order in which the check asks for them: some are drawn at random
     return decided
 
@@ -314,7 +345,8 @@ def validate(config: DictConfig) -> None:
 
     decided = plan(resolve(config))
     # exp's own data are what they say, and a sweep checks many jobs.
-    if not is_shipped(decided.plain["data"]) or _reads_other_names(decided) or _measures_otherwise(decided):
+    is_other = not is_shipped(decided.plain["data"])
+    if is_other or (decided.own is None and (_reads_other_names(decided) or _measures_otherwise(decided))):
         faults, _ = compare_with_data(decided)
         if faults:
             raise ConfigError(faults)
@@ -356,6 +388,10 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
     plain = decided.plain
     try:
+        if decided.own is not None:
+            # Built, for what its constructor refuses; what the module's steps take, nobody knows before the first.
+            _ = decided.data if decided.data_module is None else decided.data_module
+            return ()
         data = decided.data
         at_work: dict[Stage, bool] = {"train": plain["train"], "val": plain["train"], "test": plain["test"]}
         stages = [stage for stage in data.stages if at_work[stage]]
@@ -449,6 +485,9 @@ class _Findings:
         """Build what is trained without memory, run it once, and ask every part what it refuses."""
         if not self._is_known(SHAPE_KEYS):
             return
+        if self.decided.own is not None:
+            self._look_at_the_module(self.decided.own)
+            return
         objective, metrics = self._try(lambda: self.decided.objective), self._try(lambda: self.decided.metrics)
         if objective is None or metrics is None:
             return
@@ -465,11 +504,28 @@ class _Findings:
         if not seen.faults and seen.network is not None:
             self._look_at_the_parts(known, objective, seen, seen.network)
 
+    def _look_at_the_module(self, own: OwnTraining) -> None:
+        """Build a LightningModule of the user's own, and ask every part what it cannot do with it."""
+        known = tuple(self.faults)
+        network = self._try(lambda: own.network)
+        if network is None:
+            return
+        self._try(lambda: self.decided.data_module)
+        self.faults += own.faults()
+        planned = self._planned(None, None, network)
+        self._look_at_the_callbacks(known)
+        hooks = self._look_at_the_hooks(known, network, planned)
+        if not own.is_complete:
+            # Of layers that its setup makes, the run says whether a pattern matches any.
+            self.faults = [fault for fault in self.faults if not _is_pattern(fault)]
+        if planned is not None:
+            self._look_at_the_strategy(known, dataclasses.replace(planned, hooks=hooks))
+
     def look_at_the_weights(self) -> None:
         """Whether the network fits the weights that it is to start from."""
         if _touched(self.faults, (*SHAPE_KEYS, "weights", "resume")) or self._holds_unknown(("weights",)):
             return
-        if self._holds_unknown(SHAPE_KEYS):
+        if self._holds_unknown(SHAPE_KEYS) or self.decided.own is not None:
             return
         node = self.plain["weights"]
         try:
@@ -551,7 +607,9 @@ class _Findings:
             )
         return made
 
-    def _planned(self, objective: Objective, seen: ShapeExamination, network: nn.Module) -> Blueprint | None:
+    def _planned(
+        self, objective: Objective | None, seen: ShapeExamination | None, network: nn.Module
+    ) -> Blueprint | None:
         """What parts may know of the run; None where nobody knows where it goes."""
         from exp.strategies.strategy import Blueprint, Strategy, traits_of
 
@@ -560,18 +618,24 @@ class _Findings:
         strategy = self.decided.strategy
         return Blueprint(
             network=network,
-            trace=seen.traces.get(None),
+            trace=None if seen is None else seen.traces.get(None),
             placement=self.decided.placement,
-            batch_size=self.plain["data"]["batch_size"],
+            batch_size=self._batch_size,
             precision=self.plain["precision"]["word"],
             config=self.plain,
-            needs=objective.needs,
+            needs=frozenset() if objective is None else objective.needs,
             meets=strategy.meets if isinstance(strategy, Strategy) else frozenset(),
-            weighed=objective.weighed,
+            weighed=() if objective is None else objective.weighed,
             traits=traits_of(strategy),
             callbacks=self._classes_of(self.plain.get("callbacks")),
             optimizers=tuple(self._optimizer_classes()),
         )
+
+    @property
+    def _batch_size(self) -> int:
+        """Of the global batch; 1 where loaders of the user's own do not say."""
+        size = self.plain["data"].get("batch_size")
+        return size if isinstance(size, int) else 1
 
     def _look_at_the_callbacks(self, known: Iterable[Fault]) -> None:
         """What no run can have, and what the libraries' own refuse when they are made. A user's wait for the run."""
@@ -608,12 +672,14 @@ class _Findings:
         from exp.check.compatibility import compatibility_faults, other_parts
         from exp.strategies.strategy import Strategy
 
-        has_optimizer = "optimizer" in self.plain and "_target_" in self.plain["optimizer"]
+        has_optimizer = self.decided.own is not None or "_target_" in self.plain.get("optimizer", {})
         if _touched(known, STRATEGY_KEYS) or not has_optimizer:
             return
-        self.faults += compatibility_faults(other_parts(planned), planned)
+        found = list(compatibility_faults(other_parts(planned), planned))
+        self.faults += found
         strategy = self.decided.strategy
-        if isinstance(strategy, Strategy):
+        # What a strategy says of a model of exp's is nothing to a module that it cannot have.
+        if isinstance(strategy, Strategy) and not (self.decided.own is not None and found):
             self.faults += strategy.faults(planned)
 
     def _look_at_the_hooks(
@@ -652,6 +718,8 @@ class _Findings:
     @functools.cached_property
     def _batches(self) -> int | None:
         """Global batches of an epoch of training; None where the data do not say, or are not on this machine."""
+        if self.decided.data_module is not None:
+            return None
         try:
             return len(self.decided.data.loader("train"))
         except (ExpError, TypeError):
@@ -725,7 +793,7 @@ def _fill_in(config: DictConfig) -> bool:
     """
     from exp.construct import build_data, plain_config
 
-    if not is_open(config.data):
+    if brings_data(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))) or not is_open(config.data):
         return False
     # Resolved alone: other nodes may interpolate what is filled in here.
     given = {name: plain_config(config[name]) for name in ("data", "security")}
@@ -765,6 +833,10 @@ def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExaminatio
 def _limit(trainer: Mapping[str, Any], name: str) -> int:
     limit = trainer.get(name)
     return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
+
+
+def _is_pattern(fault: Fault) -> bool:
+    return fault.key.startswith("hooks.") and fault.key.endswith(".modules")
 
 
 def _touched(faults: Iterable[Fault], keys: Iterable[str]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from exp.check.module_rules import module_stands_alone
 from exp.check.phase_rules import (
     phases_are_readable,
     phases_are_simultaneous_with_others,
@@ -21,6 +22,7 @@ from exp.check.phase_rules import (
 )
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import packages_allowed_by
+from exp.config.own_module import brings_data, has_module
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.config.targets import resolve
 from exp.data.faults import share_faults
@@ -42,7 +44,8 @@ REGRESSION = "torchmetrics.regression."
 def rule_faults(plain: dict[str, Any]) -> list[Fault]:
     """The faults of all rules."""
     values = Values(plain)
-    return [fault for rule in RULES for fault in rule(values)]
+    rules = RULES_OF_A_MODULE if has_module(plain) else RULES
+    return [fault for rule in rules for fault in rule(values)]
 
 
 def something_to_do(values: Values) -> Iterator[Fault]:
@@ -114,7 +117,7 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
     """A limit of 0 batches trains, validates or tests nothing, and exits 0."""
     uses = {
         "train": values["train"] is True,
-        "val": values["train"] is True and _stage(values["monitor"]) == "val",
+        "val": values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain),
         "test": values["test"] is True,
     }
     cures = {
@@ -343,7 +346,7 @@ def the_test_has_weights(values: Values) -> Iterator[Fault]:
 def data_names_its_sets(values: Values) -> Iterator[Fault]:
     """One data set to divide, or one for each part; each is a node."""
     data = values["data"]
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or brings_data(values.plain):
         return
     sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
     if not sets:
@@ -502,6 +505,20 @@ RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     phases_are_simultaneous_with_others,
     phases_go_with_the_trainer,
     phases_watch_what_is_measured,
+    switches_agree,
+)
+# Those that are about what a module brings are left out, for it may bring anything.
+RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[Fault]], ...] = (
+    module_stands_alone,
+    something_to_do,
+    resume_is_there,
+    the_run_ends,
+    limits_leave_batches,
+    data_names_its_sets,
+    parts_are_shares,
+    validation_comes_in_time,
+    allow_is_from_the_command_line,
+    the_test_has_weights,
     switches_agree,
 )
 

@@ -100,7 +100,7 @@ Unfreezing = Annotated[
 SCHEMA: dict[str, Any] = {
     "name": Folder,
     "seed": Annotated[int, "an integer from 0 to 2**63 - 1", Predicate(range(2**63).__contains__)],
-    "monitor": Text,
+    "monitor": Text | None,
     "mode": Literal["min", "max"],
     "train": bool,
     "test": bool,
@@ -109,6 +109,7 @@ SCHEMA: dict[str, Any] = {
     "print_config": bool,
     "data_dir": Text,
     "metric_stages": list[Stage],
+    "module": Node | None,
     "precision": {
         "word": Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8"],
         "keep": dict[str, Literal["fp32", "fp64"]],

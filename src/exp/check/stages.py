@@ -17,6 +17,7 @@ from exp.check.structure import structure_faults
 from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
+from exp.config.own_module import has_module
 from exp.config.reading import Reading, Values, read
 from exp.config.sources import source_of
 from exp.errors import ConfigError, Fault
@@ -81,10 +82,10 @@ def second_stage(config: DictConfig, reading: Reading, *, only: str | None = Non
     from exp.check.parameters import program_faults, target_faults
 
     plain, _ = reading
-    allow = allowed(plain)
+    allow, is_own = allowed(plain), has_module(plain)
     names = (name for name in plain if name != COMPOSITION and only in (None, name))
     plain = {name: plain[name] for name in names}
-    faults = [*target_faults(plain, allow=allow), *program_faults(config, plain)]
+    faults = [*target_faults(plain, allow=allow, has_module=is_own), *program_faults(config, plain)]
     return once([*faults, *direction_faults(plain, allow=allow)])
 
 

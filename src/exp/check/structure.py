@@ -12,6 +12,7 @@ from exp.check.schema import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
+from exp.config.own_module import REPLACED, brings_data, has_module
 from exp.config.reading import UNKNOWN, is_node, leaves
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
@@ -123,7 +124,12 @@ def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[F
 
 
 def _nodes(plain: dict[str, Any]) -> Iterator[Fault]:
+    is_own = has_module(plain)
+    if not is_own and "monitor" in plain and plain["monitor"] is None:
+        yield Fault(key="monitor", got="null", expected="a tag of this run, such as loss/val")
     for name in NODES:
+        if is_own and name in REPLACED and name in plain and plain[name] is None:
+            continue
         if name not in plain:
             yield Fault(key=name, got="no such key", expected="a node with a _target_", cure=f"Choose one: {name}=NAME")
         else:
@@ -171,8 +177,11 @@ def _phases(plain: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _present(plain: dict[str, Any]) -> Iterator[Fault]:
+    owned = ("data",) if brings_data(plain) else ()
     for key, example in PRESENT.items():
         node, _, name = key.partition(".")
+        if node in owned:
+            continue
         if is_node(plain.get(node)) and name not in plain[node]:
             yield Fault(
                 key=key,

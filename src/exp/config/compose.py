@@ -12,6 +12,7 @@ from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
 from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices, swept_key_faults
+from exp.config.own_module import leave_out
 from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 
@@ -99,6 +100,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
             "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
         }
+    leave_out(config)
     return config
 
 

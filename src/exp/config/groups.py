@@ -17,7 +17,7 @@ from exp.errors import ConfigError
 
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
-AXIS = ("experiment", "debug", "precision", "local")
+AXIS = ("experiment", "debug", "precision", "local", "module")
 COMMAND_LINE = "command line"
 PRIMARY = "train"
 

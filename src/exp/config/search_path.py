@@ -56,7 +56,7 @@ def is_users_conf(directory: Path) -> bool:
     """Whether a ./conf is a user's own: it holds a group or file of exp's names, and it is not exp's own."""
     if not directory.is_dir() or directory.resolve() == OWN_CONF.resolve():
         return False
-    known = {path.name for path in OWN_CONF.iterdir()} | {"local"}
+    known = {path.name for path in OWN_CONF.iterdir()} | {"local", "module"}
     return any(path.name in known for path in directory.iterdir())
 
 

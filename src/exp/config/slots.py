@@ -13,6 +13,7 @@ from exp.errors import Fault
 MODULE = "torch.nn.Module"
 # Of functions that give a data set, whose class may be anybody's: what reads samples by number.
 DATA_SETS = ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")
+DATA_MODULE = "lightning.pytorch.LightningDataModule"
 # A model of these has a training of its own, which nobody would call.
 LIGHTNING_MODULES = (
     "lightning.pytorch.core.module.LightningModule",
@@ -80,7 +81,8 @@ BATCH_SAMPLER = Slot(
 )
 SLOTS = (
     Slot(pattern="model", bases=(MODULE,)),
-    Slot(pattern="data", bases=("exp.data.data.Data",), filled=("seed",)),
+    Slot(pattern="data", bases=("exp.data.data.Data", DATA_MODULE), filled=("seed",)),
+    Slot(pattern="module", bases=("lightning.pytorch.LightningModule",)),
     SAMPLER,
     BATCH_SAMPLER,
     OPTIMIZER,
@@ -130,7 +132,7 @@ def slot_of(key: str) -> Slot:
 def returned_at(key: str) -> tuple[str, ...]:
     """Dotted names of the classes of which a function at this key returns one; empty where no function may stand."""
     parts = key.split(".")
-    if parts[0] == "model" or slot_of(key).bases == (MODULE,):
+    if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):
         return (MODULE,)
     holds_data = parts[-1] in ("dataset", "train", "val", "test") or parts[-2:-1] == ["datasets"]
     return DATA_SETS if parts[0] == "data" and holds_data else ()
@@ -147,7 +149,18 @@ def own_training_fault(name: str) -> Fault:
         key="model._target_",
         got=f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call",
         expected="the bare network, a torch.nn.Module",
-        cure="Name the class of the network that it holds; its loss belongs to objective, its optimizer to optimizer",
+        cure="Name the class of the network that it holds; or write module in the place of model, and Lightning's "
+        "Trainer runs it as it is: 'module={_target_: mine.LitNet}'",
+    )
+
+
+def own_loaders_fault(name: str) -> Fault:
+    """The fault of a LightningDataModule as the data of exp's own model. name: of the class."""
+    return Fault(
+        key="data._target_",
+        got=f"{name}, a LightningDataModule, of whose batches exp's model and objective know nothing",
+        expected="exp.data.data.Data around a torch Dataset, or a LightningModule to take its batches",
+        cure="Put the Dataset below data.dataset, or name a module: 'module={_target_: mine.LitNet}'",
     )
 
 

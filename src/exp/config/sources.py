@@ -20,7 +20,7 @@ from exp.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Setter:
+class Setter:
     """What set a key last. file: None for the command line; keys: the way to it inside the file."""
 
     file: Path | None
@@ -33,7 +33,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
     Of a key that nobody set: of the nearest part of it that somebody did. None where nothing of it was set, or where
     the config was not composed by exp.compose.
     """
-    setters = _setters_of(config)
+    setters = setters_of(config)
     parts = split(key)
     for count in range(len(parts), 0, -1):
         setter = setters.get(parts[:count])
@@ -47,11 +47,12 @@ def position_of(config: DictConfig, key: str) -> Position | None:
 
     None where no file set it: it came from the command line, or nobody set it.
     """
-    setter = _setters_of(config).get(split(key))
+    setter = setters_of(config).get(split(key))
     return None if setter is None or setter.file is None else yaml_files.position_of(setter.file, setter.keys)
 
 
-def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:
+def setters_of(config: DictConfig) -> dict[tuple[str, ...], Setter]:
+    """What set each key last, by its parts."""
     if COMPOSITION not in config:
         return {}
     composition = config[COMPOSITION]
@@ -59,8 +60,8 @@ def _setters_of(config: DictConfig) -> dict[tuple[str, ...], _Setter]:
 
 
 @functools.lru_cache(maxsize=16)
-def _setters(texts: tuple[str, ...], overrides: tuple[str, ...]) -> dict[tuple[str, ...], _Setter]:
-    setters: dict[tuple[str, ...], _Setter] = {}
+def _setters(texts: tuple[str, ...], overrides: tuple[str, ...]) -> dict[tuple[str, ...], Setter]:
+    setters: dict[tuple[str, ...], Setter] = {}
     layers = [Layer.of(text) for text in texts]
     try:
         for layer in layers:
@@ -74,17 +75,17 @@ def _setters(texts: tuple[str, ...], overrides: tuple[str, ...]) -> dict[tuple[s
             continue
         key = split(line.key_or_group)
         for below, _ in _walk(line.value(), ()):
-            setters[(*key, *below)] = _Setter(file=None, keys=())
+            setters[(*key, *below)] = Setter(file=None, keys=())
     return setters
 
 
-def _of_layer(layer: Layer) -> dict[tuple[str, ...], _Setter]:
+def _of_layer(layer: Layer) -> dict[tuple[str, ...], Setter]:
     if layer.file is None:
         return {}
     package = split("" if layer.package == "_global_" else layer.package)
     content = read_yaml(layer.file)
     return {
-        (*package, *keys): _Setter(file=layer.file, keys=keys)
+        (*package, *keys): Setter(file=layer.file, keys=keys)
         for keys, _ in _walk(content, ())
         if keys and keys[0] != "defaults"
     }

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,7 +51,8 @@ class Checkpointing(Callback):
     keep: how many of the best are kept: best.ckpt, and with more than one best-<step>.ckpt of each.
     save_last, save_best: whether there is one.
     monitor, mode: the tag whose best value best.ckpt has, and whether the best is the smallest or the largest. A value
-        that is not finite is never the best.
+        that is not finite is never the best. Without a tag there is no best.
+    is_compared: at the end of which part of an epoch; None: as the tag says.
     config: text to keep in the checkpoint, such as the config's YAML.
     holds_scored: whether to hold a copy of the weights of each validation, so that best.ckpt has them whatever other
         callbacks did to the module behind it. The weights that training goes on with are beside them then.
@@ -61,7 +62,7 @@ class Checkpointing(Callback):
         self,
         *,
         directory: Path | str,
-        monitor: str = "loss/val",
+        monitor: str | None = "loss/val",
         mode: Mode = "min",
         every_n_steps: int | None = None,
         every_n_minutes: float | None = None,
@@ -70,8 +71,12 @@ class Checkpointing(Callback):
         save_best: bool = True,
         config: str | None = None,
         holds_scored: bool = False,
+        is_compared: Literal["train", "val"] | None = None,
     ) -> None:
         super().__init__()
+        self._is_compared = is_compared
+        # Which checkpoint is good, in words.
+        self.saved = "no checkpoint was saved before it"
         self.holds_scored = holds_scored
         # The weights of the validation that is being done, and of the best one, until its file is written.
         self._validated: State | None = None
@@ -88,7 +93,7 @@ class Checkpointing(Callback):
         # Stopping sets it, on all ranks at the same batch.
         self.is_wanted = False
         self._saved_at = 0.0
-        self.is_saving_last, self.is_saving_best = save_last, save_best
+        self.is_saving_last, self.is_saving_best = save_last, save_best and monitor is not None
         self.config = config
         self.best: dict[str, Any] | None = None
         self._is_better = False
@@ -142,7 +147,12 @@ class Checkpointing(Callback):
                 f"curves are gone from there. The run ends here; the state at step {position.step} is in {path}, from "
                 f"which its command goes on with resume={path}"
             )
-        _module_of(trainer).saved = f"checkpoints/{path.name} is of step {position.step}, and good"
+        self._tell(trainer, f"checkpoints/{path.name} is of step {position.step}, and good")
+
+    def _tell(self, trainer: Trainer, saved: str) -> None:
+        self.saved = saved
+        if isinstance(module := trainer.lightning_module, TrainingModule):
+            module.saved = saved
 
     def _is_gone(self) -> bool:
         if self._home is None:
@@ -293,14 +303,18 @@ class Checkpointing(Callback):
 
     @property
     def watches_training(self) -> bool:
-        return self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS
+        if self._is_compared is not None:
+            return self._is_compared == "train"
+        return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
 
     def _compare(self, trainer: Trainer, *, stage: str) -> None:
-        if not self.is_saving_best or (self.watches_training and stage == "val"):
+        if not self.is_saving_best or self.monitor is None or (self.watches_training and stage == "val"):
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(trainer.callback_metrics)
-            raise RunError(f"monitor is {self.monitor}, which nothing gives; expected one of {', '.join(known)}")
+            raise RunError(
+                f"monitor is {self.monitor}, which nothing gives; expected one of {', '.join(known) or 'nothing'}"
+            )
         value = float(trainer.callback_metrics[self.monitor])
         if not math.isfinite(value):
             log.warning("%s is %s at step %d: not the best", self.monitor, value, trainer.global_step)
@@ -399,11 +413,13 @@ class Checkpointing(Callback):
                 "expected a last.ckpt or best.ckpt of exp. It can be evaluated: train=false test=true"
             )
         position = Position(**checkpoint[POSITION])
-        checkpoint["loops"]["fit_loop"] = fit_loop_state(trainer, position)
+        checkpoint["loops"]["fit_loop"] = fit_loop_state(
+            trainer, position, is_manual=not pl_module.automatic_optimization
+        )
         if SCORED in checkpoint:
             pl_module.load_state_dict(checkpoint[CURRENT])
         self._is_restored = True
-        _module_of(trainer).saved = f"{trainer.ckpt_path} is of step {position.step}, and good"
+        self._tell(trainer, f"{trainer.ckpt_path} is of step {position.step}, and good")
         found = checkpoint[BEST]
         if self.is_saving_best and found is not None and found["metric"] == self.monitor:
             self.best = {**found, "checkpoint": str(self.best_path)}
@@ -483,12 +499,6 @@ def _best_step(path: Path) -> int | None:
     except (RunError, KeyError):
         return None
     return None if best is None else int(best["step"])
-
-
-def _module_of(trainer: Trainer) -> TrainingModule:
-    module = trainer.lightning_module
-    assert isinstance(module, TrainingModule)
-    return module
 
 
 def _io(trainer: Trainer) -> AtomicCheckpointIO:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.datamodule import RunTrainer
-from exp.engine.recording import Recording
+from exp.engine.recording import StepRecording
 from exp.errors import Interrupted, words_of
 from exp.output import NotWritten, lost_streams, outliving_output, tell_not_written
 from exp.secrets import redacted
@@ -227,7 +227,7 @@ class View:
     """
 
     def __init__(
-        self, trainer: Trainer, *, rate: float | None, latest: dict[str, float], tested: int | None = None
+        self, trainer: Trainer, *, rate: float | None, latest: Callable[[], dict[str, float]], tested: int | None = None
     ) -> None:
         self.rate, self.step, self._latest = rate, trainer.global_step, latest
         if tested is None:
@@ -241,7 +241,7 @@ class View:
         self.total = None if total == float("inf") else int(total)
 
     def values(self) -> str:
-        shown = [f"{tag} {value:.4g}" for tag, value in self._latest.items() if is_shown(tag)]
+        shown = [f"{tag} {value:.4g}" for tag, value in self._latest().items()]
         if self.rate is not None:
             shown.append(f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.2f} steps/s")
         return "  ".join(shown)
@@ -250,18 +250,13 @@ class View:
         return f"{self.title}  step {self.step}  {self.values()}"
 
 
-def is_shown(tag: str) -> bool:
-    """Return whether a tag is a stage's loss or metric, and not a term of the loss."""
-    return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
-
-
 class Progress(Callback):
     """Shows a run on a display, at a person's rate. A display may be taken away: the run goes on without it."""
 
     def __init__(self, display: Bar | Lines) -> None:
         super().__init__()
         self.display: Bar | Lines | None = display
-        self._latest: dict[str, float] = {}
+        self._latest: Callable[[], dict[str, float]] = dict
         self._shown = 0.0
         self._rate: float | None = None
         self._step = 0
@@ -307,8 +302,9 @@ class Progress(Callback):
         self._show("close")
 
     def _begin(self, trainer: Trainer) -> None:
-        recordings = [callback for callback in cast(RunTrainer, trainer).callbacks if isinstance(callback, Recording)]
-        self._latest = recordings[0].latest if recordings else {}
+        callbacks = cast(RunTrainer, trainer).callbacks
+        recordings = [callback for callback in callbacks if isinstance(callback, StepRecording)]
+        self._latest = recordings[0].shown if recordings else dict
         self._shown, self._rate, self._step = time.monotonic(), None, trainer.global_step
 
     def _measure(self, trainer: Trainer, now: float) -> None:

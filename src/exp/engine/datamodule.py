@@ -31,8 +31,8 @@ class RunTrainer(Trainer):
     _val_check_time_interval: float | None
 
 
-class RunData(LightningDataModule):
-    """The data of a run as Lightning asks for it: this rank's loaders.
+class StagedData(LightningDataModule):
+    """exp's data as Lightning asks for it: this rank's loaders, and where training stands in them.
 
     rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
     seconds_waited: an attribute, for how long training has waited for its batches, in this process.
@@ -90,12 +90,6 @@ class RunData(LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         self._release()
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Move a batch; on CPU it stays itself, of which Lightning's own would make a copy."""
-        if device.type == "cpu":
-            return batch
-        return batch._replace(data=moved(batch.data, device))
-
     def _loader(self, stage: Stage) -> Loader:
         return self.data.loader(stage, rank=self.rank, world_size=self.world_size)
 
@@ -109,12 +103,43 @@ class RunData(LightningDataModule):
             batches.release()
 
 
+class RunData(StagedData):
+    """The data of a run of exp's own model, in exp's batches."""
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        return placed(batch, device)
+
+
+class PlainData(StagedData):
+    """The data of a run of a LightningModule of the user's own: batches as the data set gives them, without a Batch.
+
+    How a batch is moved is the module's affair, or Lightning's.
+
+    shares: an attribute, of each batch of training that was given last its number and its share, without its data.
+    """
+
+    def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(data=data, rank=rank, world_size=world_size)
+        self.shares: dict[int, Batch] = {}
+
+    def _given(self, stage: Stage) -> Batches:
+        batches = PlainBatches(functools.partial(self._loader, stage), stage=stage, module=self)
+        self._all.append(batches)
+        return batches
+
+
+def placed(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch; on CPU it stays itself, of which Lightning's own would make a copy."""
+    return batch if device.type == "cpu" else batch._replace(data=moved(batch.data, device))
+
+
 def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
     """What the training part told in the run that wrote a checkpoint; None where that kept nothing.
 
     Raises: RunError where the file is not there or is damaged.
     """
-    found: Mapping[str, Any] | None = read_checkpoint(checkpoint).get(RunData.__qualname__)
+    state = read_checkpoint(checkpoint)
+    found: Mapping[str, Any] | None = state.get(RunData.__qualname__, state.get(PlainData.__qualname__))
     return found
 
 
@@ -124,7 +149,7 @@ class Batches:
     Lightning asks for more iterators than it uses: counting them would be counting epochs wrongly.
     """
 
-    def __init__(self, make: Callable[[], Loader], *, stage: Stage, module: RunData) -> None:
+    def __init__(self, make: Callable[[], Loader], *, stage: Stage, module: StagedData) -> None:
         self._make, self._stage, self._module = make, stage, module
         self._loader: Loader | None = None
 
@@ -158,7 +183,7 @@ class Batches:
     def _on_device(self, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
         module, device = self._module, self._module.trainer.strategy.root_device
         for number, batch in enumerate(batches, start):
-            there = module.transfer_batch_to_device(batch, device, 0)
+            there = placed(batch, device)
             yield module.data.transform_batch(there, stage=self._stage, rank=module.rank, epoch=epoch, number=number)
 
     def __len__(self) -> int:
@@ -173,12 +198,27 @@ class Batches:
         """Nothing to load."""
 
 
+class PlainBatches(Batches):
+    """The same, which gives each batch's data alone; of training its share is kept beside it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        module = self._module
+        assert isinstance(module, PlainData)
+        start = next_batch(module.trainer)[1] if self._stage == "train" else 0
+        for number, batch in enumerate(super().__iter__(), start):
+            if self._stage == "train":
+                # Of a stream Lightning reads one ahead.
+                module.shares.pop(number - 2, None)
+                module.shares[number] = batch._replace(data=None)
+            yield batch.data
+
+
 class _Waiting(Iterator[Batch]):
     """The same batches; what their making costs the loop is noted, which is little where workers are ahead of it."""
 
     __slots__ = ("_batches", "_module")
 
-    def __init__(self, batches: Iterator[Batch], module: RunData) -> None:
+    def __init__(self, batches: Iterator[Batch], module: StagedData) -> None:
         self._batches, self._module = batches, module
 
     def __next__(self) -> Batch:

@@ -184,6 +184,11 @@ class TrainingModule(LightningModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.schedule_config(schedule, self.optimization)}
 
+    @property
+    def seconds_waited(self) -> float:
+        """For how long training has waited for its batches, in this process."""
+        return self._trainer.datamodule.seconds_waited
+
     def lengths(self) -> tuple[int | None, int | None]:
         """Return optimizer steps and epochs of the whole run, for schedules; None where they are not limited."""
         trainer = self._trainer

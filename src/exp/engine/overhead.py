@@ -48,14 +48,18 @@ class NoProfiler(PassThroughProfiler):
         return NOTHING
 
 
-def lighten(trainer: RunTrainer, module: LightningModule) -> None:
+def lighten(trainer: RunTrainer, module: LightningModule | None = None) -> None:
     """Remove, before fit or test, the per-batch hooks that nobody overrides, timers that nobody reads, and Lightning's
-    own look for signals."""
+    own look for signals.
+
+    module: of exp's own, whose hooks are removed alike; one of the user's own stays as it is.
+    """
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler = NoProfiler()
     for callback in trainer.callbacks:
         _remove_empty(callback, Callback, TRAINING_HOOKS + EVALUATION_HOOKS)
-    _remove_empty(module, LightningModule, TRAINING_HOOKS)
+    if module is not None:
+        _remove_empty(module, LightningModule, TRAINING_HOOKS)
     # A broadcast and a wait for the device at every step of a distributed run; engine/stopping.py asks once a second.
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = _nothing
 

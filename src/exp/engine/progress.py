@@ -199,8 +199,11 @@ def next_batch(trainer: Trainer) -> tuple[int, int]:
     return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
-def fit_loop_state(trainer: Trainer, position: Position) -> dict[str, Any]:
-    """Return the state that makes Lightning's fit loop go on at a position."""
+def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = False) -> dict[str, Any]:
+    """Return the state that makes Lightning's fit loop go on at a position.
+
+    is_manual: whether the module steps its optimizers by hand: several at a batch, and no batches are accumulated.
+    """
     state = trainer.fit_loop.state_dict()
     inside = position.batch > 0
     # Inside an epoch: it has started and is not processed, so no on_train_epoch_start. At its start: nothing is open,
@@ -223,8 +226,12 @@ def fit_loop_state(trainer: Trainer, position: Position) -> dict[str, Any]:
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     optimizer["step"]["total"] = steps
     optimizer["zero_grad"]["total"] = {**steps, "started": position.step}
+    stepped = position.step
+    if is_manual:
+        state["epoch_loop.manual_optimization.optim_step_progress"]["total"] = dict(steps)
+        stepped = position.batches
     # The x axis of a user's self.log. Inside an epoch, Lightning adds the step of the batch that it counts as open.
-    state["epoch_loop.state_dict"] = {"_batches_that_stepped": max(0, position.step - inside)}
+    state["epoch_loop.state_dict"] = {"_batches_that_stepped": max(0, stepped - inside)}
     return state
 
 

@@ -44,38 +44,102 @@ STATE = "exp_recording"
 LATEST = "exp_latest"
 
 
-class Recording(Callback):
+class StepRecording(Callback):
+    """What every recording has: the hooks and their steps, the last point of each tag, and the way to the loggers.
+
+    hooks: by name. directory: of the run, where hooks write files.
+    latest: an attribute, the last point of each tag, of processes before this one too.
+    """
+
+    _trainer: RunTrainer
+
+    def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
+        super().__init__()
+        self.hooks = dict(hooks or {})
+        self.latest: dict[str, float] = {}
+        self._step_hooks = StepHooks(self.hooks, directory=directory)
+        if not any(hook.overrides("passed") for hook in self.hooks.values()):
+            vars(self)["on_after_backward"] = None  # engine/overhead.py: what does nothing is not called
+        self._buffer = StepBuffer()
+        self._index = self._first = 0
+        # The optimizer step at which each stage was written last.
+        self._stages: dict[Stage, int] = {}
+        self._undrawn: set[str] = set()
+
+    def shown(self) -> dict[str, float]:
+        """What the console shows of the last points: a stage's loss and metrics, and not the terms of a loss."""
+        return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._step_hooks.detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._step_hooks.failed(exception)
+        self._step_hooks.detach()
+
+    def _is_flush(self, index: int) -> bool:
+        """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""
+        done = index - self._first
+        every = self._trainer.log_every_n_steps or 50
+        return index % every == 0 or (done < every and done & (done - 1) == 0)
+
+    def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
+        """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
+        self.latest.update(values)
+        if self._trainer.is_global_zero:
+            shown = self._drawn(panels) if panels else {}
+            for logger in self._trainer.loggers:
+                logger.log_metrics(values, index)
+                if shown and isinstance(logger, RunLogger):
+                    logger.log_panels(shown, index)
+
+    def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
+        """Draw panels; one that cannot be drawn is told once, and is no reason to end the run."""
+        shown = {}
+        for tag, panel in panels.items():
+            if tag in self._undrawn:
+                continue
+            try:
+                shown[tag] = panel.drawn()
+            except Interrupted:
+                raise  # a signal came while it was drawn
+            except Exception as error:
+                self._undrawn.add(tag)
+                tell_not_written(f"the picture {tag}", error)
+        return shown
+
+    def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
+        """Write what a stage gave, once an optimizer step: with the same weights a second validation gives the same."""
+        if (values or panels) and self._stages.get(stage) != self._index:
+            self._stages[stage] = self._index
+            self._write(values, self._index, panels)
+
+
+def is_shown(tag: str) -> bool:
+    """Return whether a tag is a stage's loss or metric, and not a term of the loss."""
+    return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
+
+
+class Recording(StepRecording):
     """A callback that runs hooks, collects what they and the steps give, and writes it to every logger of the Trainer.
 
     It must stand before callbacks that look at `trainer.callback_metrics`.
 
     hooks: by name. directory: of the run, where hooks write files.
     skips: whether a loss that is not finite is left out, as its step is; else it ends the run.
-    latest: an attribute, the last point of each tag, of processes before this one too.
     metrics: an attribute, what callbacks compare: values of epochs.
     """
 
     _module: TrainingModule
     _first_steps: FirstSteps
-    _trainer: RunTrainer
 
     def __init__(
         self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None, skips: bool = False
     ) -> None:
-        super().__init__()
-        self.hooks = dict(hooks or {})
+        super().__init__(hooks=hooks, directory=directory)
         self.metrics: dict[str, float] = {}
-        self.latest: dict[str, float] = {}
-        self._step_hooks = StepHooks(self.hooks, directory=directory)
-        if not any(hook.overrides("passed") for hook in self.hooks.values()):
-            vars(self)["on_after_backward"] = None  # engine/overhead.py: what does nothing is not called
-        self._buffer = StepBuffer()
         self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
         self._skips = skips
-        self._index = self._first = 0
-        # The optimizer step at which each stage was written last.
-        self._stages: dict[Stage, int] = {}
-        self._undrawn: set[str] = set()
         self._start_window()
 
     def _start_window(self) -> None:
@@ -117,13 +181,6 @@ class Recording(Callback):
         # Before an average takes the place of the weights, and whether or not they are saved.
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._step_hooks.detach()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._step_hooks.failed(exception)
-        self._step_hooks.detach()
 
     # --- the step ---
 
@@ -196,12 +253,6 @@ class Recording(Callback):
 
     # --- what leaves the device ---
 
-    def _is_flush(self, index: int) -> bool:
-        """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""
-        done = index - self._first
-        every = self._trainer.log_every_n_steps or 50
-        return index % every == 0 or (done < every and done & (done - 1) == 0)
-
     def flush(self, trainer: Trainer) -> None:
         """Write the steps that wait. Every rank must call it at the same step.
 
@@ -236,31 +287,6 @@ class Recording(Callback):
             self._write(values, step.index, step.panels)
             if precision is not None:
                 precision.written(values, step=step.index)
-
-    def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
-        self.latest.update(values)
-        if self._trainer.is_global_zero:
-            shown = self._drawn(panels) if panels else {}
-            for logger in self._trainer.loggers:
-                logger.log_metrics(values, index)
-                if shown and isinstance(logger, RunLogger):
-                    logger.log_panels(shown, index)
-
-    def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
-        """Draw panels; one that cannot be drawn is told once, and is no reason to end the run."""
-        shown = {}
-        for tag, panel in panels.items():
-            if tag in self._undrawn:
-                continue
-            try:
-                shown[tag] = panel.drawn()
-            except Interrupted:
-                raise  # a signal came while it was drawn
-            except Exception as error:
-                self._undrawn.add(tag)
-                tell_not_written(f"the picture {tag}", error)
-        return shown
 
     # --- epochs ---
 
@@ -306,12 +332,6 @@ class Recording(Callback):
         values |= found
         self._write_stage(stage, values, panels)
         self._publish(trainer, values)
-
-    def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
-        """Write what a stage gave, once an optimizer step: with the same weights a second validation gives the same."""
-        if (values or panels) and self._stages.get(stage) != self._index:
-            self._stages[stage] = self._index
-            self._write(values, self._index, panels)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Give values to callbacks and schedules, past self.log, which would cost half a millisecond a value.

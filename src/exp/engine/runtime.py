@@ -55,17 +55,18 @@ def _laid_out(value: object) -> object:
     return value
 
 
-def set_threads(requested: int | None, *, network: nn.Module, positions: int, batch_size: int) -> int:
+def set_threads(requested: int | None, *, network: nn.Module, positions: int | None, batch_size: int) -> int:
     """Set the threads of this process's operators, and return how many.
 
     requested: None takes one thread for a small network, and leaves torch's choice otherwise (OMP_NUM_THREADS or the
         cores; a rank's launcher has shared them out).
-    positions: numbers in the largest input of one sample. batch_size: samples that this rank has of a batch.
+    positions: numbers in the largest input of one sample; None where nobody knows.
+    batch_size: samples that this rank has of a batch.
     """
     # No layer meets more positions than an input has, so no forward has more multiply-adds than this.
-    bound = sum(parameter.numel() for parameter in network.parameters()) * batch_size * positions
+    bound = sum(parameter.numel() for parameter in network.parameters()) * batch_size * (positions or 0)
     if requested is not None:
         torch.set_num_threads(requested)
-    elif bound < SMALL_FORWARD:
+    elif positions is not None and bound < SMALL_FORWARD:
         torch.set_num_threads(1)
     return torch.get_num_threads()

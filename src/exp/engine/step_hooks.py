@@ -20,6 +20,7 @@ from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, WHOLE_STEP, StepObserver, Turn
+from exp.engine.own_module import OwnModule
 from exp.engine.step_replay import update_of
 from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook, Values
@@ -63,7 +64,7 @@ class StepHooks(StepObserver):
     """
 
     _trainer: RunTrainer
-    _module: TrainingModule
+    _module: TrainingModule | OwnModule
 
     def __init__(self, hooks: Mapping[str, Hook], *, directory: Path | None = None) -> None:
         self.hooks = dict(hooks)
@@ -99,7 +100,7 @@ class StepHooks(StepObserver):
 
     # --- the run ---
 
-    def attach(self, trainer: Trainer, module: TrainingModule) -> None:
+    def attach(self, trainer: Trainer, module: TrainingModule | OwnModule) -> None:
         """Attach the hooks: in fit all of them; in another stage those that act in one."""
         self._trainer, self._module = cast(RunTrainer, trainer), module
         self._forget_step()
@@ -174,6 +175,7 @@ class StepHooks(StepObserver):
         step = self._step_now()
         step.phase = self.turn.phase
         losses = [*self._losses, *self._last_loss()]
+        assert isinstance(self._module, TrainingModule)  # of others such a hook is refused
         update = update_of(self._module, optimizer, step.batches, losses, self.turn)
         for hook in self._due.before_update:
             hook.before_update(step, update)
@@ -303,7 +305,7 @@ class StepHooks(StepObserver):
     def _bring_up(self, step: Step) -> None:
         """Bring a step up to the micro-batch that came last."""
         step.batch_idx, step.batch_size = self._batch_idx, self._size
-        step.samples_seen, step.seconds_waited = self._samples, self._trainer.datamodule.seconds_waited
+        step.samples_seen, step.seconds_waited = self._samples, self._module.seconds_waited
         step.data, step.weight, step.batches = self._data, self._weight, self._batches
 
     def _same_for_all_steps(self) -> dict[str, Any]:

@@ -22,6 +22,8 @@ NEEDS = {
     "one_objective": "one objective trains the whole network in each step",
     "one_batch_a_step": "an optimizer step sees one micro-batch",
     "one_step_a_call": "Lightning's own loop makes each step; without it nothing is refused",
+    "known_values": "what the network was given and returned is known by name",
+    "known_step": "a step's forward and backward can be run again, apart from the run",
     "vmap": "torch.func.vmap understands every layer",
     "float32": "the network computes in float32 or more",
 }

@@ -142,6 +142,10 @@ class Hook:
                 needs.add("gradient_flow")
         elif self.is_at_modules or self.overrides("after_forward") or self.overrides("evaluated"):
             needs |= {"all_layers", "python_in_step"}
+        if self.overrides("after_forward") or self.overrides("evaluated"):
+            needs.add("known_values")
+        if self.overrides("before_update"):
+            needs.add("known_step")
         if self.overrides("state_dict_save") or self.overrides("state_dict_load"):
             needs.add("whole_state_dict")
         return frozenset(needs)

@@ -50,10 +50,13 @@ class RunPrecision(Precision):
     matmul: how exact float32 matrix products are, as runtime.matmul; None leaves it to the word.
     is_scaled, skips: attributes, whether the loss is scaled, and whether a step with gradients that are not finite is
         skipped and counted.
+    is_whole: an attribute, whether a module is all network, whatever its attributes are called, and calls parts of
+        itself: one of the user's own.
     """
 
     is_scaled: bool = False
     skips: bool = False
+    is_whole: bool = False
 
     def __init__(
         self, *, word: Word, device_type: str, keep: Mapping[str, str] | None = None, matmul: str | None = None
@@ -115,7 +118,7 @@ class RunPrecision(Precision):
 
         Raises: ConfigError for a fault in `keep`.
         """
-        network = _network(module)
+        network = self._network(module)
         kept = kept_layers(network, self._keep(network))
         refuse_shared(network, kept, otherwise=self.word.parameters)
         if self.word.double:
@@ -135,7 +138,7 @@ class RunPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         self.represent(module)
-        network = _network(module)
+        network = self._network(module)
         self._kept = kept_layers(network, self._keep(network))
         self.attach(module)
         self._speak(network)
@@ -154,7 +157,7 @@ class RunPrecision(Precision):
         """
         self.teardown()
         self._tf32.set()
-        network = _network(module)
+        network = self._network(module)
         there = {name for name, _ in network.named_modules(remove_duplicate=False)}
         kept = {name: dtype for name, dtype in self._kept.items() if name in there}
         self._handles = attach_edges(network, self.word, kept, device_type=self.device_type)
@@ -167,6 +170,8 @@ class RunPrecision(Precision):
 
     def convert_input(self, data: Nested) -> Nested:
         """The whole batch in float64 under fp64, targets too; else the network casts what comes in."""
+        if self.is_whole and self.word.parameters is not None:
+            return cast(data, self.word.parameters)
         return cast(data, torch.float64) if self.word.double else data
 
     def cast_inputs(self, inputs: Nested) -> Nested:
@@ -175,8 +180,8 @@ class RunPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast, where the word has it. Without its cache of cast weights, as in Lightning."""
-        if self.word.double:
-            return _float64_by_default()
+        if self.word.double or (self.is_whole and self.word.half_parameters):
+            return _by_default(self.word.compute)
         if self.word.autocast is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.word.autocast, cache_enabled=False)
@@ -184,6 +189,11 @@ class RunPrecision(Precision):
     def without_autocast(self) -> AbstractContextManager[None]:
         """For a backward inside a training step, which runs under autocast."""
         return nullcontext() if self.word.autocast is None else torch.autocast(self.device_type, enabled=False)
+
+    def _network(self, module: nn.Module) -> nn.Module:
+        """The network of a training module; any other module is one itself."""
+        own = getattr(module, "network", None) if isinstance(module, LightningModule) and not self.is_whole else None
+        return own if isinstance(own, nn.Module) else module
 
     def _keep(self, network: nn.Module) -> dict[str, str]:
         """The config's map, and layers that have no kernel in the word's dtype."""
@@ -285,8 +295,9 @@ class ScaledPrecision(RunPrecision):
         self.unscale(optimizer)
         self._after_closure(model, optimizer)
         output = self.step(optimizer, **kwargs)
-        if model.automatic_optimization:
-            # One optimizer; who steps several by hand says when the last of them has.
+        if model.automatic_optimization or self.is_whole:
+            # One optimizer; exp's phases say when the last of several has. A user's own training step says nothing:
+            # as in Lightning, each of its optimizers' steps updates the scale.
             self.update()
         return output
 
@@ -331,20 +342,15 @@ def build_precision(
 
 
 @contextmanager
-def _float64_by_default() -> Iterator[None]:
-    """Makes float64 the default dtype, for a loss's zeros and a metric's sums."""
+def _by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Makes float64 the default dtype, for a loss's zeros and a metric's sums; or that of a module's half parameters,
+    as Lightning does."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _network(module: nn.Module) -> nn.Module:
-    """The network of a training module; any other module is one itself."""
-    own = getattr(module, "network", None) if isinstance(module, LightningModule) else None
-    return own if isinstance(own, nn.Module) else module
 
 
 class TensorFloat32:

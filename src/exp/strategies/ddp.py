@@ -291,7 +291,8 @@ class ExpDDPStrategy(DDPStrategy):
 
     def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
-            self._share.counts = batch.size > 0
+            # Of a module of the user's own the batch is the data set's.
+            self._share.counts = not isinstance(batch, Batch) or batch.size > 0
         if self._local is not None:
             self._local.begin_step(module_of(self).trainer.global_step)
         return super().training_step(batch, *arguments, **named)

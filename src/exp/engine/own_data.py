@@ -1,0 +1,153 @@
+"""The batches of a module of the user's own: of exp's data, or of a LightningDataModule of the user's own.
+
+A LightningDataModule has loaders that know no position. Here each pass of training begins where the run is: what is
+drawn for it is derived from (seed, epoch, batch), and batches that a run has done before are read and put away. So a
+run resumes exactly, whatever a data set draws. It takes the time to read them.
+
+Relied on, and tested: Lightning hands every loader to `strategy.process_dataloader`, with its distributed sampler in
+it; a loader with `state_dict` and `load_state_dict` is one from which it goes on (seen in lightning 2.6.6).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+
+from exp.data.randomness import reseed_batch, reseed_sampler, seed_for
+from exp.engine.datamodule import PlainData
+from exp.engine.progress import next_batch
+from exp.nested import tensors_in
+from exp.types import Batch
+
+
+class OwnBatches(ABC):
+    """What is known of the batch that the training is at.
+
+    data: what the Trainer is given. current: an attribute, the share under way, without its data.
+    """
+
+    data: LightningDataModule
+    current = Batch(data=None, size=1, global_size=1, world_size=1)
+
+    @property
+    @abstractmethod
+    def seconds_waited(self) -> float:
+        """For how long training has waited for its batches, in this process."""
+
+    @abstractmethod
+    def has_stage(self, stage: str) -> bool:
+        """Whether there are samples of a stage."""
+
+    @abstractmethod
+    def begin(self, batch: Any, batch_idx: int) -> Batch:
+        """Come to a batch of training; return its share."""
+
+
+class BatchesOfData(OwnBatches):
+    """Those of exp's data: global batches, shared out over the ranks."""
+
+    data: PlainData
+
+    def __init__(self, data: PlainData) -> None:
+        self.data = data
+
+    @property
+    def seconds_waited(self) -> float:
+        return self.data.seconds_waited
+
+    def has_stage(self, stage: str) -> bool:
+        return stage in self.data.data.stages
+
+    def begin(self, batch: Any, batch_idx: int) -> Batch:
+        self.current = self.data.shares[batch_idx]._replace(data=batch)
+        return self.current
+
+
+class BatchesOfLoaders(OwnBatches):
+    """Those of a LightningDataModule of the user's own: each rank has what its loaders give."""
+
+    def __init__(self, data: LightningDataModule, *, seed: int, rank: int, world_size: int) -> None:
+        self.data, self.seed, self.rank, self.world_size = data, seed, rank, world_size
+        self.waited = 0.0
+
+    @property
+    def seconds_waited(self) -> float:
+        return self.waited
+
+    def has_stage(self, stage: str) -> bool:
+        return True  # of those that the plan has asked for
+
+    def begin(self, batch: Any, batch_idx: int) -> Batch:
+        size = next((len(one) for one in tensors_in(batch) if one.dim()), 1)
+        self.current = Batch(data=batch, size=size, global_size=size * self.world_size, world_size=self.world_size)
+        return self.current
+
+    def follow(self, trainer: Trainer) -> None:
+        """Have each loader of training begin where the run is; before fit."""
+        strategy, own = trainer.strategy, trainer.strategy.process_dataloader
+
+        def process(loader: object) -> object:
+            loader = own(loader)
+            is_training = trainer.training and not trainer.validating
+            return PositionedLoader(loader, trainer=trainer, batches=self) if is_training else loader
+
+        vars(strategy)["process_dataloader"] = process
+
+
+class PositionedLoader:
+    """A loader of the user's own, each pass of which begins at the position of the run."""
+
+    def __init__(self, loader: Any, *, trainer: Trainer, batches: BatchesOfLoaders) -> None:
+        self.loader, self._trainer, self._batches = cast(Iterable[Any], loader), trainer, batches
+        self._seeds: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Raises: TypeError where the loader does not know."""
+        return len(cast(Sized, self.loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: nothing is drawn before the first batch is asked for, of iterators that nobody uses nothing.
+        seed, rank = self._batches.seed, self._batches.rank
+        epoch, start = next_batch(self._trainer)
+        self._begin_epoch(epoch)
+        reseed_sampler(seed=seed, stage="train", epoch=epoch)
+        batches = iter(self.loader)
+        for number in itertools.count():
+            began = time.perf_counter()
+            reseed_batch(seed=seed, stage="train", rank=rank, epoch=epoch, batch=number)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._batches.waited += time.perf_counter() - began
+            if number >= start:
+                yield batch
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Tell samplers their epoch, and set generators of the loader's own to this epoch's numbers."""
+        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        samplers.append(getattr(samplers[1], "sampler", None))
+        for part in samplers:
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        generators = [getattr(part, "generator", None) for part in (self.loader, *samplers)]
+        for generator in {id(one): one for one in generators if isinstance(one, torch.Generator)}.values():
+            own = self._seeds.setdefault(id(generator), generator.initial_seed())
+            generator.manual_seed(own if epoch == 0 else seed_for(own, "loader", epoch))
+
+    def __getattr__(self, name: str) -> Any:
+        """What else Lightning asks of a loader, such as its `sampler`."""
+        return getattr(self.loader, name)
+
+    def state_dict(self) -> dict[str, object]:
+        """Nothing: the position is the run's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Nothing to load."""

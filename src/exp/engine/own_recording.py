@@ -1,0 +1,232 @@
+"""The callback that runs the hooks of a LightningModule of the user's own, and keeps what it logs for the report.
+
+`self.log` goes to the loggers by Lightning's own way. What hooks give is written beside it, on Lightning's axis: the
+first step is 0 there, and a batch is one step, however many optimizers it steps.
+
+Relied on, and tested: `trainer.callback_metrics` has all that `self.log` was given, by the name under which callbacks
+know it (seen in lightning 2.6.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from exp.engine.buffer import Recorded, on_host_values
+from exp.engine.checkpoint import State
+from exp.engine.datamodule import RunTrainer
+from exp.engine.non_finite import refuse_lost
+from exp.engine.observer import WHOLE_STEP, Turn
+from exp.engine.overhead import lighten
+from exp.engine.own_module import OwnModule, as_numbers
+from exp.engine.recording import LATEST, STATE, StepRecording
+from exp.engine.step_hooks import Found
+from exp.hooks.hook import Hook
+from exp.loggers.run_logger import RunLogger
+from exp.optim.phase import rate_names
+from exp.precision.plugin import RunPrecision
+from exp.types import Stage
+
+
+class OwnRecording(StepRecording):
+    """A callback that runs hooks on a module of the user's own, and writes what they give to every logger.
+
+    It must stand before callbacks that look at random numbers. hooks, directory: as StepRecording's.
+    """
+
+    def __init__(
+        self, *, module: OwnModule, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None
+    ) -> None:
+        super().__init__(hooks=hooks, directory=directory)
+        self._module = module
+        self._values: Found | None = None
+        self._size = 0
+        self._rates: dict[str | None, list[float]] = {}
+
+    def shown(self) -> dict[str, float]:
+        """What the module gave to self.log with prog_bar=True."""
+        return as_numbers(self._trainer.progress_bar_metrics)
+
+    # --- the run ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = cast(RunTrainer, trainer)
+        lighten(self._trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._module.begin()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Here, for now it is known how long an epoch is.
+        self._step_hooks.attach(trainer, self._module)
+        self._first = self._index
+        self._values, self._size, self._rates = None, 0, {}
+        for logger in trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.purge(self._index)  # what an earlier process logged from there on is void
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.attach(trainer, self._module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+        self._keep(trainer)
+        self._module.require_finite({"state_dict": pl_module.state_dict()})
+        self._step_hooks.ended()
+
+    # --- the step ---
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        share = self._module.batches.begin(batch, batch_idx)
+        self._size += share.global_size
+        self._step_hooks.start_batch(share, batch_idx, index=self._index + 1)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.after_backward()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """See true gradients, of one of several optimizers those of its own parameters."""
+        if self._values is not None and len(trainer.optimizers) == 1 and pl_module.automatic_optimization:
+            return  # an optimizer that evaluates its closure several times in a step
+        turn = WHOLE_STEP
+        if len(trainer.optimizers) > 1:
+            turn = Turn(phase=str(trainer.optimizers.index(optimizer)))
+        self._step_hooks.begin_turn(turn)
+        with _alone(pl_module, optimizer) if turn.phase is not None else _as_they_are():
+            found = self._step_hooks.before_step()
+        self._step_hooks.begin_turn(WHOLE_STEP)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if rates != self._rates.get(turn.phase) or self._is_flush(self._index + 1):
+            self._rates[turn.phase] = rates
+            names = rate_names(optimizer)
+            if turn.phase is not None:
+                names = [f"{turn.phase}/{name}" for name in names] if len(names) > 1 else [turn.phase]
+            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+        if self._values is None:
+            # The same mapping: what hooks give after clipping comes into it, too.
+            self._values = found
+        else:
+            self._values.update(found)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_hooks.end_batch()
+        if self._values is None and pl_module.automatic_optimization:
+            return  # batches are accumulated
+        values = self._values or {}
+        values.update(self._step_hooks.end_step())
+        loss = self._module.last.loss
+        losses = [torch.zeros((), device=pl_module.device) if loss is None else loss.float().reshape(())]
+        self._index += 1
+        self._buffer.add(Recorded(self._index, self._size, losses, values))
+        self._values, self._size = None, 0
+        if self._is_flush(self._index):
+            self.flush(trainer)
+
+    def flush(self, trainer: Trainer) -> None:
+        """Write the steps that wait. Every rank must call it at the same step.
+
+        Raises: NonFiniteError at a loss that is not a number.
+        """
+        if not len(self._buffer):
+            return
+        self._step_hooks.before_write()
+        precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
+        is_scaled = precision is not None and precision.is_scaled
+        if precision is not None and is_scaled:
+            last = self._buffer.last.values
+            last["precision/skipped_steps"] = precision.skipped_steps
+            last["precision/loss_scale"] = precision.loss_scale
+        for step, losses in self._buffer.take(trainer.strategy):
+            refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=self._module.saved)
+            self._write(step.values, step.index - 1, step.panels)
+            if precision is not None:
+                precision.written(step.values, step=step.index)
+
+    # --- epochs ---
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+        self._step_hooks.pause()
+        self._keep(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+        self._step_hooks.pause()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._module.reseed("val", epoch=dataloader_idx, batch=batch_idx)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._module.reseed("test", epoch=dataloader_idx, batch=batch_idx)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish("val", trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep(trainer)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish("test", trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep(trainer)
+
+    def _finish(self, stage: Stage, trainer: Trainer) -> None:
+        values, panels = on_host_values(self._step_hooks.finish(stage, trainer))
+        if not trainer.sanity_checking:
+            self._write_stage(stage, values, panels)
+
+    def _keep(self, trainer: Trainer) -> None:
+        """Keep what was given to self.log for the report."""
+        if not trainer.sanity_checking:
+            self.latest.update(as_numbers(trainer.callback_metrics))
+
+    # --- checkpoints ---
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        self.flush(trainer)
+        for logger in trainer.loggers:
+            logger.save()  # a process that goes on from here begins behind what they hold back
+        self._step_hooks.pause()
+        checkpoint[LATEST] = dict(self.latest)
+        checkpoint[STATE] = {"index": self._index}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        if STATE in checkpoint:
+            self._index = checkpoint[STATE]["index"]
+        if trainer.state.fn == "fit" and LATEST in checkpoint:
+            self.latest.update(checkpoint[LATEST])
+
+
+@contextmanager
+def _alone(module: LightningModule, optimizer: Optimizer) -> Iterator[None]:
+    """Leave gradients to the parameters of one optimizer alone: others may hold some of a step of their own."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
+    for parameter in module.parameters():
+        if parameter.grad is not None and id(parameter) not in own:
+            hidden.append((parameter, parameter.grad))
+            parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _as_they_are() -> Iterator[None]:
+    yield

@@ -184,6 +184,10 @@ class TrainingModule(LightningModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.schedule_config(schedule, self.optimization)}
 
+    def metric_names(self, stage: Stage) -> Sequence[str]:
+        """Return the names of the metrics of one stage."""
+        return [measure.name for measure in self.values_of(stage).measures]
+
     @property
     def seconds_waited(self) -> float:
         """For how long training has waited for its batches, in this process."""

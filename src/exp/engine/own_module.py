@@ -43,12 +43,6 @@ log = logging.getLogger(__name__)
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
-class _NoNames:
-    """The sums of a stage, of which exp makes none: the module logs its own."""
-
-    names: Sequence[str] = ()
-
-
 class OwnModule:
     """What hooks and recording ask of a module, of one of the user's own.
 
@@ -111,8 +105,9 @@ class OwnModule:
     def seconds_waited(self) -> float:
         return self.batches.seconds_waited
 
-    def values_of(self, stage: Stage) -> _NoNames:
-        return _NoNames()
+    def metric_names(self, stage: Stage) -> Sequence[str]:
+        """Return none: what it logs is its own affair."""
+        return ()
 
     def lengths(self) -> tuple[int | None, int | None]:
         """Return optimizer steps and epochs of the whole run; None where they are not limited."""

@@ -109,9 +109,7 @@ class StepHooks(StepObserver):
         self._total_steps = module.lengths()[0] if fitting else None
         precision = trainer.precision_plugin
         scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
-        self._owners |= {
-            f"{measure.name}/{one}": (None, one) for one in STAGES for measure in module.values_of(one).measures
-        }
+        self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.metric_names(one)}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
                 hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)

@@ -37,20 +37,23 @@ def _command(argv: Sequence[str]) -> int:
     if is_question(arguments):
         answer_question(arguments)
         return 0
-    _refuse_ranks()
+    refuse_ranks("exp.train")
     # What a run says is no reason to end it, whoever has stopped reading.
     with outliving_output():
         return _sweep(arguments) if arguments.multirun else _run(arguments)
 
 
-def _refuse_ranks() -> None:
-    """Under torchrun every rank would compose, and train, a whole run of its own."""
+def refuse_ranks(command: str) -> None:
+    """Under torchrun every rank would compose, and train, a whole run of its own.
+
+    Raises: ConfigError.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         fault = Fault(
             key="torchrun",
-            got="it starts exp.train once a rank",
-            expected="exp.train alone, which starts its ranks itself, or the frozen run that torchrun shares",
-            cure="Write python -m exp.train strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
+            got=f"it starts {command} once a rank",
+            expected=f"{command} alone, which starts its ranks itself, or the frozen run that torchrun shares",
+            cure=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
         )
         raise ConfigError([fault])
 

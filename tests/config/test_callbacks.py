@@ -12,7 +12,7 @@ from exp.errors import ConfigError
 CALLBACKS = "lightning.pytorch.callbacks"
 SHORT = ["data=wine", "trainer.max_epochs=1", "model=mlp", "model.constants.width=4"]
 REFUSED = {
-    "LearningRateFinder": "-m optimizer.lr=",
+    "LearningRateFinder": "python -m exp.find_lr",
     "BatchSizeFinder": "data.batch_size",
     "BackboneFinetuning": "freeze.unfreeze",
     "BaseFinetuning": "freeze.unfreeze",

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from exp.check.__main__ import main as check
+from exp.find_lr import main as find_lr
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>.*)$", re.MULTILINE)
+FINDER = re.compile(r"^ {4,}(?:\$ )?python -m exp\.find_lr(?P<arguments>.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
     "strategy=deepspeed": "needs the package deepspeed",
@@ -31,9 +33,9 @@ REFUSED = {
 }
 
 
-def documented() -> list[tuple[str, str]]:
+def documented(command: re.Pattern[str] = COMMAND) -> list[tuple[str, str]]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [(page.name, match["arguments"]) for page in pages for match in COMMAND.finditer(page.read_text("utf-8"))]
+    found = [(page.name, match["arguments"]) for page in pages for match in command.finditer(page.read_text("utf-8"))]
     lines: dict[str, str] = {}
     for page, line in found:
         lines.setdefault(line.split("  ")[0].strip(), page)
@@ -71,3 +73,13 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     assert faults
     others = [fault for fault in faults if not any(reason in fault for reason in reasons)]
     assert not others, f"{page}: {others}"
+
+
+@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(FINDER)])
+def test_a_documented_finder_finds_what_the_run_takes(page, line, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*shlex.split(line, comments=True), "launch.accelerator=cpu"]
+    assert find_lr(words) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command.startswith("python -m exp.train ")
+    assert check(shlex.split(command)[3:]) == 0

@@ -84,7 +84,7 @@ LEAVING_WEIGHTS = (
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     LearningRateFinder: (
         "which trains within the run's own start, and puts back what it can of it",
-        "Try rates in runs of their own: -m optimizer.lr=1e-4,1e-3,1e-2",
+        "python -m exp.find_lr, with the overrides of the run, makes the test before it, and prints the run's command",
     ),
     BatchSizeFinder: (
         "which changes the batch size of a run that is decided",

@@ -45,7 +45,7 @@ def find_start(config: DictConfig) -> Found:
     key = "runtime.autoresume" if is_again else "resume"
     composition = config[COMPOSITION]
     directory = Path(composition.directory).absolute()
-    root = _root(directory, str(config.name))
+    root = root_of(directory, str(config.name))
     if directory.is_relative_to(root / "sweeps"):
         got = "true, in a sweep" if is_again else "auto, in a sweep"
         raise ConfigError([Fault(key=key, got=got, expected="of single runs alone: jobs would go on from each other")])
@@ -78,7 +78,7 @@ def newest_of(run: Path) -> Found:
 
 def sweep_runs_beside(directory: Path, name: str) -> None:
     """Remove what killed runs of this name left half written; directory: of a run of this name."""
-    root = _root(directory, name)
+    root = root_of(directory, name)
     for pattern in RUNS:
         for path in root.glob(f"{pattern}/{CHECKPOINTS}/.*.partial"):
             sweep_run(path.parent.parent)
@@ -143,7 +143,7 @@ def _whole(path: Path, notes: list[str]) -> State | None:
     return state if isinstance(state.get(POSITION), dict) and isinstance(state.get(CONFIG), str) else None
 
 
-def _root(directory: Path, name: str) -> Path:
+def root_of(directory: Path, name: str) -> Path:
     """outputs/<name> of a run directory below it; else the directory that it is in."""
     parts = Path(name).parts
     above = [parent for parent in directory.parents if parent.parts[-len(parts) :] == parts]

@@ -42,8 +42,9 @@ LISTED = {
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
-    # Two modules: the others of the engine are made by exp itself.
+    # Three modules: the others of the engine are made by exp itself.
     "exp.engine.ema": "exp.engine.ema",
+    "exp.engine.range_test": "exp.engine.range_test",
     "exp.engine.state_at": "exp.engine.state_at",
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",

@@ -160,6 +160,10 @@ class Recording(StepRecording):
         lighten(self._trainer, pl_module)
         pl_module.values_of("train").leaves_out_lost = self._skips
 
+    def leave_out_lost(self) -> None:
+        """Go on behind a loss that is not finite: whoever asks for this, behind `setup`, ends the training itself."""
+        self._skips = self._module.values_of("train").leaves_out_lost = True
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
 

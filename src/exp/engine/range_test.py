@@ -1,0 +1,222 @@
+"""The learning-rate range test: rates that rise from step to step, the losses beside them, and what they suggest.
+
+Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186, in the form that
+fastai gave it and that Lightning's lr_find has: exponential rates, a smoothed loss, a stop where it rises.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from annotated_types import Ge, Gt
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from exp.engine.recording import Recording
+from exp.errors import RunError
+from exp.files import write_whole
+from exp.hooks.figures import curves
+from exp.hooks.panels import Image, png
+from exp.loggers.run_logger import RunLogger
+from exp.strategies.whole_state import local
+from exp.types import Batch
+
+TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
+# Of the smoothed loss, a running mean; fastai's and Lightning's.
+BETA = 0.98
+# Steps that no suggestion is taken from: a mean of few losses, and the one that ended the test. Lightning's.
+SKIPPED, SKIPPED_LAST = 10, 1
+FEWEST_STEPS = 20
+# A fall of the loss that is none.
+ROUNDING = 1e-6
+End = Literal["steps", "loss_rose", "not_finite"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Rates by three rules, of the smoothed loss over the logarithm of the rate.
+
+    steepest: where the loss falls fastest. valley: halfway down the longest descent, by fastai's rule of that name.
+    tenth: of the rate with the lowest loss.
+    """
+
+    steepest: float
+    valley: float
+    tenth: float
+
+
+class RangeTest(Callback):
+    """A callback that raises the learning rate at every optimizer step, and ends the training where the loss rises.
+
+    All groups of the optimizer keep their ratios: each rate is multiplied by the same factor. A loss stands beside the
+    rate of its own step, so it was computed before that rate changed a weight. The weights are thrown away.
+
+    It writes lr.csv, lr.json and lr.png into the run directory and, beside loss/train, `range_test/smoothed_loss` and
+    the picture `range_test/loss` to the loggers. trainer.log_every_n_steps must be 1: Recording has the losses.
+
+    lowest, highest: rates, for what the optimizer's own rate, optimizer.lr, is in the config. steps: of the optimizer.
+    stop_factor: the test ends where the smoothed loss is above so many times its lowest value; None never ends it.
+    """
+
+    def __init__(
+        self,
+        *,
+        lowest: Annotated[float, Gt(0)],
+        highest: Annotated[float, Gt(0)],
+        steps: Annotated[int, Ge(FEWEST_STEPS)],
+        stop_factor: Annotated[float, Gt(1)] | None,
+    ) -> None:
+        super().__init__()
+        self.rates = rising_rates(lowest, highest, steps)
+        self.stop_factor = math.inf if stop_factor is None else stop_factor
+        self.losses: list[float] = []
+        self.smoothed: list[float] = []
+        self.end: End = "steps"
+        self._mean, self._lowest, self._own = 0.0, math.inf, math.nan
+        self._factors: list[tuple[dict[str, Any], float]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Such a loss ends the test, and is no fault of the run.
+        self._recording(trainer).leave_out_lost()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        self._own = own = float(optimizer.defaults["lr"])
+        if not own > 0:
+            raise RunError(f"optimizer.lr is {own:g}; expected above 0: the groups' rates are multiples of it")
+        self._factors = [(group, float(group["lr"]) / own) for group in optimizer.param_groups]
+        for group, _ in self._factors:
+            # By which the notes on the first steps know a warm-up, whose first updates are next to nothing.
+            group.setdefault("initial_lr", group["lr"])
+        self._set_rate()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        if trainer.global_step == len(self.losses):
+            return  # a micro-batch before the last of its step
+        # That of the whole batch, over micro-batches and ranks, which is the same on all of them.
+        loss = self._recording(trainer).latest["loss/train"]
+        self.losses.append(loss)
+        end = self._judged(loss)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics({"range_test/smoothed_loss": self.smoothed[-1]}, len(self.losses))
+        if end is not None:
+            self.end = end
+            trainer.should_stop = True
+        elif len(self.losses) < len(self.rates):
+            self._set_rate()
+        if end == "not_finite":
+            # They may not be finite either, which would end the run with a fault; nobody reads them.
+            with torch.no_grad():
+                for tensor in (*pl_module.parameters(), *pl_module.buffers()):
+                    if tensor.is_floating_point():
+                        torch.nan_to_num_(local(tensor))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        directory, done = Path(trainer.default_root_dir), len(self.losses)
+        rates = self.rates[:done]
+        found = suggestion(rates, self.smoothed)
+        write_whole(directory / TABLE, table(rates, self.losses, self.smoothed))
+        rules = None if found is None else asdict(found)
+        summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": rules}
+        write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        sheet = picture(rates, self.losses, self.smoothed, found)
+        write_whole(directory / PICTURE, png(sheet))
+        shown = Image.of(torch.from_numpy(sheet).permute(2, 0, 1))
+        for logger in trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.log_panels({"range_test/loss": shown}, done)
+
+    def _set_rate(self) -> None:
+        rate = self.rates[len(self.losses)]
+        for group, factor in self._factors:
+            group["lr"] = rate * factor
+
+    def _judged(self, loss: float) -> End | None:
+        """Add a loss to the smoothed ones. Returns: why the test ends with it."""
+        if not math.isfinite(loss):
+            self.smoothed.append(math.nan)
+            return "not_finite"
+        self._mean = BETA * self._mean + (1 - BETA) * loss
+        # The mean began with 0, which weighs BETA ** n after n losses.
+        smoothed = self._mean / (1 - BETA ** len(self.losses))
+        self.smoothed.append(smoothed)
+        # As four times the lowest loss, and right for losses below 0, too.
+        is_high = smoothed > self._lowest + (self.stop_factor - 1) * abs(self._lowest)
+        self._lowest = min(self._lowest, smoothed)
+        return "loss_rose" if is_high else None
+
+    def _recording(self, trainer: Trainer) -> Recording:
+        return next(one for one in vars(trainer)["callbacks"] if isinstance(one, Recording))
+
+
+def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
+    """From the lowest to the highest, each the same multiple of the one before."""
+    return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
+
+
+def suggestion(rates: Sequence[float], smoothed: Sequence[float]) -> Suggestion | None:
+    """What a test suggests; None where too few steps were done, or the loss fell nowhere."""
+    kept = slice(SKIPPED, len(smoothed) - SKIPPED_LAST)
+    pairs = [pair for pair in zip(rates[kept], smoothed[kept], strict=True) if math.isfinite(pair[1])]
+    if len(pairs) < 3:
+        return None
+    at, losses = np.array(pairs).T
+    slopes = np.gradient(losses, np.log(at))
+    fall = np.maximum.accumulate(losses) - losses
+    if fall.max() <= ROUNDING * np.abs(losses).max():
+        return None
+    steepest = int(slopes.argmin())
+    return Suggestion(
+        steepest=float(at[steepest]), valley=float(at[valley(losses)]), tenth=float(at[losses.argmin()]) / 10
+    )
+
+
+def valley(losses: Sequence[float]) -> int:
+    """The place halfway down the longest descent: of the longest falling subsequence the length, before its end."""
+    lengths: list[int] = []
+    for place, loss in enumerate(losses):
+        before = [lengths[other] for other in range(place) if losses[other] > loss]
+        lengths.append(1 + max(before, default=0))
+    longest = max(lengths)
+    third = longest // 3
+    return max(lengths.index(longest) - longest + third + third // 2, 0)
+
+
+def table(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> str:
+    """The steps as CSV, the numbers in full."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("step", "lr", "loss", "smoothed_loss"))
+    writer.writerows((step, *values) for step, values in enumerate(zip(rates, losses, smoothed, strict=True), 1))
+    return file.getvalue()
+
+
+def picture(
+    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], found: Suggestion | None
+) -> np.ndarray:
+    """The losses over the powers of ten of the rate: uint8 `[H, W, 3]`."""
+    known = [loss for loss in smoothed if math.isfinite(loss)] or [0.0]
+    # Of what comes behind the lowest loss a quarter more than before: the last may be a thousand times the others.
+    top = max(known[: known.index(min(known)) + 1])
+    ceiling = top + (top - min(known)) / 4
+    both = {"loss": losses, "smoothed": smoothed}
+    named = {name: [loss if loss <= ceiling else math.nan for loss in some] for name, some in both.items()}
+    if found is not None:
+        place = list(rates).index(found.steepest)
+        named[f"suggested {found.steepest:.3g}"] = [
+            loss if step == place else math.nan for step, loss in enumerate(smoothed)
+        ]
+    powers = [math.log10(rate) for rate in rates]
+    return curves(powers, named, title="loss in the range test", along="learning rate, as a power of ten")

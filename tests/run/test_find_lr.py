@@ -1,0 +1,359 @@
+"""python -m exp.find_lr: losses and suggestion of a range test are those of a loop by hand, and of Lightning's."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import shlex
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.tuner.lr_finder as lightnings
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.tuner import Tuner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import exp
+from exp.check.__main__ import main as check
+from exp.check.plan import Plan, plan, resolve
+from exp.construct import build_starting_network
+from exp.data.randomness import reseed
+from exp.engine.range_test import rising_rates, suggestion, valley
+from exp.find_lr import main
+from exp.types import Batch
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
+]
+SHORT = ["data=wine", "model=mlp", "model.constants.width=4", "data.batch_size=16", "launch.accelerator=cpu"]
+# Whole batches, in float64.
+EXACT = [*SHORT, "precision=fp64", "data.drop_last=true", "optimizer=sgd", "optimizer.momentum=0.9"]
+GROUPS = ["optimizer.lr=0.2", "+optimizer.groups={head: {parameters: 'head.*', lr: 0.05}}"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def found() -> tuple[Path, dict[str, Any], dict[str, list[float]]]:
+    """The only test's directory, its lr.json, and the columns of its lr.csv."""
+    (directory,) = Path("outputs/train/find_lr").glob("*/*")
+    rows = list(csv.reader((directory / "lr.csv").read_text().splitlines()))
+    columns = {name: [float(row[place]) for row in rows[1:]] for place, name in enumerate(rows[0])}
+    return directory, json.loads((directory / "lr.json").read_text()), columns
+
+
+def decided(*overrides: str) -> Plan:
+    return plan(resolve(exp.compose(overrides)))
+
+
+def batches_of(run: Plan) -> Iterator[tuple[int, int, bool, Batch]]:
+    """Epoch, place, whether it is an epoch's last, and batch."""
+    loader = run.data.loader("train")
+    for epoch in itertools.count():
+        loader.set_position(epoch, 0)
+        batches = list(loader)
+        for place, batch in enumerate(batches):
+            yield epoch, place, place == len(batches) - 1, batch
+
+
+def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> list[float]:
+    """The loss of each step, with momentum and a group of its own for the head at a quarter of the rate."""
+    network = build_starting_network(run.plain, run.spec).double()
+    head = list(network.get_submodule("head").parameters())
+    others = [one for one in network.parameters() if all(one is not other for other in head)]
+    optimizer = torch.optim.SGD([{"params": others}, {"params": head}], lr=1.0, momentum=0.9)
+    losses: list[float] = []
+    seen: list[float] = []
+    for epoch, place, is_last, batch in batches_of(run):
+        inputs, target = batch.data
+        reseed(seed=0, rank=0, epoch=epoch, batch=place)
+        loss = cross_entropy(network(inputs.double()), target)
+        (loss / window).backward()
+        seen.append(float(loss))
+        if not is_last and (place + 1) % window:
+            continue
+        nn.utils.clip_grad_norm_(network.parameters(), clip)
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = rates[len(losses)], rates[len(losses)] / 4
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(seen) / len(seen))
+        seen.clear()
+        if len(losses) == len(rates):
+            return losses
+    raise AssertionError("epochs do not end")
+
+
+def smoothed_by_hand(losses: Sequence[float]) -> list[float]:
+    """Each loss weighs 0.98 times what the next one does, and the weights add up to 1."""
+    found = []
+    for count in range(1, len(losses) + 1):
+        weights = 0.98 ** np.arange(count)[::-1]
+        found.append(float(weights @ np.array(losses[:count]) / weights.sum()))
+    return found
+
+
+def test_losses_and_suggestion_equal_a_loop_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["trainer.accumulate_grad_batches=4", "trainer.gradient_clip_val=0.5"]
+    overrides = [*EXACT, *GROUPS, *step]
+    assert main([*overrides, "--min", "1e-4", "--max", "30", "--steps", "40", "scheduler=cosine"]) == 0
+    _, summary, columns = found()
+    rates = [1e-4 * 3e5 ** (place / 39) for place in range(40)][: summary["steps"]]
+    losses = by_hand(decided(*overrides), rates, window=4, clip=0.5)
+    smoothed = smoothed_by_hand(losses)
+    assert columns["lr"] == pytest.approx(rates, rel=1e-12)
+    assert columns["loss"] == pytest.approx(losses, rel=1e-9)
+    assert columns["smoothed_loss"] == pytest.approx(smoothed, rel=1e-9)
+    # It ended at the first loss above four times the lowest before it, or at the last step.
+    high = [place for place in range(1, len(rates)) if smoothed[place] > 4 * min(smoothed[:place])]
+    assert high in ([], [len(rates) - 1])
+    assert summary["end"] == ("loss_rose" if high else "steps")
+    falls = np.gradient(smoothed[10:-1], np.log(rates[10:-1]))
+    steepest = rates[10 + int(falls.argmin())]
+    assert summary["suggestion"]["steepest"] == pytest.approx(steepest, rel=1e-12)
+    assert summary["suggestion"]["tenth"] == pytest.approx(rates[10 + int(np.argmin(smoothed[10:-1]))] / 10, rel=1e-12)
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command.startswith("python -m exp.train ")
+    assert command.endswith(f" optimizer.lr={steepest:.3g} optimizer.groups.head.lr={steepest / 4:.3g}")
+    assert check(shlex.split(command)[3:]) == 0
+    assert shlex.split(command)[3:].count("scheduler=cosine") == 1
+
+
+class Lightnings(LightningModule):
+    """The same network and loss, as Lightning's finder takes them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.lr = network, 0.1
+
+    def training_step(self, batch: tuple[int, int, Tensor, Tensor], batch_idx: int) -> Tensor:
+        epoch, place, inputs, target = batch
+        reseed(seed=0, rank=0, epoch=epoch, batch=place)
+        return cross_entropy(self.network(inputs), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def test_losses_equal_those_of_lightnings_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 40
+    flags = ["--min", "1e-4", "--max", "3", "--steps", str(steps), "--stop-factor", "inf"]
+    main([*EXACT, *flags])
+    _, _, columns = found()
+    run = decided(*EXACT)
+    kept = itertools.islice(batches_of(run), steps)
+    batches = [(epoch, place, batch.data[0].double(), batch.data[1]) for epoch, place, _, batch in kept]
+
+    def rates(scheduler: Any) -> list[float]:
+        # Lightning's own second rate is two steps above its first.
+        scheduler._lr = [
+            base * (scheduler.end_lr / base) ** (scheduler.last_epoch / (steps - 1)) for base in scheduler.base_lrs
+        ]
+        return scheduler._lr
+
+    monkeypatch.setattr(lightnings._ExponentialLR, "get_lr", rates)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Lightnings(build_starting_network(run.plain, run.spec).double())
+    finder = Tuner(trainer).lr_find(
+        module,
+        train_dataloaders=DataLoader(batches, batch_size=None),
+        min_lr=1e-4,
+        max_lr=3.0,
+        num_training=steps,
+        early_stop_threshold=None,
+        update_attr=False,
+    )
+    assert finder is not None
+    assert columns["lr"] == pytest.approx(finder.results["lr"], rel=1e-9)
+    # Lightning's smoothed loss is corrected for one step more than were done.
+    smoothed = [
+        loss * (1 - 0.98 ** (count + 1)) / (1 - 0.98**count) for count, loss in enumerate(finder.results["loss"], 1)
+    ]
+    assert columns["smoothed_loss"] == pytest.approx(smoothed, rel=1e-9)
+
+
+def fastais_valley(losses: Sequence[float]) -> int:
+    """fastai.callback.schedule.valley (2.7), its loops as they are."""
+    n = len(losses)
+    max_start, max_end = 0, 0
+    lds = [1] * n
+    for i in range(1, n):
+        for j in range(i):
+            if (losses[i] < losses[j]) and (lds[i] < lds[j] + 1):
+                lds[i] = lds[j] + 1
+            if lds[max_end] < lds[i]:
+                max_end = i
+                max_start = max_end - lds[max_end]
+    sections = (max_end - max_start) / 3
+    return max(max_start + int(sections) + int(sections / 2), 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_valley_is_fastais(seed: int) -> None:
+    draws = np.random.RandomState(seed)
+    losses = draws.standard_normal(60) + np.linspace(2, -2, 60) * draws.standard_normal()
+    assert valley(losses) == fastais_valley(losses)
+
+
+def test_the_suggestion_leaves_out_the_ends_and_what_is_not_finite() -> None:
+    rates = rising_rates(1e-6, 1.0, 40)
+    assert (rates[0], rates[-1]) == (1e-6, 1.0)
+    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 39)
+    losses = [5.0 - place for place in range(10)] + [2.0] * 10 + [1.0] + [0.9 - place / 100 for place in range(17)]
+    ended = suggestion(rates, [*losses, 90.0, math.nan])
+    assert ended is not None
+    assert ended.steepest in rates[19:21]  # the fall from 2 to 1; that of the first ten steps counts for nothing
+    assert ended.tenth == pytest.approx(rates[37] / 10)
+    assert suggestion(rates, [1.0 + place for place in range(40)]) is None
+    assert suggestion(rates[:12], [5.0 - place for place in range(12)]) is None
+
+
+def test_the_directory_holds_the_curve_and_nothing_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--steps", "30", "--max", "1e4", "--stop-factor", "2"]
+    assert main([*SHORT, "callbacks=[early_stopping]", "optimizer.lr=0.5", "tags=[a]", *flags]) == 0
+    directory, summary, columns = found()
+    assert summary["end"] == "loss_rose"
+    assert summary["steps"] == len(columns["step"]) < 30
+    assert not (directory / "checkpoints").exists()
+    assert (directory / "lr.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((directory / "report.json").read_text())["status"] == "completed"
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    assert [one.value for one in events.Scalars("loss/train")] == pytest.approx(columns["loss"], rel=1e-6)
+    assert [one.value for one in events.Scalars("optimizer/lr/default")] == pytest.approx(columns["lr"], rel=1e-6)
+    smoothed = [one.value for one in events.Scalars("range_test/smoothed_loss")]
+    assert smoothed == pytest.approx(columns["smoothed_loss"], rel=1e-6)
+    assert events.Tags()["images"] == ["range_test/loss"]
+    printed = capsys.readouterr().out
+    assert "no schedule, callbacks.early_stopping\n" in printed
+    assert "the smoothed loss rose above 2 times its lowest" in printed
+    typed = shlex.split(printed.splitlines()[-1])[3:]
+    rate = f"optimizer.lr={summary['suggestion']['steepest']:.3g}"
+    assert typed == [*SHORT, "callbacks=[early_stopping]", "tags=[a]", rate]
+    # What goes on with the newest run of this name finds none.
+    assert exp.compose([*SHORT, "resume=auto"]).resume == "auto"
+    assert decided(*SHORT, "resume=auto").plain["resume"] is None
+
+
+def test_a_callback_that_changes_the_first_steps_is_in_the_test() -> None:
+    kind = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+    assert main([*EXACT, "--steps", "20", f"+callbacks.mine={{_target_: {kind}, scheduling: {{0: 50}}}}"]) in (0, 1)
+    directory, summary, _ = found()
+    report = json.loads((directory / "report.json").read_text())
+    assert (report["steps"], report["epochs"]) == (summary["steps"], summary["steps"])  # an epoch a step
+
+
+@pytest.mark.parametrize("more", [[], ["precision=fp16"], ["runtime.non_finite=rewind"]])
+def test_a_loss_that_is_not_finite_ends_it(more: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--min", "1e-3", "--max", "1e30", "--steps", "40", "--stop-factor", "inf"]
+    # Squares of outputs overflow.
+    assert main([*SHORT, "data=diabetes", "optimizer=sgd", *more, *flags]) in (0, 1)
+    directory, summary, columns = found()
+    assert summary["end"] == "not_finite"
+    assert all(map(math.isfinite, columns["loss"][:-1]))
+    assert not math.isfinite(columns["loss"][-1])
+    assert summary["steps"] < 40
+    assert json.loads((directory / "report.json").read_text())["status"] == "completed"
+    streams = capsys.readouterr()
+    assert "the loss was not finite" in streams.out + streams.err
+
+
+def test_two_ranks_find_what_one_finds(commands, tmp_path: Path) -> None:
+    tables, told = [], []
+    for name, more in (("one", ["strategy=single"]), ("two", ["strategy=ddp", "launch.devices=2"])):
+        flags = ["--min", "1e-4", "--max", "10", "--steps", "30", "model.constants.dropout=0.0"]
+        place = tmp_path / name
+        place.mkdir()
+        done = commands.run(*EXACT, *more, *flags, module="exp.find_lr", cwd=place)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout.splitlines()[-1].rpartition(" ")[2])
+        (path,) = place.glob("outputs/train/find_lr/*/*/lr.csv")
+        tables.append([[float(value) for value in row] for row in list(csv.reader(path.read_text().splitlines()))[1:]])
+    assert np.array(tables[0]) == pytest.approx(np.array(tables[1]), rel=1e-9)
+    assert told[0] == told[1]
+
+
+def test_a_test_that_finds_nothing_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    # At these rates no weight of the network changes, and every step sees all samples.
+    flags = ["--min", "1e-30", "--max", "1e-29", "--steps", "20"]
+    whole = ["data.batch_size=1000", "model.constants.dropout=0.0", "optimizer=sgd"]
+    assert main([*SHORT, "precision=fp64", *whole, *flags]) == 1
+    assert "suggests no rate" in capsys.readouterr().err
+
+
+FAULTS: Mapping[str, tuple[list[str], str]] = {
+    "a rate of 0": (["--min", "0"], "--min: 0; expected a rate above 0"),
+    "rates that fall": (["--max", "1e-9"], "--max: 1e-09; expected a rate above --min, 1e-08"),
+    "few steps": (["--steps", "5"], "--steps: 5; expected 20 or more"),
+    "a factor of 1": (["--stop-factor", "1"], "--stop-factor: 1; expected a factor above 1"),
+    "a sweep": (["-m", "seed=0,1"], "--multirun: several runs; expected one"),
+    "a word of the config": (["optimzer=sgd"], "optimizer"),
+    "no training": (["train=false", "resume=x"], "resume: "),
+    "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0; expected "),
+    "phases": (["phases=[body_and_head]"], "phases: head, body, each with an optimizer of its own; expected none"),
+    "a schedule that is none": (["scheduler=cosine", "scheduler.end_factor=x"], "scheduler.end_factor"),
+    "torchrun": ([], "exp.find_lr alone"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_come_before_anything_is_made(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, said = FAULTS[name]
+    if name == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert main([*(SHORT if name != "phases" else SHORT[-1:]), *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+INTERRUPTED = """
+import os, signal
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.calls = nn.Linear(13, 3), 0
+
+    def forward(self, x):
+        self.calls += x.device.type == "cpu" and self.training
+        if self.calls == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.head(x)
+"""
+
+
+def test_ctrl_c_ends_it_with_130_and_leaves_no_state(commands, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text(INTERRUPTED)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(
+        "# Sends its process a signal: model=mine\n_target_: mine.Net\n"
+    )
+    done = commands.run("data=wine", "model=mine", "launch.accelerator=cpu", module="exp.find_lr", cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "interrupted by signal 2; a test that did not end says nothing, and leaves no state" in done.stderr
+    assert "goes on with" not in done.stderr
+    assert list(tmp_path.glob("outputs/**/*.ckpt")) == []

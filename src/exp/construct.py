@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from exp.config.annotations import EMPTY, annotations_of, is_array
 from exp.config.reading import secrets_kept
-from exp.config.slots import MODULE, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
+from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.data.data import Data
 from exp.data.labels import IGNORED
@@ -135,7 +135,8 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
         return made
     wanted = returned_at(key)
     # What has a length and numbers its parts is no data set for that.
-    other = (tuple, dict, str) if MODULE in wanted else (tuple, dict, str, nn.Module)
+    other: tuple[type, ...] = (tuple, str) if MODULE in wanted else (tuple, str, nn.Module)
+    other += () if wanted == SPLITS else (dict,)
     if wanted and (isinstance(made, other) or not isinstance(made, tuple(map(class_of, wanted)))):
         got = f"{name}, which returned a {type(made).__module__}.{type(made).__qualname__}"
         raise ConfigError([Fault(key=f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")])

@@ -125,13 +125,14 @@ def test_what_is_right_is_none(tmp_path, monkeypatch, command):
 
 
 # What asks for each extra.
-PACKAGES = {"parquet": "pyarrow"}
+PACKAGES = {"parquet": "pyarrow", "hf": "datasets"}
 # FILE is one that is there.
 EXTRAS = {
     "wandb": ["logger=wandb", "+logger.x={_target_: lightning.pytorch.loggers.WandbLogger}"],
     "mlflow": ["logger=mlflow", "+logger.x={_target_: lightning.pytorch.loggers.MLFlowLogger}"],
     "deepspeed": ["strategy=deepspeed"],
     "parquet": ["data=parquet data.dataset.path=FILE data.dataset.target=kind"],
+    "hf": ["data=hf data.dataset.path=FILE data.dataset.target=kind"],
     "safetensors": ["weights.from=FILE"],
     "tokenizers": ["data=tokens"],
     "fp8": [],  # its device is told first

@@ -239,7 +239,7 @@ def test_inputs_by_name_targets_of_several_columns_and_names_of_classes(tmp_path
     assert named.first_samples("train", seconds=9)[1].tolist() == [1, 0]
     for wrong, message in (
         ({}, r"data.dataset.target: 'red' in colour of line 2 of .*a.csv; expected the number of a class.*classes="),
-        ({"classes": ["red", "bleu"]}, r"data.dataset.classes: red, bleu, and line 3 of .* is of the class blue"),
+        ({"classes": ["red", "bleu"]}, r"dataset.target: line 3 of .* of the class blue; expected one of the classes"),
         ({"classes": ["red", "red"]}, r"data.dataset.classes: red twice"),
         ({"inputs": ["colour"]}, r"data.dataset.inputs: 'red' in colour of line 2 of .*; expected numbers"),
         ({"inputs": ["aeg"]}, r"data.dataset.inputs: aeg; expected a column of .*a.csv. Did you mean age"),

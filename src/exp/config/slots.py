@@ -14,6 +14,8 @@ MODULE = "torch.nn.Module"
 # Of functions that give a data set, whose class may be anybody's: what reads samples by number.
 DATA_SETS = ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")
 DATA_MODULE = "lightning.pytorch.LightningDataModule"
+# And of one whose parts stand in it by name, which data=hf takes.
+SPLITS = (*DATA_SETS, "builtins.dict")
 # A model of these has a training of its own, which nobody would call.
 LIGHTNING_MODULES = (
     "lightning.pytorch.core.module.LightningModule",
@@ -134,6 +136,8 @@ def returned_at(key: str) -> tuple[str, ...]:
     parts = key.split(".")
     if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):
         return (MODULE,)
+    if parts[0] == "data" and parts[-1] == "source":
+        return SPLITS
     holds_data = parts[-1] in ("dataset", "train", "val", "test") or parts[-2:-1] == ["datasets"]
     return DATA_SETS if parts[0] == "data" and holds_data else ()
 

@@ -11,6 +11,7 @@ from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from exp.data.columns import Task
@@ -18,7 +19,7 @@ from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault, name_cure
 from exp.data.pictures import PictureForm
 from exp.errors import Fault
-from exp.spelling import show
+from exp.spelling import among, did_you_mean, show
 
 # A column, several that are one row, or either by the name of the input that they become.
 Columns: TypeAlias = str | Sequence[str]
@@ -181,9 +182,12 @@ class Fields:
         if field.is_row:
             row = [self._number(column, record, where, key="inputs") for column in field.columns]
             return self._cast(name, np.array(row), field, where)
-        column = field.columns[0]
-        if (source := picture_of(self._value(column, record, where, key="inputs"))) is not None:
-            return self.picture.read(source, named=f"{column} of {where}", key="data.dataset.inputs").to(field.dtype)
+        column, key = field.columns[0], "data.dataset.inputs"
+        found = picture_of(self._value(column, record, where, key="inputs"))
+        if isinstance(found, Image):
+            return self.picture.pixels(found, named=f"{column} of {where}", key=key).to(field.dtype)
+        if found is not None:
+            return self.picture.read(found, named=f"{column} of {where}", key=key).to(field.dtype)
         return self._cast(name, self._array(column, record, where, key="inputs"), field, where)
 
     def _cast(self, name: str, values: np.ndarray, field: Field, where: str) -> Tensor:
@@ -235,10 +239,10 @@ class Fields:
             return self.classes.index(label)
         raise SampleError(
             Fault(
-                key="data.dataset.classes",
-                got=f"{', '.join(self.classes)}, and {where} is of the class {label}",
-                expected="all classes",
-                cure=name_cure(label, self.classes),
+                key="data.dataset.target",
+                got=f"{where} of the class {label}",
+                expected=f"one of the classes {among(self.classes, word=label)}",
+                cure=did_you_mean(label, self.classes),
             )
         )
 
@@ -289,8 +293,10 @@ def is_single(value: object) -> bool:
     )
 
 
-def picture_of(value: object) -> Path | io.BytesIO | None:
-    """Where to read the picture that a value is: bytes, or a mapping of `bytes` and `path`, as `datasets` has it."""
+def picture_of(value: object) -> Image | Path | io.BytesIO | None:
+    """Pillow's picture that a value is, or where to read it: bytes, or a mapping of `bytes` and `path`."""
+    if isinstance(value, Image):
+        return value
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if isinstance(value, Mapping) and {"bytes", "path"} >= set(value) and value:

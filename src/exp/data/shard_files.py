@@ -212,7 +212,7 @@ class ParquetShard(ShardFile):
 
         chunk, row = record.held
         try:
-            return {name: _value(chunk.column(name), row) for name in _there(self.names, wanted)}
+            return {name: arrow_value(chunk.column(name), row) for name in _there(self.names, wanted)}
         except (ArrowException, OSError) as error:
             raise self.damaged(record.number, error) from error
 
@@ -390,8 +390,8 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _value(column: Any, row: int) -> object:
-    """One value of a column as NumPy or Python has it."""
+def arrow_value(column: Any, row: int) -> object:
+    """One value of a column, of Arrow's or NumPy's, as NumPy or Python has it."""
     if isinstance(column, np.ndarray):
         return column[row]
     scalar = column[row]

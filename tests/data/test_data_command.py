@@ -438,6 +438,32 @@ def test_a_sample_that_cannot_be_read_ends_with_status_1_and_its_number(capsys: 
     assert not list(Path().rglob("data.json"))
 
 
+def test_a_broken_picture_ends_with_status_1_and_its_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _files(place)
+    file = place / "pets" / "dog" / "9.png"
+    file.write_bytes(file.read_bytes()[:-200])
+    assert main(["data=images", "data.dataset.path=pets", "data.num_workers=0"]) == 1
+    told = capsys.readouterr().err
+    assert "pets/dog/9.png, which cannot be read" in told
+    assert len(told.splitlines()) == 1
+
+
+def test_parts_that_are_not_alike_are_told(place: Path) -> None:
+    _files(place)
+    crop = "+data.train_transforms.crop={_target_: exp.data.images.RandomCrop, size: 8}"
+    found = look("data=images", "data.dataset.path=pets", "data.num_workers=0", crop)
+    assert "differs: input is float32 [3, 8, 8] in train, and float32 [3, 12, 12] in val" in found["findings"]
+    assert not [line for line in look("data=wine")["findings"] if line.startswith("differs")]
+
+
+def test_a_terminal_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    look()
+    told = capsys.readouterr().err
+    assert "\r\033[Ktrain: 64 of 1,258 samples" in told
+    assert told.endswith("\r\033[K")  # nothing of it stays
+
+
 def test_faults_of_the_config_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data=wnie"]) == 2
     assert "wine" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError, exit_status
-from exp.output import outliving_output, unwritable
+from exp.output import unwritable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,8 @@ SECONDS = 1.0
 RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
 # A picture's longer side, in pixels; of larger ones each shows the mean of several.
 SIDE = 256
+# Classes that are drawn.
+BARS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,10 +61,8 @@ def _command(argv: Sequence[str]) -> int:
     targets = sorted(_targets(resolved.plain))
     found = _looked_at(data, targets, count=arguments.samples)
     directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
-    with outliving_output():
-        print((directory / "data.md").read_text(encoding="utf-8"))
-        shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
-        print(f"results    {shown}")
+    print((directory / "data.md").read_text(encoding="utf-8"))
+    print(f"results    {directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory}")
     return 0
 
 
@@ -221,12 +221,17 @@ def _sheets(data: Data, found: Survey) -> Iterator[tuple[str, np.ndarray]]:
         yield f"histograms/{name}", histograms(columns, title=f"{name}, each part with the same area")
     for name in dict.fromkeys(name for part in found.parts.values() for name in part.classes):
         own = {stage: part.classes[name] for stage, part in found.parts.items() if name in part.classes}
-        labels = sorted({label for one in own.values() for label in one.counts})
+        labels = sorted(
+            {label for one in own.values() for label in one.counts},
+            key=lambda label: -max(one.counts.get(label, 0) / one.total for one in own.values() if one.total),
+        )
+        few = sorted(labels[:BARS])
+        rest = f", the {BARS} most frequent of {len(labels):,}" if len(labels) > BARS else ""
         shares: dict[str, list[float]] = {
-            stage: [one.counts.get(label, 0) / max(one.total, 1) for label in labels] for stage, one in own.items()
+            stage: [one.counts.get(label, 0) / max(one.total, 1) for label in few] for stage, one in own.items()
         }
-        named = [next(iter(own.values())).named(label) for label in labels]
-        yield f"classes/{name}", class_shares(shares, named, title=f"{name}, share of each part")
+        named = [next(iter(own.values())).named(label) for label in few]
+        yield f"classes/{name}", class_shares(shares, named, title=f"{name}, share of each part{rest}")
 
 
 def _grid(data: Data, part: PartSurvey, name: str, values: Tensor) -> np.ndarray:

@@ -44,6 +44,7 @@ def findings(survey: Survey, *, origins: Mapping[tuple[Stage, int], str], classe
     """
     found = [f"leak: {_repeats(one, origins)}" for one in survey.leaks]
     found += [f"repeated: {_repeats(one, origins)}" for one in survey.duplicates]
+    found += _differences(survey)
     for stage, part in survey.parts.items():
         found += [*_missing(stage, part), *_imbalances(stage, part, classes)]
     for stage, part in survey.parts.items():
@@ -241,6 +242,28 @@ def _repeats(one: Repeats, origins: Mapping[tuple[Stage, int], str]) -> str:
     text = f"{one.count:,} {samples} of {one.part} {are} {place}, first: {one.part} {index} = {one.within} {found}"
     text += f" ({' and '.join(where)})" if where else ""
     return f"{text}; {one.other_target:,} of them with another target" if one.other_target else text
+
+
+def _differences(survey: Survey) -> Iterator[str]:
+    """Of values that are not alike in all parts: another dtype, another size, or not there at all."""
+    first, *others = survey.parts.values()
+    for name in dict.fromkeys(name for part in survey.parts.values() for name in part.batch):
+        own, *rest = (_form(part, name) for part in (first, *others))
+        for part, form in zip(others, rest, strict=True):
+            if form != own:
+                yield f"differs: {name} is {own} in {first.stage}, and {form} in {part.stage}"
+                break
+
+
+def _form(part: PartSurvey, name: str) -> str:
+    """A value of one sample in words; a length that varies, as of what is padded, as null."""
+    value = part.changed.get(name) or part.batch.get(name)
+    if value is None:
+        return "not there"
+    shape = list(value.shape or ())[1:]
+    has_lengths = name in part.lengths and part.lengths[name].low != part.lengths[name].high
+    sizes = ["null" for _ in shape] if has_lengths else [str(size) for size in shape]
+    return f"{value.dtype} [{', '.join(sizes)}]" if value.shape is not None else value.dtype
 
 
 def _missing(stage: Stage, part: PartSurvey) -> Iterator[str]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Numbers that are looked at together: what they are turned into for that stays in cache.
 CHUNK = 2**18
+# Whole numbers that are counted in a table of all between the least and the largest.
+BINS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,17 @@ class Counts:
         self.of: Counter[int] = Counter()
 
     def add(self, values: Tensor) -> None:
-        found, counts = np.unique(values.numpy(), return_counts=True)
-        self.of.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        """values: whole numbers of any shape."""
+        if not values.numel():
+            return
+        low, high = (int(value) for value in values.aminmax())
+        if high - low < BINS:  # without the sorting that np.unique does, ten times faster on masks of pictures
+            counts = torch.bincount(values.reshape(-1).long() - low)
+            found = counts.nonzero()[:, 0]
+            self.of.update(dict(zip((found + low).tolist(), counts[found].tolist(), strict=True)))
+        else:
+            numbers, times = np.unique(values.numpy(), return_counts=True)
+            self.of.update(dict(zip(numbers.tolist(), times.tolist(), strict=True)))
 
 
 @dataclass(kw_only=True)

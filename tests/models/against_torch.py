@@ -4,7 +4,8 @@
     python tests/models/against_torch.py --write    and the page
 
 operators.py drives op_db through forward programs, layers.py drives module_db through configs, losses.py its losses
-through objectives, steps.py optim_db and torch's schedules through whole runs.
+through objectives, steps.py optim_db and torch's schedules through whole runs, measures.py torchmetrics' classes of
+classification and regression through the stages of a run.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "against-torch.md"
-HEAD = """# Against torch: every operator, layer, loss, optimizer and schedule
+HEAD = """# Against torch: every operator, layer, loss, optimizer, schedule and metric
 
 *Reference*: what `python tests/models/against_torch.py --write` saw with torch {version}, on CPU. Nothing here is
 written by hand.
@@ -35,6 +37,11 @@ hand, and *not written* where an argument is one that no YAML and no program can
 Losses are compared to 1e-13, for a mean that counts its targets is summed in another order than torch's. Each case of
 torch's optimizers (`optim_db`), and each schedule by step and by epoch, is a run of 4 epochs in float64 that must end
 with the weights of the loop of PyTorch's tutorials, bit for bit.
+
+Metrics are those of torchmetrics {torchmetrics}, each with the parameters that it needs and with each other word of
+one that changes what it gives, of outputs that are scores, probabilities or numbers. A stage of uneven batches, and one
+that goes on from a checkpoint in its middle, must give to 1e-6 what one call on all outputs gives by hand. The same
+holds over two ranks, also where one of them has no sample at all (tests/models/test_measures.py drives a share of it).
 """
 
 
@@ -48,7 +55,7 @@ def load(name: str) -> Any:
 
 def page(parts: Sequence[tuple[str, list[Any]]]) -> str:
     """parts: a title, and what was seen, as rows of operators.Row."""
-    text = [HEAD.format(version=torch.__version__)]
+    text = [HEAD.format(version=torch.__version__, torchmetrics=torchmetrics.__version__)]
     for title, rows in parts:
         text += [f"## {title}\n", *_counts(rows), "", *_refused(rows), ""]
     return "\n".join(text).rstrip() + "\n"
@@ -106,6 +113,7 @@ def main() -> int:
         ("Layers, in configs", load("layers").seen(most=options.most, only=names)),
         ("Losses, in objectives", load("losses").seen(most=options.most, only=names)),
         ("Optimizers and schedules, in runs", load("steps").seen(most=options.most, only=names)),
+        ("Metrics, in configs", load("measures").seen(only=names)),
     ]
     text = page(parts)
     print(text)

@@ -6,7 +6,6 @@ that the network gives; those of one's own, and those that hold a network, are n
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -136,13 +135,16 @@ def _whole_fault(measure: Measure, values: Values) -> Fault | None:
 def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
     """What it gives behind these samples, and behind twice as many with other outputs; of too few it may give nothing.
 
-    Raises: RunError where its update does.
+    Raises: RunError where its update does, and where it gives nothing either time.
     """
-    found = []
+    found: list[object] = []
     for seed in range(2):
         measure.update(measure.read(draw(seed)))
-        with contextlib.suppress(*REFUSALS):
+        try:
             found.append(measure.metric.compute())
+        except REFUSALS as error:
+            if seed and not found:
+                raise RunError(f"{measure.key}: {one_line(error)}") from error
     return found
 
 

@@ -139,10 +139,17 @@ class Measure:
 
     def _call(self, given: Mapping[str, Any]) -> None:
         if self.inputs is None:
-            output = given[self.output]
-            self.metric.update(self._probabilities(output) if self.are_scores else output, given[self.target])
+            output, target = given[self.output], given[self.target]
+            if isinstance(self.metric, classification.MulticlassHingeLoss) and self._counts_none(target):
+                return
+            self.metric.update(self._probabilities(output) if self.are_scores else output, target)
         else:
             self.metric.update(**{parameter: given[name] for parameter, name in self.inputs.items()})
+
+    def _counts_none(self, target: Tensor) -> bool:
+        """Whether all targets of a batch are ignored, on which torchmetrics' hinge loss fails (seen in 1.9)."""
+        ignored: Any = self.metric.ignore_index
+        return ignored is not None and bool((target == ignored).all())
 
     def _probabilities(self, output: Tensor) -> Tensor:
         if any(isinstance(part, OF_ANSWERS) for _, part in self.parts):
@@ -263,25 +270,37 @@ def entry_tag(name: str, stage: str, entry: str) -> str:
 
 
 def fill_empty_states(measure: Measure) -> None:
-    """Give a rank that saw no sample empty tensors of the others' shapes and dtypes. Every rank must call it.
+    """Give a rank that saw no sample states of the others' shapes and dtypes. Every rank must call it.
 
-    torchmetrics joins over ranks what a metric keeps of each batch, and its own stand-in for nothing has neither the
-    right number of axes nor the right dtype (seen in 1.9): the ranks would wait for each other, or read garbage.
+    torchmetrics gathers states over ranks as they are: those of nothing have other axes and dtypes than those of a
+    batch, and so has its own stand-in for an empty list (seen in 1.9). The ranks would wait for each other, read
+    garbage or abort.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
     for _, part in measure.parts:
-        lists = {name: getattr(part, name) for name in part.metric_state if isinstance(getattr(part, name), list)}
-        group = part.process_group
-        if not lists or dist.get_world_size(group) == 1:
+        states, group = part.metric_state, part.process_group
+        if not states or dist.get_world_size(group) == 1:
             continue
-        mine = {name: [(list(one.shape[1:]), one.dtype) for one in held[:1]] for name, held in lists.items()}
+        mine = {name: _form(state) for name, state in states.items()} if part.update_called else {}
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
-        for name, held in lists.items():
-            known = next((one[name][0] for one in found if one[name]), None)
-            if not held and known is not None:
-                setattr(part, name, [torch.empty((0, *known[0]), dtype=known[1], device=part.device)])
+        for name, state in states.items():
+            known = next((one[name] for one in found if one.get(name) is not None), None)
+            if known is None or mine.get(name) is not None:
+                continue
+            shape, dtype = known
+            if isinstance(state, list):
+                setattr(part, name, [torch.empty((0, *shape[1:]), dtype=dtype, device=part.device)])
+            else:
+                setattr(part, name, state.to(dtype).expand(shape).clone())
+
+
+def _form(state: State) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of a state, or of the first of a list; None of an empty one."""
+    if isinstance(state, Tensor):
+        return tuple(state.shape), state.dtype
+    return _form(state[0]) if state else None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 from exp.construct import build_data
 from exp.data.__main__ import main
+from exp.errors import is_installed
 
 OWN = '''
 import time
@@ -440,11 +441,12 @@ def test_a_sample_that_cannot_be_read_ends_with_status_1_and_its_number(capsys: 
 
 def test_a_broken_picture_ends_with_status_1_and_its_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _files(place)
-    file = place / "pets" / "dog" / "9.png"
-    file.write_bytes(file.read_bytes()[:-200])
+    file = place / "pets" / "dog" / "z.jpg"  # whose beginning is read before the run, and is good
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(file)
+    file.write_bytes(file.read_bytes()[:-60])
     assert main(["data=images", "data.dataset.path=pets", "data.num_workers=0"]) == 1
     told = capsys.readouterr().err
-    assert "pets/dog/9.png, which cannot be read" in told
+    assert "pets/dog/z.jpg, which cannot be read" in told
     assert len(told.splitlines()) == 1
 
 
@@ -560,7 +562,8 @@ def _files(place: Path) -> dict[str, list[str]]:
 
 SHIPPED = ("breast_cancer", "wine", "diabetes", "digits", "digit_domains", "text")
 WITH_FILES = ("stream", "tensors", "npy", "csv", "csv_regression", "images", "mnist", "windows")
-EXTRAS = ("parquet", "tokens")
+# Each with the package that it needs.
+EXTRAS = {"parquet": "pyarrow", "tokens": "tokenizers", "hf": "datasets"}
 
 
 def test_no_option_is_left_out() -> None:
@@ -600,6 +603,33 @@ def test_every_option_is_looked_at(option: str, place: Path, text: tuple[str, ..
     if option == "digit_domains":
         assert train["classes"]["target"]["ignored"] == 600
         assert train["classes"]["domain"]["counts"] == {"0": 600, "1": 600}
+
+
+@pytest.mark.parametrize("option", EXTRAS)
+def test_an_option_with_an_extra_is_looked_at(option: str, place: Path, text: tuple[str, ...]) -> None:
+    if not is_installed(EXTRAS[option]):
+        pytest.skip(f"the extra of {option} is not installed")
+    rows = [{"x": float(index), "kind": "ba"[index % 2]} for index in range(40)]
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    if option == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), place / "rows.parquet")
+    words = {
+        "tokens": [text[1], "data.dataset.vocabulary_size=300"],
+        "parquet": ["data.dataset.path=rows.parquet", "data.dataset.target=kind"],
+        "hf": ["data.dataset.files=rows.jsonl", "data.dataset.target=kind"],
+    }[option]
+    train = look(f"data={option}", *words)["parts"]["train"]
+    if option == "tokens":
+        assert (train["whole_numbers"]["input"]["vocabulary"], train["whole_numbers"]["input"]["unknown"]) == (
+            300,
+            None,
+        )
+        return
+    assert train["classes"]["target"]["names"] == ["a", "b"]
+    assert [one["name"] for one in train["numbers"]["input"]] == ["x"]
 
 
 def test_a_leaked_picture_is_named_by_its_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from exp.data.columns import Task
 from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault, name_cure
 from exp.data.pictures import PictureForm
+from exp.data.value_names import ValueNames
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, show
 
@@ -92,6 +93,15 @@ class Fields:
     def columns(self) -> tuple[str, ...]:
         """The columns that are read."""
         return tuple(dict.fromkeys([name for one in self.fields.values() for name in one.columns] + [*self.targets]))
+
+    @property
+    def value_names(self) -> ValueNames:
+        """The columns of rows, and the classes."""
+        columns = {name: one.columns for name, one in self.fields.items() if one.is_row}
+        return ValueNames(
+            columns={**columns, TARGET: self.targets} if len(self.targets) > 1 else columns,
+            classes={} if self.classes is None else {TARGET: self.classes},
+        )
 
     def wanted(self, names: Sequence[str], *, where: str) -> tuple[str, ...]:
         """The columns to read of those that there are. where: they are, in words.

@@ -25,6 +25,7 @@ from exp.data.in_memory import Fitted
 from exp.data.pictures import Mode, PictureForm
 from exp.data.shard_files import arrow_value
 from exp.data.splits import random_splits
+from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 from exp.types import STAGES, Stage
 
@@ -149,6 +150,11 @@ class HuggingFace(Dataset[object]):
         # Of a ClassLabel a row has the number, and of others the name.
         part.classes = _label_names(self._rows(), self._target) if part.known is not None else None
         return part
+
+    @property
+    def value_names(self) -> ValueNames:
+        # Not `classes`, whose order is that of the data set, and not of training.
+        return self.fields.value_names
 
     @property
     def num_classes(self) -> int | None:

@@ -11,7 +11,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from exp.data.columns import Task
 from exp.data.dataset_files import find_files
-from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault
 from exp.data.fields import Columns, Fields, Inputs, NumberDtype
 from exp.data.pictures import Mode, PictureForm
@@ -164,13 +163,7 @@ class ShardStream(IterableDataset[object]):
 
     @property
     def value_names(self) -> ValueNames:
-        """The columns of rows, and the classes."""
-        targets, classes = self.fields.targets, self.fields.classes
-        columns = {name: one.columns for name, one in self.fields.fields.items() if one.is_row}
-        return ValueNames(
-            columns={**columns, TARGET: targets} if len(targets) > 1 else columns,
-            classes={} if classes is None else {TARGET: classes},
-        )
+        return self.fields.value_names
 
     def __iter__(self) -> Iterator[object]:
         return map(self.sample, self.records(seed=0, epoch=0, shuffle=False))

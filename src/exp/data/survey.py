@@ -293,7 +293,7 @@ class _Entry:
             self._counts = self._counts or Counts()
             self._counts.add(own)
             return
-        columns, names = (own, ("",)) if own.dim() == 2 and own.shape[1] == 1 else self._by_column(own)
+        columns, names = self._by_column(own) if own is value else (own, ("",))
         self._moments.setdefault(names, Moments(len(names))).add(columns)
         if not self._is_picture:
             spread = torch.linspace(0, len(columns) - 1, min(quota, len(columns))).long()

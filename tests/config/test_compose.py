@@ -521,3 +521,36 @@ def test_interpolations_stay_for_the_check_and_the_frozen_config():
     config = exp.compose([])
     raw = OmegaConf.to_container(config, resolve=False)
     assert raw["data_dir"] == "${oc.env:EXP_DATA_DIR,data}"
+
+
+NUMBERS = """# @package _global_
+freeze: {parameters: ["*"], unfreeze: {0: [head], 30: [body]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unfreeze"),
+    [
+        ([], {0: ["head"], 30: ["body"]}),
+        (["freeze.unfreeze.30=[stem]"], {0: ["head"], 30: ["stem"]}),
+        (["~freeze.unfreeze.30"], {0: ["head"]}),
+        (["+freeze.unfreeze.5=[stem]", "~freeze.unfreeze.0"], {30: ["body"], 5: ["stem"]}),
+        (["freeze.unfreeze={}"], {0: ["head"], 30: ["body"]}),
+        (["freeze.unfreeze=null"], None),
+    ],
+)
+def test_entries_whose_names_are_numbers_are_overridden_by_them(overrides, unfreeze):
+    write("conf/experiment/numbers.yaml", NUMBERS)
+    assert exp.compose(["experiment=numbers", *overrides]).freeze.unfreeze == unfreeze
+
+
+def test_a_number_that_names_no_entry_is_told_with_those_that_are_there():
+    write("conf/experiment/numbers.yaml", NUMBERS)
+    with pytest.raises(ConfigError) as raised:
+        exp.compose(["experiment=numbers", "freeze.unfreeze.7=[stem]"])
+    (fault,) = raised.value.faults
+    assert (fault.key, fault.got, fault.expected) == ("freeze.unfreeze.7", "there is no such key", "one of 0, 30")
+
+
+def test_an_entry_that_is_added_to_an_empty_mapping_is_a_number_as_in_yaml():
+    assert exp.compose(["+freeze.unfreeze.5=[stem]"]).freeze.unfreeze == {5: ["stem"]}

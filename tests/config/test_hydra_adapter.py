@@ -56,6 +56,7 @@ def test_the_methods_that_are_replaced_are_there():
     assert callable(ConfigLoaderImpl._compose_config_from_defaults_list)
     assert callable(ConfigLoaderImpl._parse_overrides_and_create_caching_repo)
     assert callable(ConfigLoaderImpl._apply_overrides_to_config)
+    assert callable(ConfigLoaderImpl.load_configuration)
     assert callable(ConfigRepository.initialize_sources)
 
 

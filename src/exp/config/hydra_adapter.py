@@ -18,7 +18,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -172,6 +172,7 @@ class Loader(ConfigLoaderImpl):
         self.tries_jobs = True
         self._declared: Container | None = None
         self._overrides: list[Override] = []
+        self._numbered: list[str] = []
         self._visits: _Visits | None = None
 
     def _parse_overrides_and_create_caching_repo(
@@ -197,6 +198,11 @@ class Loader(ConfigLoaderImpl):
 
     def _make_ready(self, config: DictConfig, override: Override) -> None:
         """Change a composed config so that Hydra, which merges, does what the override means."""
+        # `freeze.unfreeze.10`: a key of text names no entry that YAML reads as a number, until _restore_numbers.
+        path = _numbered(config, override.key_or_group)
+        if path is not None:
+            _rename(config, path, str)
+            self._numbered.append(path)
         declare_parameter(config, override)
         if not _is_whole_node(override):
             return
@@ -212,6 +218,12 @@ class Loader(ConfigLoaderImpl):
             with open_dict(config):
                 OmegaConf.update(config, key, {} if declared is None else copy.deepcopy(declared), merge=False)
                 OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
+
+    def _restore_numbers(self, config: DictConfig) -> None:
+        """Make numbers of the names of entries that are numbers in YAML, those too that an override added."""
+        for path in self._numbered:
+            _rename(config, path, _as_number)
+        self._numbered.clear()
 
     def _layer(self, default: ResultDefault, repo: IConfigRepository) -> Layer:
         config_path = default.config_path or ""
@@ -232,6 +244,13 @@ class Loader(ConfigLoaderImpl):
                     raise
                 raise ConfigError([_circle_fault(circle)]) from error
 
+    def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+        """Of whoever composes: a command, a job of a sweep, `--cfg`."""
+        self._numbered.clear()
+        config = super().load_configuration(*args, **kwargs)
+        self._restore_numbers(config)
+        return config
+
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         # A sweeper composes every job for a try and stops at the first fault; our launcher lists those of all jobs.
         return super().load_sweep_config(master_config, sweep_overrides) if self.tries_jobs else master_config
@@ -239,8 +258,11 @@ class Loader(ConfigLoaderImpl):
     def apply(self, override: Override, config: DictConfig) -> None:
         """Changes a composed config by one override that is no choice of a group."""
         self._make_ready(config, override)
-        with hydra_base():
-            self._apply_overrides_to_config([override], config)
+        try:
+            with hydra_base():
+                self._apply_overrides_to_config([override], config)
+        finally:
+            self._restore_numbers(config)
 
     def primary(self, config_name: str) -> tuple[list[str], list[str]]:
         """Top-level keys and groups that the primary config declares."""
@@ -295,6 +317,37 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
     if not is_slip(name, map(str, node)):
         with open_dict(node):
             node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing
+
+
+def _numbered(config: DictConfig, key: str) -> str | None:
+    """The path of a mapping on the way to a key, and the key a number there, where all that it holds are numbers."""
+    node: Any = config
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, part):
+            return None
+        if part.isdecimal() and all(type(name) is int for name in node):
+            return ".".join(parts[:index])
+        node = None if part not in node or OmegaConf.is_interpolation(node, part) else node[part]
+    return None
+
+
+def _rename(config: DictConfig, path: str, renamed: Callable[[Any], Any]) -> None:
+    """Give the entries of a mapping other names, if it is still there."""
+    node = OmegaConf.select(config, path)
+    if not isinstance(node, DictConfig):
+        return
+    entries = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(entries, dict)
+    with open_dict(node):
+        for name in entries:
+            del node[name]
+        for name, value in entries.items():
+            node[renamed(name)] = value
+
+
+def _as_number(name: Any) -> Any:
+    return int(name) if isinstance(name, str) and name.isdecimal() else name
 
 
 def _is_whole_node(override: Override) -> bool:

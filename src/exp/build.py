@@ -135,7 +135,10 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
 def _stages(plan: Plan) -> Sequence[str]:
     if plan.own is None:
         return tuple(plan.data.stages)
-    return [stage for stage in STAGES if plan.own.has(stage) and (plan.own.data_kind or stage in plan.data.stages)]
+    there = [stage for stage in STAGES if plan.own.data_kind is not None or stage in plan.data.stages]
+    # With a limit of 0 nothing is validated.
+    limits = {stage: plan.plain["trainer"].get(f"limit_{stage}_batches") for stage in there}
+    return [stage for stage in there if plan.own.has(stage) and limits[stage] != 0]
 
 
 def _trained(
@@ -175,7 +178,9 @@ def _trained_of_own(
     own = OwnModule(module, seed=plain["seed"], rank=rank, limits=limits, batches=batches, saved=lambda: saving.saved)
     if "val" not in _stages(plan):
         own.leave_out(step=STEPS["val"], loader=LOADERS["val"])
-    return module, module, batches, OwnRecording(module=own, hooks=plan.hooks, directory=directory)
+    chooses = loaders is not None and plain["runtime"]["threads"] is None
+    recording = OwnRecording(module=own, hooks=plan.hooks, directory=directory, chooses_threads=chooses)
+    return module, module, batches, recording
 
 
 def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:

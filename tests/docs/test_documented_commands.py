@@ -18,6 +18,7 @@ COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<argu
 FINDER = re.compile(r"^ {4,}(?:\$ )?python -m exp\.find_lr(?P<arguments>.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
+    "module=litnet optimizer.lr=0.1": "set beside module",
     "strategy=deepspeed": "needs the package deepspeed",
     "+logger=mlflow": "needs the package mlflow",
     "+logger=wandb": "needs the package wandb",
@@ -52,7 +53,8 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     shutil.copytree(ROOT / ".ci" / "newcomer", tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "spirals", raising=False)
+    for module in ("spirals", "lit"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     # The same on every machine; what it says of devices is of machines with GPUs.
     on = [] if "launch.accelerator=" in line or "launch.devices=[" in line else ["launch.accelerator=cpu"]
     words = [*shlex.split(re.sub(r"--samples \w+", "", line), comments=True), *on]  # that flag is exp.data's alone

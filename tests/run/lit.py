@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import lightning.pytorch as pl
@@ -221,3 +223,34 @@ class Untrained(pl.LightningModule):
 class WithLoaders(LitNet):
     def train_dataloader(self) -> Any:
         return LitData().train_dataloader()
+
+
+class Interrupt(BreakOff):
+    """As a Ctrl-C does."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class LitPair(pl.LightningModule):
+    """Two halves with an optimizer each, stepped by hand in each batch; nothing is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, target = batch
+        for half, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = nn.functional.cross_entropy(half(inputs) + 0.1 * self.second(inputs), target)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in (self.first, self.second)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -319,3 +320,47 @@ def test_what_does_not_apply_is_a_fault_that_names_it(tmp_path, words, key, part
     else:
         found = faults(*words)
         assert part in found[key], found
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+def test_two_optimizers_over_two_ranks_are_those_of_lightnings_ddp(mine, tmp_path, commands, ranks):
+    given = ["module={_target_: mine.LitPair}", DATA, "precision=fp64", "trainer.max_epochs=1", "test=false"]
+    placed = ["strategy=ddp", "strategy.find_unused_parameters=true", "launch.devices=2", "launch.accelerator=cpu"]
+    done = commands.run(*QUIET, "hydra.run.dir=out", *given, *placed)
+    assert done.returncode == 0, done.stderr
+    torch.save(first_weights(mine.LitPair(), given).state_dict(), tmp_path / "first.pt")
+    found, _ = ranks.call(ddp_alone, place=str(tmp_path), seed=0, name="LitPair", epochs=1, unused=True)
+    same(torch.load("out/checkpoints/last.ckpt", weights_only=True)["state_dict"], found)
+
+
+def test_each_sample_counts_once_over_two_ranks(mine, commands):
+    """exp's global batches: the last one, of 57 samples, is shared out as 29 and 28."""
+    given = ["module={_target_: mine.LitNet, inputs: 64, classes: 10}", "precision=fp64", "trainer.max_epochs=1"]
+    whole = fit(*given, "test=false", "data.batch_size=400")
+    placed = ["strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", "hydra.run.dir=out", "test=false"]
+    done = commands.run(*QUIET, *given, *placed, "data.batch_size=400")
+    assert done.returncode == 0, done.stderr
+    found = torch.load("out/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_an_interrupted_run_goes_on(commands):
+    given = [*QUIET, NET, DATA, "+data.noise=0.5", "test=false"]
+    started = commands.start(*given, "+callbacks={stop: {_target_: mine.Interrupt, after: 5}}", "hydra.run.dir=out")
+    done = started.end(seconds=200)
+    assert done.returncode == 130, done.stderr
+    assert "resume=out/checkpoints/last.ckpt" in done.stderr
+    whole = fit(*given, "trainer.max_epochs=2")
+    again = fit(*given, "trainer.max_epochs=2", "resume=out/checkpoints/last.ckpt")
+    same(weights(whole), weights(again))
+
+
+def test_a_sweep_compares_what_the_module_logs(commands):
+    words = [*QUIET, "module=litnet", DATA, "trainer.max_epochs=1", "monitor=val/loss", "test=false"]
+    done = commands.run("-m", *words, "module.lr=0.1,0.001", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stderr
+    values = [json.loads(Path(f"sweep/{job}/report.json").read_text())["best"]["value"] for job in (0, 1)]
+    assert f"best       job 0, val/loss {min(values):.6g}  module.lr=0.1" in done.stdout
+    done = commands.run(*words, "monitor=val/lss")
+    assert (done.returncode, "Did you mean val/loss?" in done.stderr) == (1, True)

@@ -30,6 +30,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
+from exp.spelling import among, did_you_mean
 from exp.types import EPOCH_LOSS, Batch, Mode
 
 log = logging.getLogger(__name__)
@@ -312,8 +313,10 @@ class Checkpointing(Callback):
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(trainer.callback_metrics)
+            cure = did_you_mean(self.monitor, known)
             raise RunError(
-                f"monitor is {self.monitor}, which nothing gives; expected one of {', '.join(known) or 'nothing'}"
+                f"monitor is {self.monitor}, which nothing gives; expected one of {among(known)}"
+                + (f". {cure}" if cure else "")
             )
         value = float(trainer.callback_metrics[self.monitor])
         if not math.isfinite(value):

@@ -27,9 +27,11 @@ from exp.engine.observer import WHOLE_STEP, Turn
 from exp.engine.overhead import lighten
 from exp.engine.own_module import OwnModule, as_numbers
 from exp.engine.recording import LATEST, STATE, StepRecording
+from exp.engine.runtime import set_threads
 from exp.engine.step_hooks import Found
 from exp.hooks.hook import Hook
 from exp.loggers.run_logger import RunLogger
+from exp.nested import tensors_in
 from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision
 from exp.types import Stage
@@ -39,12 +41,19 @@ class OwnRecording(StepRecording):
     """A callback that runs hooks on a module of the user's own, and writes what they give to every logger.
 
     It must stand before callbacks that look at random numbers. hooks, directory: as StepRecording's.
+    chooses_threads: whether the first batch says how many threads its operators take, for nothing else knows its size.
     """
 
     def __init__(
-        self, *, module: OwnModule, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None
+        self,
+        *,
+        module: OwnModule,
+        hooks: Mapping[str, Hook] | None = None,
+        directory: Path | None = None,
+        chooses_threads: bool = False,
     ) -> None:
         super().__init__(hooks=hooks, directory=directory)
+        self._chooses_threads = chooses_threads
         self._module = module
         self._values: Found | None = None
         self._size = 0
@@ -85,6 +94,10 @@ class OwnRecording(StepRecording):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         share = self._module.batches.begin(batch, batch_idx)
+        if self._chooses_threads:
+            self._chooses_threads = False
+            positions = max((one.numel() // max(share.size, 1) for one in tensors_in(batch)), default=1)
+            set_threads(None, network=pl_module, positions=positions, batch_size=share.size)
         self._size += share.global_size
         self._step_hooks.start_batch(share, batch_idx, index=self._index + 1)
 

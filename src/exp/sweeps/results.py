@@ -28,7 +28,7 @@ class Row:
     job: int
     swept: Mapping[str, str]
     status: str
-    monitor: str
+    monitor: str | None
     mode: Mode
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def print_table(directory: Path, rows: Sequence[Row]) -> None:
 def _cells(rows: Sequence[Row], *, results: bool = False, brief: bool = False) -> tuple[list[str], list[list[str]]]:
     """results: losses and metrics alone. brief: those of validation, for a screen."""
     swept = list(dict.fromkeys(key for row in rows for key in row.swept))
-    monitors = list(dict.fromkeys(row.monitor for row in rows))
+    monitors = list(dict.fromkeys(row.monitor for row in rows if row.monitor is not None))
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
         # <metric>/<stage>, loss/<stage>/<term>: hooks log dozens of tags a parameter or a layer, a metric one a class.

@@ -97,7 +97,10 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def page_for(directory: Path, *, runs: int) -> str:
-    """Hyperparameters for a sweep, one run's custom scalars, and the curves of all for what is above."""
+    """Hyperparameters for a sweep, one run's custom scalars, the pictures of a look at the data, and the curves of all
+    for what is above."""
+    if (directory / "data.md").is_file():
+        return "images"
     if runs == 1:
         return "custom_scalars"
     # <name>/sweeps/<date>/<time>; its table is there when it is done, and tells one that was put elsewhere.

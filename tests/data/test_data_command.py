@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 from sklearn.preprocessing import StandardScaler
 
 from exp.construct import build_data
+from exp.dashboard import page_for
 from exp.data.__main__ import main
 from exp.errors import is_installed
 
@@ -220,7 +221,7 @@ def test_pictures_are_counted_drawn_and_written(capsys: pytest.CaptureFixture[st
         assert min(picture.size) > 4 * 64
 
 
-def test_tensorboard_shows_what_was_written() -> None:
+def test_tensorboard_shows_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory = look("data=wine")["directory"]
@@ -230,6 +231,8 @@ def test_tensorboard_shows_what_was_written() -> None:
     assert tags["tensors"] == ["data/report"]
     (text,) = events.Tensors("data/report")
     assert text.tensor_proto.string_val[0].decode() == (directory / "data.md").read_text(encoding="utf-8")
+    assert page_for(directory, runs=1) == "images"
+    assert f"dashboard  python -m exp.dashboard {directory}" in capsys.readouterr().out
     without = look("data=wine", "logger=[]")["directory"]
     assert without != directory
     assert not (without / "tensorboard").exists()
@@ -642,6 +645,35 @@ def test_a_leaked_picture_is_named_by_its_file(place: Path, capsys: pytest.Captu
     assert "pets/dog/copy.png and pets/cat/3.png" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_sparse_and_conjugated_numbers_and_columns_of_one_are_looked_at(place: Path) -> None:
+    from exp.data.survey import PartSurvey, _Entry
+    from exp.data.value_names import ValueNames
+
+    found = PartSurvey(stage="train", samples=4, batches=2)
+    values = {"sparse": torch.eye(4).to_sparse(), "waves": torch.tensor([[3 + 4j], [0j], [6 + 8j], [1j]]).conj()}
+    for name, value in values.items():
+        entry = _Entry(name, ValueNames(columns={"waves": ["volt"]}), is_target=False)
+        for part in (value.to_dense()[:3], value):
+            entry.add(part, None, places=[], quota=100)
+        entry.close(name, found)
+    close(found.numbers["sparse"][0].__dict__, [1, 0, 0, 1, 0, 0, 0])
+    assert found.numbers["waves"][0].name == "volt"
+    close(found.numbers["waves"][0].__dict__, [5, 0, 10, 5, 0, 10, 1])
+
+
+def test_a_batch_padded_by_a_function_of_ones_own_is_one_value() -> None:
+    from exp.data.survey import PartSurvey, _Entry
+    from exp.data.value_names import ValueNames
+
+    found, draws = PartSurvey(stage="train", samples=None, batches=None), np.random.default_rng(0)
+    batches = [draws.normal(size=(4, width)) for width in (3, 5, 300)]
+    entry = _Entry("curve", ValueNames(), is_target=False)
+    for batch in batches:
+        entry.add(torch.from_numpy(batch), None, places=[], quota=10)
+    entry.close("curve", found)
+    close(found.numbers["curve"][0].__dict__, np.concatenate([batch.reshape(-1) for batch in batches]))
+
+
 def test_bytes_of_samples_tell_them_apart() -> None:
     from exp.data.fingerprints import fingerprint
 
@@ -655,3 +687,5 @@ def test_bytes_of_samples_tell_them_apart() -> None:
     assert hashed(torch.arange(6.0).reshape(2, 3).T) == hashed(torch.tensor([[0.0, 3], [1, 4], [2, 5]]))
     assert hashed(torch.ones(3, dtype=torch.bfloat16)) != hashed(torch.zeros(3, dtype=torch.bfloat16))
     assert hashed(torch.tensor(1.0)) != hashed(torch.tensor(2.0))
+    assert hashed(torch.tensor([1j]).conj()) == hashed(torch.tensor([complex(0, -1)]))
+    assert fingerprint((torch.eye(2).to_sparse(), 0), inputs=(), targets=()) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import sys
@@ -62,7 +63,10 @@ def _command(argv: Sequence[str]) -> int:
     found = _looked_at(data, targets, count=arguments.samples)
     directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
     print((directory / "data.md").read_text(encoding="utf-8"))
-    print(f"results    {directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory}")
+    shown = os.path.relpath(directory)
+    print(f"results    {shown}")
+    if (directory / "tensorboard").is_dir():
+        print(f"dashboard  python -m exp.dashboard {shlex.quote(shown)}")
     return 0
 
 

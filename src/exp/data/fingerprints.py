@@ -40,7 +40,7 @@ def fingerprint(
     given, wanted = _divided(sample, inputs, targets, values)
     try:
         return Fingerprint(_hash(given), _hash(wanted))
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 
@@ -65,11 +65,21 @@ def _hash(value: object) -> bytes:
 
 
 def _bytes_of(value: object) -> Iterator[bytes]:
-    """Raises: TypeError for an object that is neither numbers nor text, nor made of them."""
+    """Raises: TypeError, ValueError, RuntimeError for an object that is neither numbers nor text, nor made of them."""
     if isinstance(value, Tensor):
         yield f"{value.dtype}{list(value.shape)}".encode()
         # As bytes, for NumPy does not know all of torch's dtypes.
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield (
+            value.detach()
+            .cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     elif isinstance(value, str | bytes | int | float | complex | None):
         yield f"{type(value).__name__} {value!r};".encode(errors="backslashreplace")
     elif isinstance(value, Mapping | list | tuple):

@@ -177,8 +177,6 @@ def measured(data: Data, stage: Stage, *, seconds: float) -> Speed:
     while last - first < seconds:
         batch = next(iterator, None)
         if batch is None:
-            if not batches and last > first:
-                break  # a part of one batch
             iterator, last = iter(loader), time.perf_counter()
             if (batch := next(iterator, None)) is None:
                 break
@@ -204,8 +202,7 @@ class _Part:
         self._count = count
         self._known = count if samples is None else min(samples, count)
         # Of classes in folders the first ones would be of one class.
-        spread = range(PICTURES) if self._is_stream else torch.linspace(0, self._known - 1, PICTURES).long().tolist()
-        self._wanted = frozenset(spread)
+        self._wanted = frozenset(range(PICTURES) if self._is_stream else _spread(PICTURES, self._known).tolist())
         self._names = value_names(part)
         self._entries: dict[str, _Entry] = {}
         self._found = PartSurvey(stage=stage, samples=samples, batches=self._batches())
@@ -249,7 +246,7 @@ class _Part:
             }
         # Labels are those of the samples: mixed ones are shares.
         entries = {**after, **{name: value for name, value in before.items() if name in self._targets}}
-        quota = -(-ROWS * read.count // max(self._known, 1))
+        quota = ROWS if self._found.samples is None else -(-ROWS * read.count // max(self._known, 1))
         for name, value in entries.items():
             if name not in self._entries:
                 self._entries[name] = _Entry(name, self._names, is_target=name in self._targets)
@@ -276,6 +273,7 @@ class _Entry:
         self._lengths = Lengths()
         self._kept: list[Tensor] = []
         self._rows: list[Tensor] = []
+        self._room = 2 * ROWS  # each batch's share of ROWS is rounded up
         self._is_picture = False
 
     def add(self, value: object, sizes: Sequence[tuple[int, ...]] | None, *, places: Sequence[int], quota: int) -> None:
@@ -284,6 +282,8 @@ class _Entry:
             self._lengths.add([len(one) for one in value])
         if not isinstance(value, Tensor) or not value.dim():
             return
+        if value.layout != torch.strided:
+            value = value.to_dense()
         own = self._own(value, sizes)
         self._is_picture = sizes is None and not self._is_target and _is_picture(value, self._columns)
         if places and (self._is_picture or self._is_target):
@@ -295,9 +295,10 @@ class _Entry:
             return
         columns, names = self._by_column(own) if own is value else (own, ("",))
         self._moments.setdefault(names, Moments(len(names))).add(columns)
-        if not self._is_picture:
-            spread = torch.linspace(0, len(columns) - 1, min(quota, len(columns))).long()
-            self._rows.append(columns[spread, :COLUMNS].float())
+        if not self._is_picture and self._room > 0:
+            kept = columns[_spread(min(quota, self._room, len(columns)), len(columns)), :COLUMNS]
+            self._rows.append((kept.abs() if kept.is_complex() else kept).float())
+            self._room -= len(kept)
 
     def close(self, name: str, found: PartSurvey) -> None:
         """Writes what there is to say into the part's survey."""
@@ -349,6 +350,11 @@ class _Entry:
             channels = value.shape[1]
             return value.movedim(1, -1).reshape(-1, channels), tuple(f"channel {place}" for place in range(channels))
         return value.reshape(-1, 1), ("",)
+
+
+def _spread(count: int, length: int) -> Tensor:
+    """So many places, from the first to the last of a length, int64."""
+    return torch.arange(count) * (length - 1) // max(count - 1, 1)
 
 
 def _is_picture(value: Tensor, columns: Sequence[str]) -> bool:

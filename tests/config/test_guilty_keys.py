@@ -125,7 +125,7 @@ def test_what_is_right_is_none(tmp_path, monkeypatch, command):
 
 
 # What asks for each extra.
-PACKAGES = {"parquet": "pyarrow", "hf": "datasets"}
+PACKAGES = {"parquet": "pyarrow", "hf": "datasets", "vision": "torchvision"}
 # FILE is one that is there.
 EXTRAS = {
     "wandb": ["logger=wandb", "+logger.x={_target_: lightning.pytorch.loggers.WandbLogger}"],
@@ -133,6 +133,7 @@ EXTRAS = {
     "deepspeed": ["strategy=deepspeed"],
     "parquet": ["data=parquet data.dataset.path=FILE data.dataset.target=kind"],
     "hf": ["data=hf data.dataset.path=FILE data.dataset.target=kind"],
+    "vision": ["data.tv_tensors={input: image}"],
     "safetensors": ["weights.from=FILE"],
     "tokenizers": ["data=tokens"],
     "fp8": [],  # its device is told first

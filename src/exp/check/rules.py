@@ -24,6 +24,7 @@ from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import packages_allowed_by
 from exp.config.own_module import brings_data, has_module
 from exp.config.reading import UNKNOWN, Values, is_node
+from exp.config.slots import nodes_in
 from exp.config.targets import resolve
 from exp.data.faults import share_faults
 from exp.errors import ConfigError, Fault
@@ -36,7 +37,12 @@ NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLo
 CLASS_METRICS = ("exp.objectives.metrics.Accuracy", "exp.objectives.metrics.F1", "exp.objectives.metrics.AUROC")
 # Of a run directory, the better one first.
 CHECKPOINTS = ("checkpoints/best.ckpt", "checkpoints/last.ckpt")
-MIXING = ("exp.data.batch_transforms.Mixup", "exp.data.batch_transforms.CutMix")
+MIXING = (
+    "exp.data.batch_transforms.Mixup",
+    "exp.data.batch_transforms.CutMix",
+    "torchvision.transforms.v2.MixUp",
+    "torchvision.transforms.v2.CutMix",
+)
 CLASSIFICATION = "torchmetrics.classification."
 REGRESSION = "torchmetrics.regression."
 
@@ -166,9 +172,8 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[Fault]:
     stages = values["metric_stages"]
     if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
         return
-    nodes = values["data.train_batch_transforms"]
-    for node in nodes.values() if isinstance(nodes, dict) else nodes if isinstance(nodes, list) else ():
-        if is_node(node) and node["_target_"] in MIXING and node.get("num_classes") is not None:
+    for _, node in nodes_in(values["data.train_batch_transforms"]):
+        if node["_target_"] in MIXING and node.get("num_classes") is not None:
             name = str(node["_target_"]).rpartition(".")[2]
             got = f"{show(stages)}, and {name} makes probabilities of the classes of training batches"
             yield Fault(key="metric_stages", got=got, expected="stages without train", cure="Write [val, test]")

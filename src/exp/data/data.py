@@ -27,6 +27,7 @@ from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder,
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
+from exp.data.tv_tensors import plain_tensors, wrapping
 from exp.data.workers import (
     Assembly,
     FetchOptions,
@@ -65,6 +66,7 @@ class Data:
     num_workers, prefetch_factor, persistent_workers, multiprocessing_context: DataLoader's own.
     pin_memory: None means where there is a CUDA device.
     shuffle_buffer: samples among which the order of a stream is random.
+    tv_tensors: what entries of a sample are to torchvision's v2 transforms, such as {input: image, target: mask}.
     transforms: applied in turn to the input of each sample, or to the entries that their parameters name.
         train_transforms: the same before them, in training only. batch_transforms, train_batch_transforms: the same on
         a rank's share of a batch, on its device.
@@ -106,6 +108,7 @@ class Data:
         persistent_workers: bool = True,
         multiprocessing_context: StartMethod | None = None,
         shuffle_buffer: Annotated[int, Ge(0)] = 1000,
+        tv_tensors: Mapping[str, Any] | None = None,
         transforms: Transforms = None,
         train_transforms: Transforms = None,
         batch_transforms: Transforms = None,
@@ -124,27 +127,26 @@ class Data:
         seed: int = 0,
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
-        self.shuffle_buffer = shuffle_buffer
+        self.shuffle_buffer, self.input_mean, self.input_std = shuffle_buffer, input_mean, input_std
         dtypes = [input_dtype, *(one["dtype"] for one in (inputs or {}).values())]
         self._form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
         self._collate = collate_of(collate, inputs=self._form.names)
+        self._wrapping = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self._held),)
         given = {"transforms": transforms, "train_transforms": train_transforms}
         batch = {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}
         self._steps = {key: callables(one, key, self._held) for key, one in given.items()}
-        self._steps |= {key: callables(one, key, self._form.names) for key, one in batch.items()}
+        self._steps |= {key: callables(one, key, self._form.names, is_batch=True) for key, one in batch.items()}
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
-        self.input_mean, self.input_std = input_mean, input_std
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self.fitted = fit(raw, earlier=earlier or (lambda: None))
         self._parts = prepare(raw, self.fitted)
         self._drawn: SampledOrder | None = None
         self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
-        declared = DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs)
         self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.rounded: list[str] = []
-        self.spec = self._spec(declared)
+        self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
         self._labels = replace(self._labels, classes=self.spec.num_classes)
         self._check_labels()
         self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
@@ -322,7 +324,8 @@ class Data:
         return Assembly(collate=self._collate, form=self._form, labels=self._labels, named=named)
 
     def _transforms_of(self, stage: Stage, key: str = "transforms") -> tuple[Transform, ...]:
-        return (*self._steps[f"train_{key}"], *self._steps[key]) if stage == "train" else self._steps[key]
+        steps = (*self._steps[f"train_{key}"], *self._steps[key]) if stage == "train" else self._steps[key]
+        return steps if key == BATCH else (*self._wrapping, *steps)
 
     def _by_index(self, stage: Stage) -> bool:
         is_plain = self._collate is default_collate and not self._transforms_of(stage)
@@ -451,7 +454,8 @@ class Data:
         sample = next(open_stream(part, epoch=0), None)
         if sample is None:
             raise self._empty_stream(stage)
-        return self._collate([apply_transforms(sample, transforms)])
+        read = apply_transforms(sample, transforms)
+        return self._collate([plain_tensors(read) if self._collate is default_collate else read])
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

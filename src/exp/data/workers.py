@@ -19,10 +19,11 @@ from exp.data.entries import BatchForm, target_in
 from exp.data.faults import SampleError
 from exp.data.fingerprints import Fingerprint
 from exp.data.in_memory import sample_name, samples_in
-from exp.data.joint_transforms import JointTransform, Transform
+from exp.data.joint_transforms import SampleTransform, Transform, apply_to_input
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
+from exp.data.tv_tensors import plain_tensors
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError
 from exp.signals import heed
 from exp.types import Batch, Stage
@@ -96,7 +97,9 @@ class Assembly:
                 return sample
             read.append(sample)
         try:
-            batch = self.collate([sample.data for sample in read])
+            # torch's would make a batch of tv_tensors one in a worker, and a plain tensor outside.
+            is_plain = self.collate is not default_collate
+            batch = self.collate([sample.data if is_plain else plain_tensors(sample.data) for sample in read])
         except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:
@@ -288,18 +291,12 @@ def end_workers() -> None:
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
     """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping.
 
-    A mapping without such an entry, and more values than two, are given to the transforms whole; a joint transform
-    takes the entries that it names. A batch goes through them alike.
+    A mapping without such an entry, and more values than two, are given to the transforms whole; so is any sample to
+    one that takes samples, such as the entries that it names. A batch goes through them alike.
     """
     for transform in transforms:
-        if isinstance(transform, JointTransform):
-            sample = transform(sample)
-        elif isinstance(sample, Mapping) and "input" in sample:
-            sample = {**sample, "input": transform(sample["input"])}
-        elif isinstance(sample, tuple | list) and len(sample) <= 2:
-            sample = (transform(sample[0]), *sample[1:])
-        else:
-            sample = transform(sample)
+        is_whole = isinstance(transform, SampleTransform)
+        sample = transform(sample) if is_whole else apply_to_input(sample, transform)
     return sample
 
 

@@ -12,7 +12,7 @@ from torchmetrics import classification, regression
 
 import exp
 from exp.check.plan import plan, resolve
-from exp.errors import ConfigError, ExpError
+from exp.errors import ConfigError, ExpError, RunError
 
 T, R, OWN = "torchmetrics.classification", "torchmetrics.regression", "exp.objectives.metrics"
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
@@ -157,6 +157,14 @@ FAULTS = [
     ("monitor=digit/val;mode=max", "monitor", "gives 10 numbers"),
     ("monitor=digit/val/10;mode=max", "monitor", "a tag of this run: digit/val/"),
     ("monitor=digit/val/1;mode=min", "mode", "a higher digit/val/1 is better"),
+    ("monitor=both/val/f1/2;mode=min", "mode", "a higher both/val/f1/2 is better"),
+    ("monitor=recall/val/multiclassrecall_a;mode=min", "mode", "a higher recall/val/multiclassrecall_a is better"),
+    ("metrics.recall.labels=[a,b]", "metrics.recall.labels", "2 labels; expected 3, one for each number"),
+    (
+        f"+metrics.x={{_target_: {T}.MulticlassLogAUC, num_classes: 3, average: micro, {KINDS}}}",
+        "metrics.x",
+        "Got unknown average",
+    ),
     ("monitor=both/val/f1;mode=max", "monitor", "both/val/f1/2"),
     ("scheduler=plateau;scheduler.monitor=recall/val/a", "scheduler.monitor", "Did you mean recall/val/"),
 ]  # fmt: skip
@@ -170,3 +178,33 @@ def test_what_does_not_fit_is_a_fault_before_the_run_with_its_key(overrides, key
     assert fault.key == key
     assert words in str(fault)
     assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("gives", ["vector", "mapping", "matrix"])
+def test_a_metric_of_ones_own_is_called_by_the_run_alone(gives) -> None:
+    own = f"+metrics.own={{_target_: heads.Own, gives: {gives}, output: years, target: age}}"
+    config = exp.compose([*COMMON, own, "trainer.max_epochs=1", "test=false"])
+    exp.validate(config)
+    if gives == "matrix":
+        with pytest.raises(RunError, match=r"metrics.own: Own gives a tensor of shape \[2, 2\]; expected one number"):
+            exp.fit(config)
+        return
+    found = exp.fit(config).metrics
+    names = ["own/val/0", "own/val/1"] if gives == "vector" else ["own/val/least", "own/val/most"]
+    assert [found[name] for name in names] == [1.0, 2.0]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("node", [METRICS["area"], METRICS["recall"], METRICS["line"]])
+def test_a_metric_computes_in_float32_where_the_network_does_not(node) -> None:
+    config = exp.compose([*COMMON, f"+metrics.it={node}"])
+    (measure,) = plan(resolve(config)).metrics.values()
+    values = {"kinds": torch.randn(31, 3).bfloat16(), "kind": torch.arange(31) % 3}
+    values |= {"years": torch.randn(31).bfloat16(), "age": torch.randn(31)}
+    with torch.autocast("cpu", torch.bfloat16):
+        measure.update(measure.read(values))
+    found = measure.compute()
+    measure.metric.reset()
+    measure.update({name: value.float() if value.is_floating_point() else value for name, value in values.items()})
+    assert found == measure.compute()
+    assert all(one.dtype == torch.float32 for one in found.values())

@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics import classification as classes
+from torchmetrics.wrappers import ClasswiseWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from exp.check.shapes import described
@@ -104,12 +106,14 @@ def fit_faults(
             continue
         with warnings.catch_warnings(), preserve_generators(), torch.no_grad():
             warnings.simplefilter("ignore")  # of few samples, and of outputs that no network gave
+            called = measure.clone()
             try:
-                found = _computed(measure.clone(), draw)
+                found = _computed(called, draw)
             except RunError as error:
                 yield _refusal(measure, draw(0), stage, error)
                 continue
-        if (fault := _entry_fault(measure, found)) is not None:
+            fault = _label_fault(called) or _entry_fault(measure, found)
+        if fault is not None:
             yield fault
         elif found:
             entries[measure.name] = tuple(name for name, _ in entries_of(found[-1]))
@@ -146,6 +150,21 @@ def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
             if seed and not found:
                 raise RunError(f"{measure.key}: {one_line(error)}") from error
     return found
+
+
+def _label_fault(called: Measure) -> Fault | None:
+    """The fault of labels of which there are more or fewer than numbers: torchmetrics leaves the rest out in silence.
+
+    called: with states of a batch.
+    """
+    for path, part in called.parts:
+        if not isinstance(part, ClasswiseWrapper) or part.labels is None:
+            continue
+        count = len(part.metric.compute())
+        if len(part.labels) != count:
+            key = ".".join(filter(None, [called.key, *(["metrics", path] if path else []), "labels"]))
+            return Fault(key=key, got=f"{len(part.labels)} labels", expected=f"{count}, one for each number")
+    return None
 
 
 def _entry_fault(measure: Measure, found: Sequence[object]) -> Fault | None:
@@ -215,6 +234,22 @@ def _cure_of_shapes(metric: Metric | MetricCollection, output: Tensor, target: T
     if output.shape == (*target.shape, 1) or target.shape == (*output.shape, 1):
         return elementwise_cure(output, target)
     return None
+
+
+def mode_faults(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Iterator[Fault]:
+    """Of a best checkpoint that would be the worst, by what the metric itself says of its entries, or one in it."""
+    name, _, rest = monitor.partition("/")
+    if name not in measures or not (entry := rest.partition("/")[2]):
+        return  # of one number its class says it
+    part: Any = measures[name].metric
+    if isinstance(part, MetricCollection):
+        parts = dict(part.items(keep_base=False, copy_state=False))
+        part = parts.get(entry.partition("/")[0])
+    is_higher = None if part is None else part.higher_is_better
+    if isinstance(is_higher, bool) and is_higher != (mode == "max"):
+        better, side = ("max", "higher") if is_higher else ("min", "lower")
+        expected = f"{better}: a {side} {monitor} is better"
+        yield Fault(key="mode", got=repr(mode), expected=expected, cure=f"Add mode={better}")
 
 
 def monitor_faults(

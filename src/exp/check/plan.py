@@ -384,7 +384,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     Returns: what to say of its first samples that is no fault.
     """
     from exp.check.first_samples import Subject, is_shipped, look_at_names, look_at_samples
-    from exp.check.metric_faults import monitor_faults
+    from exp.check.metric_faults import mode_faults, monitor_faults
 
     plain = decided.plain
     try:
@@ -417,6 +417,8 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         return ()  # what the user's own code raises: the run meets it, and keeps it in its report
     tags = monitors(dict(plain)) if plain["train"] else {}
     faults = [*found.faults, *monitor_faults(tags, found.entries, plain["metric_stages"])]
+    if "monitor" in tags and not any(fault.key == "monitor" for fault in faults):
+        faults += mode_faults(tags["monitor"], plain["mode"], decided.metrics)
     if faults:
         raise ConfigError(located(decided.resolved.config, once(faults)))
     return tuple(found.notes)

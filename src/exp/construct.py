@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from exp.config.annotations import EMPTY, annotations_of, is_array
+from exp.config.own_module import brings_data
 from exp.config.reading import secrets_kept
 from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
@@ -250,12 +251,17 @@ def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Mo
 def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
     """The LightningModule of the user's own, seeded as a model is.
 
+    A network of exp's that it is given, `net: ${model}`, has its lazy layers sized by exp's data.
+
     device: "meta" builds it without memory.
     Raises: ConfigError where its constructor refuses its values.
     """
     initialisation(plain["seed"])
     with torch.device(device):
         module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
+        for child in () if brings_data(plain) else module.children():
+            if isinstance(child, ProgramModel):
+                materialise(child, example_inputs(DataSpec.of(plain["data"]), device=device))
     return module
 
 

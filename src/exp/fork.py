@@ -74,7 +74,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
         changed = changed_values({**before, "resume": None}, now)
         if faults or (faults := tuple(_unfit(state, changed, now))):
             raise ConfigError(faults)
-        state = with_values(state, changed, groups=now["optimizer"]["groups"])
+        state = with_values(state, changed, groups=(now["optimizer"] or {"groups": {}})["groups"])
     return fit(config, begin=partial(_begin, run=run, path=path, state=state, changed=changed))
 
 

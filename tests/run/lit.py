@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,15 +22,27 @@ def samples(count: int, *, seed: int = 0) -> TensorDataset:
 
 
 class LitNet(pl.LightningModule):
-    """One optimizer, a dropout, and a state of its own in its checkpoints."""
+    """One optimizer, a dropout, a batch that it changes on its way, and a state of its own in its checkpoints."""
 
-    def __init__(self, width: int = 8, lr: float = 0.1, dropout: float = 0.0, inputs: int = 6, classes: int = 2):
+    def __init__(
+        self,
+        width: int = 8,
+        lr: float = 0.1,
+        dropout: float = 0.0,
+        inputs: int = 6,
+        classes: int = 2,
+        jitter: float = 0.0,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
             nn.Flatten(), nn.Linear(inputs, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, classes)
         )
         self.batches_seen = 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, target = batch
+        return inputs + self.hparams.jitter * torch.randn_like(inputs), target
 
     def _loss(self, batch: Any) -> torch.Tensor:
         inputs, target = batch
@@ -213,6 +226,32 @@ class BreakOff(pl.Callback):
         self.left -= 1
         if not self.left:
             raise RuntimeError("broken off")
+
+
+class LitGiven(LitNet):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("train/loss", loss := self._loss(batch))
+        return loss
+
+
+class LitTwo(pl.LightningDataModule):
+    """Two loaders at once, of which the shorter begins anew within an epoch."""
+
+    def train_dataloader(self) -> Any:
+        make = partial(DataLoader, shuffle=True)
+        return {"long": make(samples(14), batch_size=2), "short": make(samples(6, seed=1), batch_size=2)}
+
+
+class LitBoth(LitNet):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self._loss(batch["long"]) + self._loss(batch["short"])
 
 
 class Untrained(pl.LightningModule):

@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer` in `LightningModule`"),
+    pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`"),
 ]
 
 
@@ -148,9 +150,11 @@ def test_two_ranks_are_those_of_lightnings_ddp(mine, tmp_path, commands, ranks):
     assert saved["batches_seen"] == 8
 
 
+DRAWING = "module={_target_: mine.LitNet, dropout: 0.3, jitter: 0.1}"
 RUNS = {
-    "loaders": ["module={_target_: mine.LitNet, dropout: 0.3}", DATA, "+data.noise=0.5"],
-    "workers": ["module={_target_: mine.LitNet, dropout: 0.3}", DATA, "+data.noise=0.5", "+data.workers=2"],
+    "loaders": [DRAWING, DATA, "+data.noise=0.5"],
+    "workers": [DRAWING, DATA, "+data.noise=0.5", "+data.workers=2"],
+    "two_loaders": ["module={_target_: mine.LitBoth, dropout: 0.3}", "data._target_=mine.LitTwo"],
     "accumulated": [NET, DATA, "+data.noise=0.5", "trainer.accumulate_grad_batches=3"],
     "exps_data": ["module={_target_: mine.LitNet, dropout: 0.3, inputs: 64, classes: 10}", "data.batch_size=200"],
     "within_validations": [NET, DATA, "trainer.val_check_interval=3", "monitor=val/loss"],
@@ -175,7 +179,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_for_bit(name):
     same(one["state_dict"], other["state_dict"])
     for key in ("optimizer_states", "lr_schedulers", "exp_position", "exp_best"):
         assert str(one[key]) == str(other[key])
-    if name != "by_hand":
+    if name in ("loaders", "workers", "accumulated", "exps_data"):
         assert one["batches_seen"] == other["batches_seen"]
     assert {tag: value for tag, value in whole.metrics.items() if "loss" in tag} == {
         tag: value for tag, value in again.metrics.items() if "loss" in tag
@@ -305,6 +309,7 @@ def faults(*overrides):
         (["module={_target_: mine.LitGan}", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val", "by hand"),
         (["module={_target_: mine.SimpleNet}"], "module._target_", "LightningModule"),
         ([NET, "monitor=null"], None, None),
+        ([NET, "data._target_=mine.LitNet"], "data._target_", "LightningDataModule"),
         (["monitor=null"], "monitor", "a tag of this run"),
         (["module=litnett"], "module", "Did you mean litnet?"),
     ],
@@ -364,3 +369,19 @@ def test_a_sweep_compares_what_the_module_logs(commands):
     assert f"best       job 0, val/loss {min(values):.6g}  module.lr=0.1" in done.stdout
     done = commands.run(*words, "monitor=val/lss")
     assert (done.returncode, "Did you mean val/loss?" in done.stderr) == (1, True)
+
+
+def test_a_network_of_exps_may_be_given_to_it(mine):
+    report = fit("module={_target_: mine.LitGiven, net: '${model}'}", "model=lenet", "trainer.max_epochs=2")
+    assert weights(report)["net.head.weight"].shape == (10, 84)
+    assert report.metrics["train/loss"] < 2.3
+
+
+def test_a_strategy_of_lightnings_own_and_without_validation(commands):
+    """What is logged in training alone is compared at the end of each epoch."""
+    words = ["strategy={_target_: lightning.pytorch.strategies.DDPStrategy, name: theirs}", "launch.devices=2"]
+    given = [NET, DATA, "trainer.max_epochs=2", "trainer.limit_val_batches=0", "monitor=train/loss_epoch"]
+    done = commands.run(*QUIET, *given, *words, "launch.accelerator=cpu", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(Path("out/report.json").read_text())
+    assert (report["strategy"], report["world_size"], report["best"]["step"]) == ("theirs", 2, 8)

@@ -111,6 +111,10 @@ class OwnTraining:
         return f"{self._class_of('data').__name__} has no {LOADERS[stage]}"
 
     def _missing(self) -> Iterator[Fault]:
+        if brings_data(self.plain) and self.data_kind is None:
+            got = f"{self.plain['data']['_target_']} beside module"
+            expected = "exp.data.data.Data, around a Dataset of yours, or a LightningDataModule"
+            yield Fault(key="data._target_", got=got, expected=expected)
         if self.plain["train"]:
             for method in ("training_step", "configure_optimizers"):
                 if not is_overridden(method, self.kind, LightningModule):

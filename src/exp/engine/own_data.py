@@ -75,6 +75,7 @@ class BatchesOfLoaders(OwnBatches):
     def __init__(self, data: LightningDataModule, *, seed: int, rank: int, world_size: int) -> None:
         self.data, self.seed, self.rank, self.world_size = data, seed, rank, world_size
         self.waited = 0.0
+        self._count = 0
 
     @property
     def seconds_waited(self) -> float:
@@ -94,18 +95,27 @@ class BatchesOfLoaders(OwnBatches):
 
         def process(loader: object) -> object:
             loader = own(loader)
-            is_training = trainer.training and not trainer.validating
-            return PositionedLoader(loader, trainer=trainer, batches=self) if is_training else loader
+            if trainer.validating or not trainer.training:
+                return loader
+            self._count += 1
+            # Of several loaders each draws numbers of its own.
+            seed = self.seed if self._count == 1 else seed_for(self.seed, "loader", self._count)
+            return PositionedLoader(loader, trainer=trainer, batches=self, seed=seed)
 
         vars(strategy)["process_dataloader"] = process
 
 
 class PositionedLoader:
-    """A loader of the user's own, each pass of which begins at the position of the run."""
+    """A loader of the user's own, whose first pass in an epoch begins at the position of the run.
 
-    def __init__(self, loader: Any, *, trainer: Trainer, batches: BatchesOfLoaders) -> None:
+    Of several, a short one may be passed through more than once in an epoch.
+    """
+
+    def __init__(self, loader: Any, *, trainer: Trainer, batches: BatchesOfLoaders, seed: int) -> None:
         self.loader, self._trainer, self._batches = cast(Iterable[Any], loader), trainer, batches
+        self._seed = seed
         self._seeds: dict[int, int] = {}
+        self._epoch, self._pass = -1, 0
 
     def __len__(self) -> int:
         """Raises: TypeError where the loader does not know."""
@@ -113,8 +123,26 @@ class PositionedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: nothing is drawn before the first batch is asked for, of iterators that nobody uses nothing.
-        seed, rank = self._batches.seed, self._batches.rank
         epoch, start = next_batch(self._trainer)
+        if epoch == self._epoch:
+            self._pass, start = self._pass + 1, 0
+        else:
+            self._epoch, self._pass = epoch, 0
+        while True:
+            skipped = 0
+            for batch in self._one_pass():
+                if skipped < start:
+                    skipped += 1
+                else:
+                    yield batch
+            if skipped == start or not skipped:
+                break
+            # The run stands in a further pass of this loader.
+            start, self._pass = start - skipped, self._pass + 1
+
+    def _one_pass(self) -> Iterator[Any]:
+        seed, rank, epoch = self._seed, self._batches.rank, self._epoch
+        seed = seed if not self._pass else seed_for(seed, "pass", self._pass)
         self._begin_epoch(epoch)
         reseed_sampler(seed=seed, stage="train", epoch=epoch)
         batches = iter(self.loader)
@@ -126,8 +154,7 @@ class PositionedLoader:
             except StopIteration:
                 return
             self._batches.waited += time.perf_counter() - began
-            if number >= start:
-                yield batch
+            yield batch
 
     def _begin_epoch(self, epoch: int) -> None:
         """Tell samplers their epoch, and set generators of the loader's own to this epoch's numbers."""

@@ -101,6 +101,19 @@ class Thing:
         self.number = number
 
 
+class Made(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.rand(3), index % 2
+
+
+class MadeStream(IterableDataset):
+    def __iter__(self):
+        return ((torch.rand(3), index % 2) for index in range(6))
+
+
 class Turn:
     def __call__(self, thing):
         return torch.tensor([float(thing.number)])
@@ -319,6 +332,15 @@ def test_a_data_set_of_ones_own_is_read_once_with_its_missing_values(kind: str, 
         close(part["numbers"]["weight"][0], np.arange(20))
         assert part["lengths"]["name"] == {"count": 20, "total": 110, "low": 5, "high": 6, "mean": 5.5}
     assert found["repeated"][0]["other_target"] == 1
+
+
+@pytest.mark.parametrize("name", ["Made", "MadeStream"])
+def test_samples_that_are_made_at_random_are_not_the_same_in_two_parts(name: str) -> None:
+    node = f"{{_target_: looked_at.{name}}}"
+    declared = "num_classes: 2\ninput_shape: [3]\ninput_dtype: float32\nnum_outputs: 2"
+    found = look(own("null", parts="null", more=f"train: {node}\nval: {node}\ntest: {node}\n{declared}"), ALLOW)
+    assert [part["looked_at"] for part in found["parts"].values()] == [6, 6, 6]
+    assert found["leaks"] == found["repeated"] == []
 
 
 def test_a_regression_with_several_targets() -> None:

@@ -71,10 +71,12 @@ def test_samples_and_initialisation_have_streams_of_their_own():
         lambda: reseed_sample(seed=5, epoch=0, index=0),
         lambda: reseed_sample(seed=5, epoch=0, index=1),
         lambda: reseed_sample(seed=5, epoch=1, index=0),
+        lambda: reseed_sample(seed=5, epoch=0, index=0, stage="val"),
+        lambda: reseed_sample(seed=5, epoch=0, index=0, stage="test"),
     ):
         start()
         seen.add(draws())
-    assert len(seen) == 5
+    assert len(seen) == 7
     one = sample_generator(seed=5, epoch=1, index=2**33).random(3)
     assert (one == sample_generator(seed=5, epoch=1, index=2**33).random(3)).all()
     assert (one != sample_generator(seed=5, epoch=1, index=2**33 + 1).random(3)).all()

@@ -1,4 +1,4 @@
-"""The one owner of randomness: every random stream is derived from (seed, rank, epoch, batch) or (seed, epoch, sample).
+"""The one owner of randomness: streams are derived from (seed, rank, epoch, batch) or (seed, part, epoch, sample).
 
 Nothing random is saved, because nothing needs to be: a stream is found again from its position. So a run resumes
 exactly, and workers, hooks and the number of ranks do not change what another stream draws.
@@ -33,9 +33,13 @@ def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "trai
     _seed_generators(seed_for(seed, stage, rank, epoch, batch, *turn))
 
 
-def reseed_sample(*, seed: int, epoch: int, index: int) -> None:
-    """Sets the same generators to the stream of one sample, so that no worker's history shows in it. About 10 us."""
-    _seed_generators(seed_for(seed, "sample", epoch, index))
+def reseed_sample(*, seed: int, epoch: int, index: int, stage: Stage = "train") -> None:
+    """Sets the same generators to the stream of one sample, so that no worker's history shows in it. About 10 us.
+
+    stage: whose sample it is. With one stream for all, samples that are made at random would be the same in the parts.
+    """
+    whose = () if stage == "train" else (stage,)
+    _seed_generators(seed_for(seed, "sample", *whose, epoch, index))
 
 
 def reseed_batch(*, seed: int, stage: Stage, rank: int, epoch: int, batch: int) -> None:

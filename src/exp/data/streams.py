@@ -97,18 +97,18 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             batch += 1
 
     def _seeded(self) -> Iterator[Sample | ExpError]:
-        """The stream, with the generators set to (seed, epoch, index) before each sample is read.
+        """The stream, with the generators set to (seed, part, epoch, index) before each one is read.
 
         A sample that cannot be read is the last one, given as the error that says so.
         """
         index, wanted = 0, declared_length(self.dataset)
         is_random = not isinstance(self.dataset, Recorded)
         try:
-            reseed_sample(seed=self.seed, epoch=self.epoch, index=0)
+            reseed_sample(seed=self.seed, epoch=self.epoch, index=0, stage=self.stage)
             iterator = self._opened()
             while True:
                 if is_random:
-                    reseed_sample(seed=self.seed, epoch=self.epoch, index=index)
+                    reseed_sample(seed=self.seed, epoch=self.epoch, index=index, stage=self.stage)
                 sample = next(iterator, END)
                 if sample is END:
                     break
@@ -153,7 +153,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         """position: in the order of the epoch, which transforms draw by."""
         if isinstance(sample, ExpError):
             return sample
-        reseed_sample(seed=self.seed, epoch=self.epoch, index=position)
+        reseed_sample(seed=self.seed, epoch=self.epoch, index=position, stage=self.stage)
         try:
             data = self.dataset.sample(sample.data) if isinstance(self.dataset, Recorded) else sample.data
             # First: a transform may change it in place.

@@ -187,7 +187,7 @@ def told(error: BaseException, *, what: str) -> UserCodeError:
 
 
 class SampleSource(Dataset["Sample | ExpError"]):
-    """Samples by (epoch, index), each with the random generators set to (seed, epoch, index) first.
+    """Samples by (epoch, index), each with the random generators set to (seed, part, epoch, index) first.
 
     So augmentation that draws from Python, NumPy or torch gives the same sample whoever fetches it, and when.
 
@@ -217,7 +217,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
 
     def __getitem__(self, position: tuple[int, int]) -> Sample | ExpError:
         epoch, index = position
-        reseed_sample(seed=self.seed, epoch=epoch, index=index)
+        reseed_sample(seed=self.seed, epoch=epoch, index=index, stage=self.stage)
         try:
             raw = self.dataset[index]
             # First: a transform may change it in place.

@@ -10,10 +10,11 @@ import argparse
 import copy
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exp.config.own_module import has_module, target_of
 from exp.errors import ConfigError, Fault, Interrupted
 
 if TYPE_CHECKING:
@@ -99,6 +100,13 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
 
 
 def _beginning_faults(plain: Mapping[str, Any]) -> Iterator[Fault]:
+    if has_module(plain):
+        yield Fault(
+            key="module",
+            got=f"{target_of(plain)}, whose steps, losses and optimizers are its own",
+            expected="null: it is exp's own training that is made short",
+            cure="Try values in runs of their own, such as -m module.lr=1e-4,1e-3",
+        )
     if plain["train"] is not True:
         yield Fault(key="train", got="false", expected="true: it trains for some steps", cure="Leave train=false out")
     if plain["resume"] is not None:
@@ -151,10 +159,8 @@ def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
     return kept, [name for name in plain["callbacks"] if name not in kept]
 
 
-def run(config: DictConfig) -> Report:
-    """Run it. Raises: as exp.fit; Unfinished after a signal."""
-    from exp.run import fit
-
+def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:
+    """Run it. fit: as exp.fit. Raises: as that; Unfinished after a signal."""
     try:
         return fit(config)
     except Interrupted as error:

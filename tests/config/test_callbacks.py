@@ -13,7 +13,7 @@ CALLBACKS = "lightning.pytorch.callbacks"
 SHORT = ["data=wine", "trainer.max_epochs=1", "model=mlp", "model.constants.width=4"]
 REFUSED = {
     "LearningRateFinder": "python -m exp.find_lr",
-    "BatchSizeFinder": "data.batch_size",
+    "BatchSizeFinder": "python -m exp.find_batch",
     "BackboneFinetuning": "freeze.unfreeze",
     "BaseFinetuning": "freeze.unfreeze",
     "SpikeDetection": "runtime.non_finite=skip",

@@ -15,7 +15,10 @@ from exp.find_lr import main as find_lr
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>.*)$", re.MULTILINE)
-FINDER = re.compile(r"^ {4,}(?:\$ )?python -m exp\.find_lr(?P<arguments>.*)$", re.MULTILINE)
+RATE, SIZE = (
+    re.compile(rf"^ {{4,}}(?:\$ )?python -m exp\.{name}(?P<arguments>.*)$", re.MULTILINE)
+    for name in ("find_lr", "find_batch")
+)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
     "module=litnet optimizer.lr=0.1": "set beside module",
@@ -77,11 +80,23 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     assert not others, f"{page}: {others}"
 
 
-@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(FINDER)])
-def test_a_documented_finder_finds_what_the_run_takes(page, line, tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(RATE)])
+def test_a_documented_finder_finds_a_rate_that_the_run_takes(page, line, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*shlex.split(line, comments=True), "launch.accelerator=cpu"]
     assert find_lr(words) == 0
     command = capsys.readouterr().out.splitlines()[-1]
     assert command.startswith("python -m exp.train ")
     assert check(shlex.split(command)[3:]) == 0
+
+
+@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(SIZE)])
+def test_a_documented_finder_finds_a_size_that_the_run_takes(page, line, tmp_path, commands) -> None:
+    words = [*shlex.split(line, comments=True), "launch.accelerator=cpu", "--max=100"]
+    words = ["2GiB" if word == "380MiB" else word for word in words]  # of another machine
+    done = commands.run(*words, module="exp.find_batch", cwd=tmp_path)
+    if "--memory" not in words:
+        assert "--memory: no limit, on cpu" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert check(shlex.split(done.stdout.splitlines()[-1])[3:]) == 0

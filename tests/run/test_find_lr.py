@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shlex
+import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -308,7 +309,6 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
     "a factor of 1": (["--stop-factor", "1"], "--stop-factor: 1; expected a factor above 1"),
     "a sweep": (["-m", "seed=0,1"], "--multirun: several runs; expected one"),
     "a word of the config": (["optimzer=sgd"], "optimizer"),
-    "no training": (["train=false", "resume=x"], "resume: "),
     "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0; expected "),
     "phases": (["phases=[body_and_head]"], "phases: head, body, each with an optimizer of its own; expected none"),
     "a schedule that is none": (["scheduler=cosine", "scheduler.end_factor=x"], "scheduler.end_factor"),
@@ -326,6 +326,50 @@ def test_faults_come_before_anything_is_made(
     assert main([*(SHORT if name != "phases" else SHORT[-1:]), *more]) == 2
     assert said in capsys.readouterr().err
     assert not Path("outputs").exists()
+
+
+def test_a_test_begins_where_a_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    exp.fit(exp.compose([*SHORT, "trainer.max_epochs=1", "hydra.run.dir=first"]))
+    assert main([*SHORT, "resume=first/checkpoints/last.ckpt"]) == 2
+    assert "resume: first/checkpoints/last.ckpt; expected null" in capsys.readouterr().err
+    assert main([*SHORT, "train=false", "weights.from=first"]) == 2
+    assert "train: false; expected true" in capsys.readouterr().err
+    # From its weights, the loss begins where that run's ended.
+    flags = ["--steps", "20", "data.batch_size=1000", "model.constants.dropout=0.0"]
+    assert main([*SHORT, "weights.from=first", *flags]) in (0, 1)
+    learnt = found()[2]["loss"][0]
+    shutil.rmtree("outputs/train/find_lr")
+    assert main([*SHORT, *flags]) in (0, 1)
+    assert learnt < found()[2]["loss"][0] - 0.01
+
+
+OF_LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule
+
+class Lit(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(13, 3)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_a_module_of_ones_own_is_refused(commands, tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "name.yaml").write_text("# A conf makes modules beside it importable\n")
+    (tmp_path / "conf" / "model").mkdir()
+    (tmp_path / "mine.py").write_text(OF_LIGHTNING)
+    words = ["data=wine", "module={_target_: mine.Lit}", "monitor=loss/train", "test=false"]
+    words += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "launch.accelerator=cpu"]
+    done = commands.run(*words, module="exp.find_lr", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "module: mine.Lit, whose steps, losses and optimizers are its own; expected null" in done.stderr
 
 
 INTERRUPTED = """

@@ -88,7 +88,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     ),
     BatchSizeFinder: (
         "which changes the batch size of a run that is decided",
-        "Name the size, data.batch_size=64; trainer.accumulate_grad_batches makes one step of several batches",
+        "python -m exp.find_batch, with the overrides of the run, tries sizes before it, and prints the run's command",
     ),
     BackboneFinetuning: (
         "which asks the training module for a `backbone`, and adds to an optimizer whose parameters are decided",

@@ -42,9 +42,10 @@ LISTED = {
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
-    # Three modules: the others of the engine are made by exp itself.
+    # Four modules: the others of the engine are made by exp itself.
     "exp.engine.ema": "exp.engine.ema",
     "exp.engine.range_test": "exp.engine.range_test",
+    "exp.engine.size_trial": "exp.engine.size_trial",
     "exp.engine.state_at": "exp.engine.state_at",
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",

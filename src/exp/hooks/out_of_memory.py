@@ -8,8 +8,11 @@ import torch
 
 from exp.errors import said
 
-# What torch's allocators say where they raise a plain RuntimeError (torch 2.13).
-ALLOCATORS = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|MPS backend out of memory")
+# What torch's allocators and CUDA's libraries say where they raise a plain RuntimeError (torch 2.13).
+ALLOCATORS = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|MPS backend out of memory|CUDA error: out of memory"
+    r"|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+)
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

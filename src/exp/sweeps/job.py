@@ -99,6 +99,10 @@ class JobProcesses:
         self._fit, self._validate = fit, validate
         self._zygote = Zygote(MODULES)
 
+    def start(self) -> None:
+        """Start the process that jobs are forked from; before torch comes in, it takes a fork of this one."""
+        self._zygote.start()
+
     def close(self) -> None:
         """End what is left."""
         self._zygote.close()

@@ -1,0 +1,73 @@
+"""Whether a batch size fits into memory, and how fast it is: a callback for a few steps of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from annotated_types import Ge
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from exp.files import write_whole
+from exp.hooks.memory_peaks import peak_of
+from exp.hooks.out_of_memory import is_out_of_memory
+from exp.types import Batch
+
+SUMMARY = "trial.json"
+# Steps that are not timed: the first makes the optimizer's state, and libraries choose their algorithms in it.
+UNTIMED = 2
+
+
+class SizeTrial(Callback):
+    """A callback that writes trial.json into the run directory: the largest use of memory, and samples a second.
+
+    The memory is that of rank 0: what the CUDA allocator gave out, else the process's resident set. Where a device or
+    the host has no room, it says that in their place. Times are those between the ends of steps, with what loads data.
+
+    steps: of the optimizer, after which the run ends; at least one of them is timed.
+    """
+
+    def __init__(self, *, steps: Annotated[int, Ge(UNTIMED + 1)]) -> None:
+        super().__init__()
+        self.steps = steps
+        self._samples, self._began = 0, 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        if trainer.global_step > UNTIMED or (trainer.global_step == UNTIMED and self._began):
+            self._samples += batch.global_size
+        elif trainer.global_step == UNTIMED:
+            self._began = _now(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = _now(trainer) - self._began
+        device = trainer.strategy.root_device
+        # What this process could have: nobody else's memory is counted on.
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if _is_cuda(trainer) else None
+        self._write(
+            trainer, fits=True, peak=peak_of(device).so_far(), room=free, samples_per_second=self._samples / seconds
+        )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if is_out_of_memory(exception):
+            self._write(trainer, fits=False)
+
+    def _write(self, trainer: Trainer, **found: float | bool | None) -> None:
+        # The first that runs out of memory may be any rank.
+        if trainer.is_global_zero or not found["fits"]:
+            path = Path(trainer.default_root_dir) / SUMMARY
+            write_whole(path, json.dumps(found, indent=2) + "\n")
+
+
+def _is_cuda(trainer: Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda"
+
+
+def _now(trainer: Trainer) -> float:
+    if _is_cuda(trainer):
+        torch.cuda.synchronize(trainer.strategy.root_device)
+    return time.perf_counter()

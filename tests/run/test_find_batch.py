@@ -1,0 +1,233 @@
+"""python -m exp.find_batch: the size found fits, the next does not, and what ends a trial is told from its memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exp.check.__main__ import main as check
+from exp.errors import RunError
+from exp.find_batch import Trial, following, guessed, main, search, step_of
+
+MIB = 2**20
+# More than a MiB of activations a sample in Wide; the others end a step of more than 100 samples in a rank.
+OWN = """
+import os, signal
+import torch
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        wide = x.repeat(1, 512)
+        for _ in range(8):
+            wide = torch.sin(wide)
+        return self.head(x + wide.unflatten(1, (512, 64)).mean(1))
+
+class Narrow(Wide):
+    most = 100
+
+    def forward(self, x):
+        if len(x) > self.most and self.training and x.device.type == "cpu":
+            self.end()
+        return self.head(x.flatten(1))
+
+class Allocates(Narrow):
+    def end(self):
+        torch.empty(2**48)
+
+class OnlyOne(Allocates):
+    most = 1
+
+class OnDevice(Narrow):
+    def end(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+class InLibrary(Narrow):
+    def end(self):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+class Killed(Narrow):
+    def end(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Wrong(Narrow):
+    def end(self):
+        raise ValueError("more than I can count")
+"""
+SHORT = ["data=digits", "model=mine", "optimizer=sgd", "launch.accelerator=cpu"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(
+        "# A network of one's own: model=mine\n_target_: mine.Wide\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def trials_in(place: Path) -> tuple[Path, dict[str, Any]]:
+    (directory,) = place.glob("outputs/train/find_batch/*/*")
+    return directory, json.loads((directory / "batch.json").read_text())
+
+
+def test_the_size_found_fits_the_limit_and_the_next_does_not(commands, place: Path) -> None:
+    done = commands.run(*SHORT, "--memory", "600MiB", "--steps", "3", module="exp.find_batch", cwd=place)
+    assert done.returncode == 0, done.stderr
+    directory, summary = trials_in(place)
+    assert summary["limit"] == 600 * MIB
+    fitting = {one["size"]: one for one in summary["trials"] if one["fits"]}
+    others = {one["size"]: one for one in summary["trials"] if not one["fits"]}
+    size, beyond = max(fitting), min(others)
+    assert max(fitting) < min(others) <= size + step_of(size)
+    assert all(one["peak"] <= 600 * MIB for one in fitting.values())
+    assert all(one["peak"] > 600 * MIB for one in others.values())
+    # Another measured it, too: the report of the run with that size.
+    report = json.loads((directory / str(size) / "report.json").read_text())
+    assert report["status"] == "completed"
+    assert report["peak_memory_mib"] * MIB == pytest.approx(fitting[size]["peak"], rel=0.1)
+    assert all(one["samples_per_second"] > 0 for one in fitting.values())
+    assert len(summary["trials"]) <= 10
+    assert not list(place.glob("outputs/**/*.ckpt"))
+    lines = done.stdout.splitlines()
+    assert any(line.startswith(f"largest   {size}: ") and f"; {beyond} does not fit" in line for line in lines)
+    assert any("learning rate stays what it is, 0.1" in line for line in lines)
+    typed = shlex.split(lines[-1])[3:]
+    assert typed == [*SHORT, f"data.batch_size={size}"]
+    assert (directory / "batch.csv").read_text().startswith("size,fits,peak,samples_per_second\n")
+
+
+@pytest.mark.parametrize("name", ["Allocates", "OnDevice", "InLibrary", "Killed"])
+def test_no_memory_is_no_failure(name: str, commands, place: Path) -> None:
+    words = [*SHORT, f"model._target_=mine.{name}", "data.batch_size=400", "--memory", "20GiB", "--steps", "3"]
+    done = commands.run(*words, module="exp.find_batch", cwd=place)
+    assert done.returncode == 0, done.stderr
+    _, summary = trials_in(place)
+    sizes = {one["size"]: one["fits"] for one in summary["trials"]}
+    assert all(fits == (size <= 100) for size, fits in sizes.items())
+    assert list(sizes)[:3] == [400, 200, 100]
+    found = max(size for size, fits in sizes.items() if fits)
+    assert min(size for size, fits in sizes.items() if not fits) <= found + step_of(found)
+    assert done.stdout.count("out of memory\n") == sum(not fits for fits in sizes.values())
+    assert done.stdout.splitlines()[-1].endswith(f"data.batch_size={found}")
+
+
+def test_the_size_is_that_of_the_whole_batch_over_ranks(commands, place: Path) -> None:
+    words = [*SHORT, "strategy=ddp", "launch.devices=2", "data.batch_size=2", "model._target_=mine.OnlyOne"]
+    words += ["--memory", "20GiB", "--steps", "3", "--max", "3"]
+    done = commands.run(*words, module="exp.find_batch", cwd=place)
+    assert done.returncode == 0, done.stderr
+    sizes = {one["size"]: one["fits"] for one in trials_in(place)[1]["trials"]}
+    assert sizes == {2: True, 3: False}
+
+
+def test_another_error_ends_the_search_with_its_own_words(commands, place: Path) -> None:
+    words = [*SHORT, "model._target_=mine.Wrong", "--memory", "20GiB", "--steps", "3"]
+    done = commands.run(*words, module="exp.find_batch", cwd=place)
+    assert done.returncode == 1
+    assert "more than I can count" in done.stderr
+
+
+FAULTS: Mapping[str, tuple[list[str], str]] = {
+    "no limit on a CPU": ([], "--memory: no limit, on cpu; expected one"),
+    "no unit": (["--memory", "2"], "--memory: '2'; expected a number and "),
+    "nothing": (["--memory", "0GiB"], "--memory: '0GiB'"),
+    "no samples": (["--memory", "1GiB", "--max", "0"], "--max: 0; expected 1 or more"),
+    "few steps": (["--memory", "1GiB", "--steps", "2"], "--steps: 2; expected 3 or more"),
+    "a sweep": (["--memory", "1GiB", "-m"], "--multirun: several runs"),
+    "a word of the config": (["--memory", "1GiB", "data.batch_size=-1"], "data.batch_size: -1"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_come_before_anything_is_made(name: str, commands, tmp_path: Path) -> None:
+    more, said = FAULTS[name]
+    done = commands.run("data=wine", "launch.accelerator=cpu", *more, module="exp.find_batch", cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+class Modelled:
+    """Trials of a machine with so many bytes, in which a run of size b takes at + b of them, and a little more."""
+
+    def __init__(self, *, limit: int, base: int, each: float, bend: float = 0.0, tells: bool = True) -> None:
+        self.limit, self.base, self.each, self.bend, self.tells = limit, base, each, bend, tells
+        self.done: list[Trial] = []
+
+    def __call__(self, size: int) -> Trial:
+        assert size not in [one.size for one in self.done]
+        peak = int(self.base + self.each * size + self.bend * size**2)
+        fits = peak <= self.limit
+        trial = Trial(size=size, fits=fits, peak=peak if fits or self.tells else None, samples_per_second=1.0)
+        self.done.append(trial)
+        return trial
+
+    def most_here(self, trial: Trial) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("bend", [0.0, 0.02])
+@pytest.mark.parametrize("each", [1.0, 37.0, 5000.0])
+@pytest.mark.parametrize("start", [1, 64, 100_000])
+def test_few_trials_find_the_limit(start: int, each: float, bend: float, tells: bool) -> None:
+    trials = Modelled(limit=10**6, base=300_000, each=each, bend=bend, tells=tells)
+    found = search(trials, start=start, most=None)
+    beyond = min(one.size for one in trials.done if not one.fits)
+    assert found.fits
+    assert found.size < beyond <= found.size + step_of(found.size)
+    # Doubling and halving from 1 to 700,000 would take 20 and 15 of them.
+    assert len(trials.done) <= 22
+    # No size is tried that takes many times the limit, but what the user began with.
+    assert all((one.peak or 0) <= 8 * trials.limit for one in trials.done if one.size != start and tells)
+
+
+def test_the_line_through_two_sizes_saves_trials() -> None:
+    trials = Modelled(limit=10**6, base=300_000, each=5000.0)
+    assert search(trials, start=16, most=None).size == 140
+    assert [one.size for one in trials.done] == [16, 32, 140, 147]
+
+
+def test_all_samples_and_none() -> None:
+    trials = Modelled(limit=10**6, base=0, each=1.0)
+    assert search(trials, start=10, most=500).size == 500
+    with pytest.raises(RunError, match="not one sample fits"):
+        search(Modelled(limit=10, base=20, each=1.0), start=8, most=None)
+    assert following(10, None, guess=None, most=10) is None
+    assert guessed([Trial(size=4, fits=True, peak=5)], 10) is None
+
+
+def test_the_host_is_not_filled() -> None:
+    trials = Modelled(limit=10**9, base=1000, each=10.0)
+    trials.most_here = lambda trial: 700  # type: ignore[method-assign]
+    assert search(trials, start=64, most=None).size == 700
+    assert max(one.size for one in trials.done) == 700
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-h"]) == 0
+    assert re.search(r"--memory SIZE +the limit of a process", capsys.readouterr().out)
+
+
+def test_the_printed_command_is_one(commands, place: Path) -> None:
+    words = ["data=wine", "launch.accelerator=cpu", "tags=[a]", "data.batch_size=8"]
+    done = commands.run(*words, "--memory", "20GiB", "--max", "40", module="exp.find_batch", cwd=place)
+    assert done.returncode == 0, done.stderr
+    typed = shlex.split(done.stdout.splitlines()[-1])[3:]
+    assert typed == [*words[:3], "data.batch_size=40"]
+    assert "; the largest of --max\n" in done.stdout
+    assert check(typed) == 0

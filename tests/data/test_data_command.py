@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -711,3 +712,15 @@ def test_bytes_of_samples_tell_them_apart() -> None:
     assert hashed(torch.tensor(1.0)) != hashed(torch.tensor(2.0))
     assert hashed(torch.tensor([1j]).conj()) == hashed(torch.tensor([complex(0, -1)]))
     assert fingerprint((torch.eye(2).to_sparse(), 0), inputs=(), targets=()) is None
+
+
+def test_a_module_of_ones_own_sees_exps_data_and_loaders_of_ones_own_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "lit", raising=False)
+    shutil.copytree(Path(__file__).parents[2] / ".ci" / "newcomer", place, dirs_exist_ok=True)
+    assert main(["module=litnet", "data=wine"]) == 0
+    assert "| train |     125 |" in capsys.readouterr().out
+    assert main(["module=litnet", "data=litdigits"]) == 2
+    told = capsys.readouterr().err
+    assert "data._target_: lit.LitDigits, whose loaders give batches and know no samples" in told

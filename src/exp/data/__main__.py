@@ -93,11 +93,21 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
 def _built(resolved: Resolved) -> Data:
     from exp.check.stages import located
     from exp.construct import build_data
+    from exp.data.data import Data
 
     try:
-        return build_data(resolved.plain)
+        data: object = build_data(resolved.plain)
     except ConfigError as error:
         raise ConfigError(located(resolved.config, error.faults)) from error
+    if isinstance(data, Data):
+        return data
+    fault = Fault(
+        key="data._target_",
+        got=f"{resolved.plain['data']['_target_']}, whose loaders give batches and know no samples",
+        expected="exp.data.data.Data: what is looked at is each sample of a part, once",
+        cure="Name its data sets in data.train, data.val and data.test of a YAML in conf/data",
+    )
+    raise ConfigError(located(resolved.config, [fault]))
 
 
 def _targets(plain: Mapping[str, Any]) -> set[str]:

@@ -127,6 +127,14 @@ def test_a_value_that_nobody_gives_is_told_before_the_run(override, key) -> None
     assert "which neither network nor batch gives" in fault.got
 
 
+def test_a_name_that_network_and_batch_both_give_is_told_before_the_run() -> None:
+    program = "model={_target_: exp.models.containers.ModuleDictModel, layers: {}, forward: 'return {\"target\": x}'}"
+    with pytest.raises(ConfigError) as raised:
+        exp.validate(exp.compose([*COMMON, program, "data.inputs={x: {shape: [6], dtype: float64}}", "+objective=mse"]))
+    assert "objective.mse.target" in [fault.key for fault in raised.value.faults]
+    assert "'target', which both network and batch give; expected a name that one of them gives" in str(raised.value)
+
+
 def test_inputs_beside_output_are_refused() -> None:
     with pytest.raises(ConfigError, match="beside output or target"):
         exp.validate(exp.compose([*COMMON, term("torch.nn.MSELoss", FAMILY["MSELoss"]), "+objective.it.output=mean"]))

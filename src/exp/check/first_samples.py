@@ -145,10 +145,18 @@ def term_names(objective: Objective) -> dict[str, str]:
 
 
 def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
-    """Of values that are read, and that neither the network nor the batch gives. names: by the keys of these."""
+    """Of values that are read, and that neither network nor batch gives, or both. names: by the keys of these."""
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
-    known = {**values, **named_parts(trace.output)}
+    parts = named_parts(trace.output)
+    known, held = {**values, **parts}, batch if isinstance(batch, Mapping) else {}
     for key, wanted in names.items():
+        if wanted in parts and wanted in held:
+            yield Fault(
+                key=key,
+                got=f"{show(wanted)}, which both network and batch give",
+                expected="a name that one of them gives",
+                cure="Give it another name in what the network returns, or in the data set",
+            )
         if wanted not in known:
             yield Fault(
                 key=key,

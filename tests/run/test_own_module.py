@@ -371,6 +371,12 @@ def test_a_sweep_compares_what_the_module_logs(commands):
     assert (done.returncode, "Did you mean val/loss?" in done.stderr) == (1, True)
 
 
+def test_a_name_in_the_place_of_a_node_is_told_where_it_belongs():
+    shutil.rmtree("conf/module")
+    assert "Write 'module={_target_: mine.LitNet}'" in faults("module=mine.LitNet")["module"]
+    assert "Write conf/module/litnet.yaml" in faults("module=litnet")["module"]
+
+
 def test_a_network_of_exps_may_be_given_to_it(mine):
     report = fit("module={_target_: mine.LitGiven, net: '${model}'}", "model=lenet", "trainer.max_epochs=2")
     assert weights(report)["net.head.weight"].shape == (10, 84)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +13,7 @@ from exp.check.schema import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
-from exp.config.own_module import REPLACED, brings_data, has_module
+from exp.config.own_module import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.reading import UNKNOWN, is_node, leaves
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
@@ -55,8 +56,17 @@ def _key_faults(key: str, value: Any, annotation: Any) -> Iterator[Fault]:
     """The same of a key that exp reads itself, which holds a node only where a node is asked for."""
     if is_node(value) and Node not in typing.get_args(annotation):
         yield value_fault(key, value, expected=worded(annotation))
+    elif key == MODULE_KEY and isinstance(value, str):
+        fault = value_fault(key, value, expected=worded(annotation))
+        yield replace(fault, cure=_module_cure(value))
     else:
         yield from kind_faults(key, value, annotation)
+
+
+def _module_cure(name: str) -> str:
+    if "." in name:
+        return f"Write 'module={{_target_: {name}}}'"
+    return f"Write conf/module/{name}.yaml with its _target_, beside your code; or 'module={{_target_: mine.LitNet}}'"
 
 
 def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = ()) -> Fault:

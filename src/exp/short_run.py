@@ -107,6 +107,9 @@ def _beginning_faults(plain: Mapping[str, Any]) -> Iterator[Fault]:
             expected="null: it is exp's own training that is made short",
             cure="Try values in runs of their own, such as -m module.lr=1e-4,1e-3",
         )
+    if plain["launch"]["nodes"] != 1:
+        expected = "1: this command starts its ranks itself, and on one machine"
+        yield Fault(key="launch.nodes", got=str(plain["launch"]["nodes"]), expected=expected)
     if plain["train"] is not True:
         yield Fault(key="train", got="false", expected="true: it trains for some steps", cure="Leave train=false out")
     if plain["resume"] is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ from exp.find_batch import Trial, following, guessed, main, search, step_of
 MIB = 2**20
 # More than a MiB of activations a sample in Wide; the others end a step of more than 100 samples in a rank.
 OWN = """
-import os, signal
+import os, signal, time
+from pathlib import Path
 import torch
 from torch import nn
 
@@ -56,6 +60,14 @@ class OnDevice(Narrow):
 class InLibrary(Narrow):
     def end(self):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+class Slow(Narrow):
+    def forward(self, x):
+        if self.training and x.device.type == "cpu" and len(x) == 64:
+            for path in Path("outputs").glob("train/find_batch/*/*/64"):
+                (path / "began").touch()
+                time.sleep(0.05)
+        return self.head(x.flatten(1))
 
 class Killed(Narrow):
     def end(self):
@@ -139,6 +151,19 @@ def test_another_error_ends_the_search_with_its_own_words(commands, place: Path)
     done = commands.run(*words, module="exp.find_batch", cwd=place)
     assert done.returncode == 1
     assert "more than I can count" in done.stderr
+
+
+def test_ctrl_c_ends_it_with_130_and_the_trial_with_it(commands, place: Path) -> None:
+    words = [*SHORT, "model._target_=mine.Slow", "--memory", "20GiB", "--steps", "1000"]
+    started = commands.start(*words, module="exp.find_batch", cwd=place)
+    deadline = time.monotonic() + 60
+    while not list(place.glob("outputs/train/find_batch/*/*/64/began")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(started.process.pid, signal.SIGINT)
+    done = started.end()
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "interrupted by signal 2; a test that did not end says nothing" in done.stderr
+    assert not list(place.glob("outputs/**/*.ckpt"))
 
 
 FAULTS: Mapping[str, tuple[list[str], str]] = {

@@ -312,6 +312,7 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
     "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0; expected "),
     "phases": (["phases=[body_and_head]"], "phases: head, body, each with an optimizer of its own; expected none"),
     "a schedule that is none": (["scheduler=cosine", "scheduler.end_factor=x"], "scheduler.end_factor"),
+    "two machines": (["strategy=ddp", "launch.nodes=2"], "launch.nodes: 2; expected 1"),
     "torchrun": ([], "exp.find_lr alone"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 import exp
 from exp.check.plan import plan, refuse_other_data, resolve
@@ -143,6 +143,23 @@ UPRIGHT = {
     7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
     8: lambda pixels: np.rot90(pixels),
 }
+
+
+def test_pictures_are_not_decoded_to_look_at_their_sizes(tmp_path, monkeypatch):
+    """With an orientation or without one, which is thousands of pictures decoded before a run."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for ending in ("png", "jpg", "bmp"):
+            Image.new("RGB", (6, 4)).save(tmp_path / name / f"plain.{ending}")
+        Image.new("RGB", (4, 6)).save(tmp_path / name / "held.png", exif=exif)
+    decoded = []
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: decoded.append(self.filename) or load(self))
+    held = Images(path=str(tmp_path))
+    assert (len(held), decoded) == (8, [])
+    assert {tuple(held[index][0].shape) for index in range(8)} == {(3, 4, 6)}
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)

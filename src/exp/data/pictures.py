@@ -21,6 +21,8 @@ KEPT = ("L", "RGB")
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 # Of EXIF's orientations, those that turn width into height.
 ON_ITS_SIDE = (5, 6, 7, 8)
+# What pillow calls it in a PNG.
+EXIF_OF_PNG = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}
 # What pillow raises for a file that is no picture, or breaks off.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
@@ -77,7 +79,9 @@ class PictureForm:
     def size_of(self, picture: Image.Image) -> tuple[int, int]:
         """Width and height after resizing, of one that is upright; read without decoding it."""
         width, height = picture.size
-        is_on_its_side = picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
+        # Of a PNG that says nothing before its pixels, getexif would decode them to look behind.
+        is_silent = picture.format == "PNG" and not EXIF_OF_PNG & picture.info.keys()
+        is_on_its_side = not is_silent and picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
         return self._resized((height, width) if is_on_its_side else (width, height))
 
     def _converted(self, picture: Image.Image, named: str, key: str) -> Image.Image:

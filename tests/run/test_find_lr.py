@@ -344,6 +344,44 @@ def test_a_test_begins_where_a_run_begins(capsys: pytest.CaptureFixture[str]) ->
     assert learnt < found()[2]["loss"][0] - 0.01
 
 
+OPTIMIZERS = """
+import torch
+
+class Fixed(torch.optim.SGD):
+    def __init__(self, params, momentum=0.0):
+        super().__init__(params, lr=0.1, momentum=momentum)
+"""
+
+
+def test_the_rate_may_be_the_classes_own_or_none(commands, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text(OPTIMIZERS)
+    options = {
+        "fixed": "_target_: mine.Fixed",
+        "plain": '_target_: torch.optim.Adam\ngroups: {head: {parameters: "head.*", lr: 0.01}}',
+    }
+    for name, text in options.items():
+        (tmp_path / "conf" / "optimizer" / f"{name}.yaml").write_text(f"# One of my own: optimizer={name}\n{text}\n")
+    done = commands.run(*SHORT, "optimizer=fixed", module="exp.find_lr", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "optimizer._target_: Fixed, which takes no lr" in done.stderr
+    done = commands.run(*SHORT, "optimizer=plain", "--steps", "20", module="exp.find_lr", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rates = dict(word.split("=") for word in shlex.split(done.stdout.splitlines()[-1])[-2:])
+    # Adam's own is 0.001.
+    assert list(rates) == ["+optimizer.lr", "optimizer.groups.head.lr"]
+    assert float(rates["optimizer.groups.head.lr"]) == pytest.approx(10 * float(rates["+optimizer.lr"]), rel=0.01)
+
+
+def test_an_engine_that_makes_the_steps_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As DeepSpeed's, which is not installed everywhere.
+    monkeypatch.setattr("exp.strategies.strategy.traits_of", lambda strategy: frozenset({"owns_step"}))
+    assert main(SHORT) == 2
+    assert "strategy: auto, whose engine makes the optimizer's steps" in capsys.readouterr().err
+
+
 OF_LIGHTNING = """
 import torch
 from lightning.pytorch import LightningModule

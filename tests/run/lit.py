@@ -228,6 +228,13 @@ class BreakOff(pl.Callback):
             raise RuntimeError("broken off")
 
 
+class LitRenamed(LitNet):
+    """Whose layers have other names behind its setup, as torch.compile gives them."""
+
+    def setup(self, stage: str) -> None:
+        self.net = nn.Sequential(self.net)
+
+
 class LitGiven(LitNet):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -158,6 +158,7 @@ RUNS = {
     "accumulated": [NET, DATA, "+data.noise=0.5", "trainer.accumulate_grad_batches=3"],
     "exps_data": ["module={_target_: mine.LitNet, dropout: 0.3, inputs: 64, classes: 10}", "data.batch_size=200"],
     "within_validations": [NET, DATA, "trainer.val_check_interval=3", "monitor=val/loss"],
+    "renamed": ["module={_target_: mine.LitRenamed}", DATA],
     "by_hand": ["module={_target_: mine.LitGan}", DATA],
 }
 

@@ -230,7 +230,10 @@ class Plan:
 
         if self.plain["resume"] is None:
             return Resuming()
-        return examine_resume(self.plain, network=self.network, prefix="network." if self.own is None else "")
+        if self.own is None:
+            return examine_resume(self.plain, network=self.network)
+        # Its setup may give layers other names, as torch.compile does.
+        return examine_resume(self.plain, network=self.network if self.own.is_complete else None, prefix="")
 
     @functools.cached_property
     def weights(self) -> Matching | None:

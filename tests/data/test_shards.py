@@ -18,7 +18,6 @@ from exp.check.plan import plan, refuse_other_data, resolve
 from exp.data.data import Data
 from exp.data.shards import Shards
 from exp.errors import ConfigError, RunError, is_installed
-from exp.train import main as train
 
 EACH = (7, 5, 8, 3)
 SAMPLES = sum(EACH)
@@ -382,17 +381,21 @@ WORDS = [
 ]  # fmt: skip
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_weights(tmp_path, monkeypatch):
+def test_two_ranks_and_a_run_that_goes_on_in_an_epoch_end_with_the_weights_of_one(tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "jsonl")
-    assert train([*WORDS, "hydra.run.dir=whole"]) == 0
+    words = [*WORDS, "precision=fp64", "model.constants.dropout=0.0"]
+    whole = ranks.train(*words)
     # An epoch has 5 batches, of which nobody knows before.
-    assert train([*WORDS, "trainer.max_steps=7", "hydra.run.dir=half"]) == 0
-    assert train([*WORDS, "resume=half/checkpoints/last.ckpt", "data.num_workers=2", "hydra.run.dir=rest"]) == 0
-    whole, rest = (
-        torch.load(f"{run}/checkpoints/last.ckpt", weights_only=True)["state_dict"] for run in ("whole", "rest")
-    )
-    assert all(torch.equal(whole[name], rest[name]) for name in whole)
+    half = ranks.train(*words, "trainer.max_steps=7")
+    resume = f"resume={half.directory}/checkpoints/last.ckpt"
+    rest = ranks.train(*words, resume, "data.num_workers=1")
+    two = ranks.train(*words, "strategy=ddp", "launch.devices=2", ranks=2)
+    expected = whole.checkpoint()["state_dict"]
+    assert whole.report["steps"] == rest.report["steps"] == two.report["steps"] == 15
+    for name, value in expected.items():
+        assert torch.equal(rest.checkpoint()["state_dict"][name], value)
+        torch.testing.assert_close(two.checkpoint()["state_dict"][name], value, rtol=1e-9, atol=1e-11)
 
 
 def test_the_first_samples_are_looked_at_before_the_run(tmp_path, monkeypatch):

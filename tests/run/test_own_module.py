@@ -89,8 +89,10 @@ def test_a_module_runs_as_it_is_without_leaving_anything_out(spelling):
     assert report.best["metric"] == "val/loss"
 
 
-@pytest.mark.parametrize("word", ["fp32", "fp64"])
-def test_its_weights_are_those_of_lightning_alone(mine, word):
+@pytest.mark.parametrize(
+    ("word", "theirs"), [("fp32", "32-true"), ("fp64", "64-true"), ("bf16", "bf16-mixed"), ("bf16_true", "bf16-true")]
+)
+def test_its_weights_are_those_of_lightning_alone(mine, word, theirs):
     settings = ["trainer.max_epochs=3", "+data.shuffle=false", f"precision={word}", "trainer.accumulate_grad_batches=2"]
     report = fit(NET, DATA, "trainer.gradient_clip_val=0.5", *settings)
     module = first_weights(mine.LitNet(), [NET, DATA, f"precision={word}"])
@@ -100,7 +102,7 @@ def test_its_weights_are_those_of_lightning_alone(mine, word):
         max_epochs=3,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
-        precision="64-true" if word == "fp64" else "32-true",
+        precision=theirs,
     )
     same(weights(report), found)
     assert report.steps == 12

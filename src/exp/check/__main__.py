@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.config.own_module import target_of
 from exp.errors import ConfigError, RunError, exit_status
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ def summary(plan: Plan) -> str:
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     placing = f"{placed.strategy} with {ranks}, {plain['precision']['word']}"
     if plan.own is not None:
+        from exp.config.own_module import target_of
+
         count = sum(parameter.numel() for parameter in plan.own.network.parameters())
         return f"ok: {count:,} parameters of {target_of(plain)}, fed by {plain['data']['_target_']}, {placing}"
     inputs = ", ".join(f"{name} {list(one.shape)} {one.dtype}" for name, one in plan.spec.inputs.items())

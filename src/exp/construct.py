@@ -328,7 +328,7 @@ def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler:
         # What exp itself reads there is not the target's.
         own = {name: node[name] for name in slot_of(key).reserved if name in node}
         target = {name: value for name, value in node.items() if name not in own}
-        factories[key] = construct({**target, "_partial_": True}, key=key, allow=_allow(plain))
+        factories[key] = construct(_until_optimizer(target), key=key, allow=_allow(plain))
         options |= own
     return Optimization(
         optimizer_factory=factories[optimizer],
@@ -336,6 +336,12 @@ def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler:
         begins_late=any(plain["freeze"]["unfreeze"]),
         **options,
     )
+
+
+def _until_optimizer(node: Plain) -> dict[str, Any]:
+    """A node, and the schedules that it is made of, as partials: each waits for its optimizer."""
+    parts = {"schedulers": list(map(_until_optimizer, node["schedulers"]))} if "schedulers" in node else {}
+    return {**node, **parts, "_partial_": True}
 
 
 def build_phases(plain: Plain) -> list[Phase]:

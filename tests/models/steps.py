@@ -34,7 +34,12 @@ COMMON = [
     *("precision=fp64", f"data.batch_size={SIZE}", f"trainer.max_epochs={EPOCHS}", "data.shuffle=false"),
     *("security.allow=[steps]", "trainer.enable_progress_bar=false"),
 ]
-# Arguments of each schedule; those whose constructors ask for a function or for other schedules no YAML can write.
+TORCHS = "torch.optim.lr_scheduler"
+PARTS = [
+    {"_target_": f"{TORCHS}.LinearLR", "start_factor": 0.1, "total_iters": 2},
+    {"_target_": f"{TORCHS}.StepLR", "step_size": 1, "gamma": 0.5},
+]
+# Arguments of each schedule; those whose constructors ask for a function no YAML can write.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "LambdaLR": {"lr_lambda": 0.5},
     "MultiplicativeLR": {"lr_lambda": 0.5},
@@ -43,9 +48,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ConstantLR": {"factor": 0.25, "total_iters": 3},
     "LinearLR": {"start_factor": 0.1, "total_iters": 3},
     "ExponentialLR": {"gamma": 0.7},
-    "SequentialLR": {"schedulers": [], "milestones": []},
+    "SequentialLR": {"schedulers": PARTS, "milestones": [2]},
     "CosineAnnealingLR": {"T_max": 5, "eta_min": 0.001},
-    "ChainedScheduler": {"schedulers": []},
+    "ChainedScheduler": {"schedulers": PARTS},
     "ReduceLROnPlateau": {"monitor": "loss/train", "patience": 0, "factor": 0.5, "threshold": 0.5},
     "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2, "cycle_momentum": False},
     "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
@@ -171,6 +176,14 @@ def by_hand(
     return network.state_dict()
 
 
+def torchs_own(name: str, arguments: Mapping[str, Any], stepper: torch.optim.Optimizer) -> Any:
+    """The schedule as it is written in Python."""
+    given = {key: value for key, value in arguments.items() if key not in ("monitor", "_target_")}
+    if "schedulers" in given:
+        given["schedulers"] = [torchs_own(one["_target_"].rpartition(".")[2], one, stepper) for one in PARTS]
+    return getattr(lr_scheduler, name)(optimizer=stepper, **given)
+
+
 def start_of(optimizer: str) -> dict[str, Tensor]:
     torch.manual_seed(3)
     return Network(**kind_of_network(optimizer)).double().state_dict()
@@ -204,8 +217,7 @@ def schedule_rows(*, only: Sequence[str] = ()) -> Iterator[Any]:
 
             def hand(arguments: Any = arguments, name: str = name, by_epoch: bool = interval == "epoch") -> Any:
                 def schedule(stepper: torch.optim.Optimizer) -> Any:
-                    given = {key: value for key, value in arguments.items() if key != "monitor"}
-                    return getattr(lr_scheduler, name)(stepper, **given)
+                    return torchs_own(name, arguments, stepper)
 
                 return by_hand(torch.optim.SGD, {"lr": 0.1}, schedule, start_of("SGD"), by_epoch=by_epoch)
 

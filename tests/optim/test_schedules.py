@@ -211,22 +211,55 @@ TORCHS = "torch.optim.lr_scheduler"
 PARTS = f"[{{_target_: {TORCHS}.LinearLR, total_iters: 3}}, {{_target_: {TORCHS}.ExponentialLR, gamma: 0.9}}]"
 
 
-@pytest.mark.parametrize(
-    ("node", "made_of"),
-    [
-        (f"{TORCHS}.SequentialLR, schedulers: {PARTS}, milestones: [3]", "schedules that hold the run's optimizer"),
-        (f"{TORCHS}.ChainedScheduler, schedulers: {PARTS}", "schedules that hold the run's optimizer"),
-        (f"{TORCHS}.LambdaLR, lr_lambda: mine.halve", "a Python function"),
-        (f"{TORCHS}.MultiplicativeLR", "a Python function"),
-    ],
-)
-def test_a_schedule_that_no_yaml_can_say_is_refused_with_what_to_write(node, made_of) -> None:
+@pytest.mark.parametrize("node", [f"{TORCHS}.LambdaLR, lr_lambda: mine.halve", f"{TORCHS}.MultiplicativeLR"])
+def test_a_schedule_that_no_yaml_can_say_is_refused_with_what_to_write(node) -> None:
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose([f"scheduler={{_target_: {node}}}"]))
     (fault,) = raised.value.faults
     assert fault.key == "scheduler._target_"
-    assert made_of in fault.got
+    assert "a Python function" in fault.got
     assert "Derive a class of your own" in fault.cure
+
+
+NESTED = f"[{{_target_: {TORCHS}.ChainedScheduler, schedulers: {PARTS}}}, {{_target_: {TORCHS}.ConstantLR}}]"
+
+
+@pytest.mark.parametrize(
+    ("schedulers", "milestones", "key", "message"),
+    [
+        (f"[{{_target_: {TORCHS}.LinearLR, total_itres: 3}}]", "[]", "schedulers.0.total_itres", "total_iters?"),
+        ("[{_target_: torch.nn.Linear}]", "[]", "schedulers.0._target_", "is no torch.optim.lr_scheduler.LRScheduler"),
+        (PARTS, "[3, 4]", "", "one more than the number of milestone points"),
+        (f"[{{_target_: {TORCHS}.OneCycleLR, max_lr: 1}}]", "[]", "schedulers.0.total_steps", "a part of another"),
+        (f"[{{_target_: {TORCHS}.ReduceLROnPlateau}}]", "[]", "", "does not support `ReduceLROnPlateau`"),
+        ("3", "[]", "schedulers", "expected a list"),
+    ],
+)
+def test_a_fault_of_a_part_of_a_schedule_has_its_key(schedulers, milestones, key, message) -> None:
+    node = f"{{_target_: {TORCHS}.SequentialLR, schedulers: {schedulers}, milestones: {milestones}}}"
+    with pytest.raises(ConfigError) as raised:
+        exp.validate(exp.compose([f"scheduler={node}"]))
+    assert raised.value.faults[0].key == f"scheduler.{key}".removesuffix(".")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("parts", [PARTS, NESTED], ids=["flat", "nested"])
+def test_a_sequence_of_schedules_goes_on_where_it_was(parts, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    node = f"{{_target_: {TORCHS}.SequentialLR, schedulers: {parts}, milestones: [3]}}"
+    run = ["model=mlp", "optimizer=sgd", "hooks=[]", "test=false", "logger=[]", "metrics=[]", f"scheduler={node}"]
+    length = ["trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
+
+    def ended(*more: str) -> Any:
+        directory = Path(exp.fit(exp.compose([*run, *length, *more])).directory)
+        return torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True), directory
+
+    whole, _ = ended("trainer.max_epochs=2")
+    _, first = ended("trainer.max_epochs=1")
+    again, _ = ended("trainer.max_epochs=2", f"resume={first}/checkpoints/last.ckpt")
+    assert again["optimizer_states"][0]["param_groups"] == whole["optimizer_states"][0]["param_groups"]
+    for name, tensor in whole["state_dict"].items():
+        assert torch.equal(again["state_dict"][name], tensor)
 
 
 def test_a_class_of_ones_own_makes_a_sequence_of_schedules(tmp_path, monkeypatch) -> None:

@@ -46,8 +46,6 @@ def target_faults(plain: dict[str, Any], *, allow: Sequence[str], has_module: bo
     places: dict[str, str] = {}
     faults: list[Fault] = []
     for key, node in nodes_in(plain):
-        if "schedulers" in key.split("."):
-            continue  # told at the schedule that holds them
         # Outermost first: a node within `_args_` has its place by the name that its argument has there.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
@@ -95,12 +93,12 @@ def node_faults(
     if place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
         yield own_loaders_fault(node["_target_"])
         return
-    if (said := _made_of_schedules(target)) is not None:
+    if _is_made_of_functions(target):
         yield Fault(
             key=f"{key}._target_",
-            got=f"{node['_target_']}, which is made of {said}",
+            got=f"{node['_target_']}, which is made of a Python function",
             expected="a class that is made of plain values and an optimizer",
-            cure="Derive a class of your own from it that makes them in its constructor: docs/optimization.md",
+            cure="Derive a class of your own from it that makes it in its constructor: docs/optimization.md",
         )
         return
     yield from _reserved(key, node)
@@ -117,17 +115,13 @@ def node_faults(
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
 
 
-def _made_of_schedules(target: Any) -> str | None:
-    """What a schedule of torch's is made of that no YAML can say; None of every other target."""
+def _is_made_of_functions(target: Any) -> bool:
+    """Whether it is a schedule of torch's that no YAML can say."""
     if not inspect.isclass(target) or not target.__module__.startswith("torch.optim"):
-        return None
+        return False
     from torch.optim import lr_scheduler
 
-    schedules = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
-    functions = (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)
-    if target in schedules:
-        return "schedules that hold the run's optimizer"
-    return "a Python function" if target in functions else None
+    return target in (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)
 
 
 def _takes_functions(target: Any) -> bool:

@@ -71,6 +71,8 @@ SCHEDULER = Slot(
     filled=("optimizer", "total_steps"),
     reserved=("interval", "monitor"),
 )
+# A part of torch's SequentialLR or ChainedScheduler, at any depth: of the same optimizer.
+PART_OF_SCHEDULE = Slot(pattern="**.schedulers.*", bases=SCHEDULER.bases, filled=("optimizer",))
 SAMPLER = Slot(
     pattern="data.sampler",
     bases=("torch.utils.data.Sampler",),
@@ -128,6 +130,8 @@ def slot_of(key: str) -> Slot:
         wanted = slot.pattern.split(".")
         if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
             return slot
+    if parts[-2:-1] == ["schedulers"] and "scheduler" in parts:
+        return PART_OF_SCHEDULE
     return LAYER if parts[0] == "model" and is_layer(parts) else ANYWHERE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -97,29 +98,45 @@ def build_schedule(
     *,
     interval: Unit,
     total_steps: int | None,
+    key: str = "scheduler",
+    is_part: bool = False,
 ) -> LRScheduler:
     """The schedule of an optimizer.
 
-    factory: a functools.partial of the schedule's class.
+    factory: a functools.partial of the schedule's class; where it is made of schedules, with partials of these.
     interval: what one of its steps is: an optimizer step or an epoch.
     total_steps: of the whole run, in that unit; stands in where the schedule takes total_steps and the config leaves
         it null. None where the run has no known end.
+    key: of the schedule in the config. is_part: whether another schedule steps it, so that its length is not the run's.
     Raises: ConfigError where the length is needed and not known, or the schedule refuses its values.
     """
-    options: dict[str, int] = {}
-    if (fault := contradiction(factory)) is not None:
+    options: dict[str, Any] = {}
+    if (fault := contradiction(factory, key=key)) is not None:
         raise ConfigError([fault])
     if needs_total(factory):
         if total_steps is None:
-            raise ConfigError([_unknown_length(interval)])
+            raise ConfigError([_unknown_length(interval, key=key, is_part=is_part)])
         options["total_steps"] = total_steps
     make = functools.partial(factory, optimizer, **options)
+    if "schedulers" in _given(factory):
+        parts = [
+            build_schedule(
+                optimizer, part, interval=interval, total_steps=None, key=f"{key}.schedulers.{index}", is_part=True
+            )
+            for index, part in enumerate(_given(factory)["schedulers"])
+        ]
+        # Of the two of torch one takes its parts first.
+        make = functools.partial(factory, optimizer=optimizer, schedulers=parts, **options)
     try:
-        return make()
+        with warnings.catch_warnings():
+            # torch's sequence of schedules steps a part while it is made, and warns of that.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            return make()
     except REFUSALS as error:
         got = f"{_function(factory).__name__} refused its values ({error})"
         known = inspect.signature(_function(factory)).parameters
-        raise ConfigError([refusal(error, key="scheduler", known=known, got=got, make=make)]) from error
+        tried = None if "schedulers" in _given(factory) else make
+        raise ConfigError([refusal(error, key=key, known=known, got=got, make=tried)]) from error
 
 
 # In which torch's OneCycleLR may be told its length, too.
@@ -133,20 +150,20 @@ def needs_total(factory: Callable[..., LRScheduler]) -> bool:
     return takes and all(given.get(name) is None for name in ("total_steps", *EPOCHS))
 
 
-def contradiction(factory: Callable[..., LRScheduler]) -> Fault | None:
+def contradiction(factory: Callable[..., LRScheduler], *, key: str = "scheduler") -> Fault | None:
     """A length that is said twice, of which torch would take one in silence; or by half."""
     given = _given(factory)
     said = [name for name in EPOCHS if given.get(name) is not None]
     if not said:
         return None
-    key, got = f"scheduler.{said[0]}", str(given[said[0]])
+    place, got = f"{key}.{said[0]}", str(given[said[0]])
     if given.get("total_steps") is not None:
         got = f"{got}, beside total_steps {given['total_steps']}"
-        return Fault(key=key, got=got, expected="one of the two: torch would take total_steps")
+        return Fault(key=place, got=got, expected="one of the two: torch would take total_steps")
     if len(said) < len(EPOCHS):
         other = next(name for name in EPOCHS if name not in said)
         cure = f"Or leave {said[0]} out: the schedule is as long as the run"
-        return Fault(key=key, got=f"{got} without {other}", expected="both, whose product is the length", cure=cure)
+        return Fault(key=place, got=f"{got} without {other}", expected="both, whose product is the length", cure=cure)
     return None
 
 
@@ -196,10 +213,13 @@ def _known(total_steps: int | None) -> int:
     return total_steps
 
 
-def _unknown_length(interval: Unit) -> Fault:
+def _unknown_length(interval: Unit, *, key: str, is_part: bool) -> Fault:
+    if is_part:
+        got = "null in a part of another schedule, which is not as long as the run"
+        return Fault(key=f"{key}.total_steps", got=got, expected=f"a number of {interval}s")
     limit = "trainer.max_epochs" if interval == "epoch" else "trainer.max_epochs or trainer.max_steps"
     return Fault(
-        key="scheduler.total_steps",
+        key=f"{key}.total_steps",
         got="null, and the length of the run is not known",
         expected=f"a number of {interval}s",
         cure=f"Or set {limit}",

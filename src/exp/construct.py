@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from exp.config.annotations import EMPTY, annotations_of, is_array
-from exp.config.own_module import brings_data
+from exp.config.module_key import brings_data
 from exp.config.reading import secrets_kept
 from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
 from exp.config.targets import TargetError, class_of, resolve, resolve_function

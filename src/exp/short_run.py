@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.config.own_module import has_module, target_of
+from exp.config.module_key import has_module, target_of
 from exp.errors import ConfigError, Fault, Interrupted
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
 
 operators.py drives op_db through forward programs, layers.py drives module_db through configs, losses.py its losses
 through objectives, steps.py optim_db and torch's schedules through whole runs, measures.py torchmetrics' classes of
-classification and regression through the stages of a run.
+classification and regression through the stages of a run, lightning_callbacks.py Lightning's callbacks through runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torchmetrics
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "against-torch.md"
-HEAD = """# Against torch: every operator, layer, loss, optimizer, schedule and metric
+HEAD = """# Against torch: every operator, layer, loss, optimizer, schedule, metric and callback
 
 *Reference*: what `python tests/models/against_torch.py --write` saw with torch {version}, on CPU. Nothing here is
 written by hand.
@@ -42,6 +42,8 @@ Metrics are those of torchmetrics {torchmetrics}, each with the parameters that 
 one that changes what it gives, of outputs that are scores, probabilities or numbers. A stage of uneven batches, and one
 that goes on from a checkpoint in its middle, must give to 1e-6 what one call on all outputs gives by hand. The same
 holds over two ranks, also where one of them has no sample at all (tests/models/test_measures.py drives a share of it).
+
+With each callback of Lightning a run must end with the checkpoint that Lightning's own loop ends with beside it.
 """
 
 
@@ -114,6 +116,7 @@ def main() -> int:
         ("Losses, in objectives", load("losses").seen(most=options.most, only=names)),
         ("Optimizers and schedules, in runs", load("steps").seen(most=options.most, only=names)),
         ("Metrics, in configs", load("measures").seen(only=names)),
+        ("Callbacks, in runs", load("lightning_callbacks").seen(only=names)),
     ]
     text = page(parts)
     print(text)

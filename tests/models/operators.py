@@ -165,6 +165,8 @@ def _try(row: Row, function: Any, sample: Any) -> None:
     (outputs, gradients, changed), (wanted, wanted_gradients, _) = found, expected
     if changed:
         row.wrong.append(f"{text}: writes into an input")
+    elif not same(found[:2], expected[:2]) and _wavers(by_hand(function, sample, given), given):
+        row.by_torch["other bits from call to call by hand"] += 1
     elif not same(outputs, wanted):
         row.wrong.append(f"{text}: another output")
     elif not same(gradients, wanted_gradients):
@@ -172,6 +174,12 @@ def _try(row: Row, function: Any, sample: Any) -> None:
     else:
         row.equal += 1
         row.backward += bool(gradients)
+
+
+def _wavers(call: Any, given: Sequence[torch.Tensor]) -> bool:
+    """Whether torch itself gives other bits for equal numbers, as LAPACK does by where in memory they lie."""
+    first = run(call, given)
+    return any(not same(run(call, given)[:2], first[:2]) for _ in range(1000))
 
 
 def by_hand(function: Any, sample: Any, given: Sequence[torch.Tensor]) -> Any:

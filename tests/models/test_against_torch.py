@@ -31,7 +31,10 @@ def share_of_torch(rank: int, *, here: str, seed: int) -> dict[str, Any]:
     compared = losses.seen(most=2)
     optimizers = [kind.__name__ for kind, _ in databases.optimizers()]
     stepped = steps.seen(most=2, only=[*draw.sample(optimizers, 4), *draw.sample(list(steps.SCHEDULES), 4)])
-    parts = (rows, built, compared, stepped)
+    called = layers.load("lightning_callbacks").seen(
+        only=["EarlyStopping", "StochasticWeightAveraging", "WeightAveraging"]
+    )
+    parts = (rows, built, compared, stepped, called)
     return {
         "names": names,
         "wrong": [line for part in parts for row in part for line in row.wrong],
@@ -43,7 +46,7 @@ def share_of_torch(rank: int, *, here: str, seed: int) -> dict[str, Any]:
 def test_what_torchs_own_databases_hold_is_equal_or_left_out_with_a_reason(ranks) -> None:
     (found,) = ranks.call(share_of_torch, ranks=1, here=str(HERE), seed=3)
     assert found["wrong"] == []
-    assert [count > least for count, least in zip(found["equal"], (40, 20, 40, 10), strict=True)] == [True] * 4
+    assert [count > least for count, least in zip(found["equal"], (40, 20, 40, 10, 2), strict=True)] == [True] * 5
     lasts = {name.rpartition(".")[2] for name in found["names"] if not name.startswith("torch.ops")}
     listed = set().union(*map(vocabulary.members, vocabulary.PREFIXES)) | vocabulary.METHODS | vocabulary.ATTRIBUTES
     assert sorted(name for name in lasts if name not in listed and reason_of(name) is None) == []

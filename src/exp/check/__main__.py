@@ -70,7 +70,7 @@ def summary(plan: Plan) -> str:
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     placing = f"{placed.strategy} with {ranks}, {plain['precision']['word']}"
     if plan.own is not None:
-        from exp.config.own_module import target_of
+        from exp.config.module_key import target_of
 
         count = sum(parameter.numel() for parameter in plan.own.network.parameters())
         return f"ok: {count:,} parameters of {target_of(plain)}, fed by {plain['data']['_target_']}, {placing}"

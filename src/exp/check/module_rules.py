@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from exp.config.own_module import chosen_faults, target_of
+from exp.config.module_key import chosen_faults, target_of
 from exp.config.reading import UNKNOWN, Values
 from exp.errors import Fault
 from exp.spelling import show

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from exp.config.own_module import brings_data, target_of
+from exp.config.module_key import brings_data, target_of
 from exp.config.targets import resolve
 from exp.construct import build_module
 from exp.errors import ExpError, Fault

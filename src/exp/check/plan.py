@@ -30,7 +30,7 @@ from exp.check.parameters import program_fault
 from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
-from exp.config.own_module import brings_data
+from exp.config.module_key import brings_data
 from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError

@@ -17,7 +17,7 @@ from exp.check.structure import structure_faults
 from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
-from exp.config.own_module import has_module
+from exp.config.module_key import has_module
 from exp.config.reading import Reading, Values, read
 from exp.config.sources import source_of
 from exp.errors import ConfigError, Fault

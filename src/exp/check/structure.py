@@ -13,7 +13,7 @@ from exp.check.schema import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
-from exp.config.own_module import MODULE_KEY, REPLACED, brings_data, has_module
+from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.reading import UNKNOWN, is_node, leaves
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault

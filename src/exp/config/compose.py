@@ -11,8 +11,8 @@ from exp.config.freeze import COMPOSITION, literal
 from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
+from exp.config.module_key import leave_out
 from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices, swept_key_faults
-from exp.config.own_module import leave_out
 from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 

@@ -224,6 +224,33 @@ def test_kwargs_are_read_on_in_the_bases():
     assert not signature.open
 
 
+def test_a_constructor_that_reads_its_kwargs_itself_takes_any_name():
+    class Base(nn.Module):
+        def __init__(self, *, depth: int = 1) -> None:
+            super().__init__()
+
+    class Reads(Base):
+        def __init__(self, lr: float = 0.1, **kwargs) -> None:
+            self.width = kwargs.pop("width", 3)
+            super().__init__(**kwargs)
+
+    class Keeps(Base):
+        """As save_hyperparameters finds them."""
+
+        def __init__(self, **kwargs) -> None:
+            super().__init__()
+
+    class Above(Reads):
+        def __init__(self, **kwargs) -> None:
+            super().__init__(**kwargs)
+
+    for kind in (Reads, Keeps, Above):
+        signature = signature_of(kind)
+        assert signature.open
+        assert "depth" in signature.parameters
+    assert not signature_of(type("Plain", (Base,), {})).open
+
+
 def test_kwargs_of_a_module_end_at_torch():
     class Loose(nn.Module):
         def __init__(self, *, width: int, **kwargs) -> None:

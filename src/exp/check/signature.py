@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +153,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
     holder = _holder(target, maker)
     if holder is not None and _hidden(holder):
         return replace(found, parameters={**_hidden(holder), **parameters}, open=False)
+    reads = _reads_names(maker)
     for base in _bases_above(target, maker):
         if "__init__" not in vars(base):
             continue
@@ -159,8 +163,36 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
         if not above.open or _hidden(base):
-            return replace(found, parameters={**_hidden(base), **parameters}, open=False)
+            return replace(found, parameters={**_hidden(base), **parameters}, open=reads)
+        reads = reads or _reads_names(vars(base)["__init__"])
     return replace(found, parameters=parameters, open=True)
+
+
+@functools.cache
+def _reads_names(function: Callable[..., Any]) -> bool:
+    """Whether a constructor may take names out of its `**kwargs` itself, which no signature shows.
+
+    The libraries' own do where HIDDEN_NAMES says so. Any other does, unless its source is there to be read, and the
+    only use of the mapping is to be handed on whole, as in `super().__init__(**kwargs)`.
+    """
+    if (function.__module__ or "").partition(".")[0] in LIBRARIES:
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    made = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    if made is None or made.args.kwarg is None:
+        return True
+    name = made.args.kwarg.arg
+    calls = [node for node in ast.walk(made) if isinstance(node, ast.Call) and _is_constructor(node.func)]
+    handed = [word.value for call in calls for word in call.keywords if word.arg is None]
+    uses = [node for node in ast.walk(made) if isinstance(node, ast.Name) and node.id == name]
+    return not uses or any(not any(one is use for one in handed) for use in uses)
+
+
+def _is_constructor(call: ast.expr) -> bool:
+    return isinstance(call, ast.Attribute) and call.attr == "__init__"
 
 
 def _hidden(base: type) -> dict[str, Parameter]:

@@ -105,7 +105,7 @@ def _beginning_faults(plain: Mapping[str, Any]) -> Iterator[Fault]:
             key="module",
             got=f"{target_of(plain)}, whose steps, losses and optimizers are its own",
             expected="null: it is exp's own training that is made short",
-            cure="Try values in runs of their own, such as -m module.lr=1e-4,1e-3",
+            cure="Try values in runs of their own: python -m exp.train -m KEY=VALUE,VALUE",
         )
     if plain["launch"]["nodes"] != 1:
         expected = "1: this command starts its ranks itself, and on one machine"

@@ -554,3 +554,10 @@ def test_a_number_that_names_no_entry_is_told_with_those_that_are_there():
 
 def test_an_entry_that_is_added_to_an_empty_mapping_is_a_number_as_in_yaml():
     assert exp.compose(["+freeze.unfreeze.5=[stem]"]).freeze.unfreeze == {5: ["stem"]}
+
+
+def test_a_node_that_is_added_is_there_for_the_overrides_behind_it():
+    node = "+hooks.own={_target_: exp.hooks.gradients.Gradients}"
+    assert exp.compose([node, "hooks.own.every_n_steps=5"]).hooks.own.every_n_steps == 5
+    with pytest.raises(ConfigError, match=r"hooks\.own\.every_n_step: no parameter of .*every_n_steps\?"):
+        exp.validate(exp.compose([node, "hooks.own.every_n_step=5"]))

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -521,6 +522,18 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr("exp.files.write_whole", full)
     assert main(["data=wine"]) == 1
     assert "No space left on device. Make room there" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_an_output_that_cannot_be_written_costs_nothing_else(place: Path) -> None:
+    program = "from exp.data.__main__ import main; raise SystemExit(main(['data=wine']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=place, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert list(place.glob("outputs/*/data/*/*/data.md"))
 
 
 def test_a_ctrl_c_ends_with_130_and_leaves_nothing(place: Path, commands) -> None:

@@ -305,6 +305,8 @@ def pack(*members):
         ("csv", put("1.csv", b"u,v,w,kind\n\xff,1,1,1\n"), r"1.csv \('utf-8' codec .*\); expected CSV in UTF-8"),
         ("csv", put("1.csv", "u,v,kind\n1,2,0"), r"data.dataset.inputs: w; expected a column of .*1.csv"),
         ("csv", put("1.csv", "u,v,w,kind\n1,,3,0"), r"no value in v of line 2 of .*1.csv"),
+        ("csv", put("1.csv", "u,v,w,kind\n1,nan,3,0"), r"no value in v of line 2 of .*1.csv"),
+        ("csv", put("1.csv", "u,v,w,kind\n1,2,-NaN,0"), r"no value in w of line 2 of .*1.csv"),
         ("csv", put("1.csv", ""), r"1.csv without a line; expected names of columns"),
         ("jsonl", put("1.jsonl", '{"row": [1, 2, 3], "kind": 0}\n{"row": [1,'), r"1.jsonl, .* at sample 1: line 2: "),
         ("jsonl", put("1.jsonl", "[1]"), r"line 1 holds a list, and no mapping"),

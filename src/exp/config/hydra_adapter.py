@@ -204,9 +204,14 @@ class Loader(ConfigLoaderImpl):
             _rename(config, path, str)
             self._numbered.append(path)
         declare_parameter(config, override)
+        key = override.key_or_group
+        if _is_node(override, OverrideType.ADD):
+            # There for the overrides behind it, `'+module={_target_: mine.Lit}' module.lr=1`; Hydra adds it once more.
+            with open_dict(config), contextlib.suppress(OmegaConfBaseException):  # told where it is applied
+                if OmegaConf.select(config, key) is None:
+                    OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
         if not _is_whole_node(override):
             return
-        key = override.key_or_group
         try:
             node = OmegaConf.select(config, key)
             declared = None if self._declared is None else OmegaConf.select(self._declared, key)
@@ -352,8 +357,12 @@ def _as_number(name: Any) -> Any:
 
 def _is_whole_node(override: Override) -> bool:
     """Whether an override without a sign gives a mapping with a `_target_`."""
+    return _is_node(override, OverrideType.CHANGE)
+
+
+def _is_node(override: Override, kind: OverrideType) -> bool:
     value = None if override.is_sweep_override() else override.value()
-    return override.type is OverrideType.CHANGE and isinstance(value, dict) and "_target_" in value
+    return override.type is kind and isinstance(value, dict) and "_target_" in value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError, exit_status
-from exp.output import unwritable
+from exp.output import outliving_output, unwritable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,15 +58,16 @@ def _command(argv: Sequence[str]) -> int:
         )
         raise ConfigError([fault])
     resolved = _resolved(arguments)
-    data = _built(resolved)
-    targets = sorted(_targets(resolved.plain))
-    found = _looked_at(data, targets, count=arguments.samples)
-    directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
-    print((directory / "data.md").read_text(encoding="utf-8"))
-    shown = os.path.relpath(directory)
-    print(f"results    {shown}")
-    if (directory / "tensorboard").is_dir():
-        print(f"dashboard  python -m exp.dashboard {shlex.quote(shown)}")
+    with outliving_output():
+        data = _built(resolved)
+        targets = sorted(_targets(resolved.plain))
+        found = _looked_at(data, targets, count=arguments.samples)
+        directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
+        print((directory / "data.md").read_text(encoding="utf-8"))
+        shown = os.path.relpath(directory)
+        print(f"results    {shown}")
+        if (directory / "tensorboard").is_dir():
+            print(f"dashboard  python -m exp.dashboard {shlex.quote(shown)}")
     return 0
 
 

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from exp.data.columns import Task
+from exp.data.delimited import MISSING_VALUES
 from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault, name_cure
 from exp.data.pictures import PictureForm
@@ -268,21 +269,18 @@ class Fields:
             )
         value = record[column]
         if value is None or (isinstance(value, str) and not value.strip()):
-            raise SampleError(
-                Fault(
-                    key=f"data.dataset.{key}",
-                    got=f"no value in {column} of {where}",
-                    expected="one in every record",
-                    cure="Fill it in, or leave the record out",
-                )
-            )
+            raise SampleError(_no_value(column, where, key))
         return value
 
     def _number(self, column: str, record: Mapping[str, object], where: str, *, key: str) -> int | float:
         value = self._value(column, record, where, key=key)
+        if isinstance(value, str) and value.strip() in MISSING_VALUES:
+            raise SampleError(_no_value(column, where, key))
         number = _plain_number(value)
         if number is None:
             raise SampleError(_no_number(column, value, where, key))
+        if number != number:  # nan, as pandas and NumPy write what is not there
+            raise SampleError(_no_value(column, where, key))
         return number
 
     def _array(self, column: str, record: Mapping[str, object], where: str, *, key: str) -> np.ndarray:
@@ -294,6 +292,15 @@ class Fields:
         if array.dtype.kind not in DTYPES:
             raise SampleError(_no_number(column, value, where, key))
         return array
+
+
+def _no_value(column: str, where: str, key: str) -> Fault:
+    return Fault(
+        key=f"data.dataset.{key}",
+        got=f"no value in {column} of {where}",
+        expected="one in every record",
+        cure="Fill it in, or leave the record out",
+    )
 
 
 def is_single(value: object) -> bool:

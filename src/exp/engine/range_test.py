@@ -26,6 +26,7 @@ from exp.files import write_whole
 from exp.hooks.figures import curves
 from exp.hooks.panels import Image, png
 from exp.loggers.run_logger import RunLogger
+from exp.output import tell_not_written
 from exp.strategies.whole_state import local
 from exp.types import Batch
 
@@ -132,7 +133,10 @@ class RangeTest(Callback):
         summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": rules}
         write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
         sheet = picture(rates, self.losses, self.smoothed, found)
-        write_whole(directory / PICTURE, png(sheet))
+        try:
+            write_whole(directory / PICTURE, png(sheet))
+        except OSError as error:  # a picture is not worth the numbers
+            tell_not_written(str(directory / PICTURE), error)
         shown = Image.of(torch.from_numpy(sheet).permute(2, 0, 1))
         for logger in trainer.loggers:
             if isinstance(logger, RunLogger):

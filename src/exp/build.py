@@ -190,7 +190,7 @@ def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> C
         holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
         monitor=plan.plain["monitor"],
         mode=plan.plain["mode"],
-        is_compared=None if plan.own is None else "val" if "val" in _stages(plan) else "train",
+        is_compared=None if plan.own is None else "given" if "val" in _stages(plan) else "train",
         config=plan.resolved.yaml,
         **{key: value for key, value in plan.plain["checkpoint"].items() if key != "async"},
     )

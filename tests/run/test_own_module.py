@@ -394,3 +394,16 @@ def test_a_strategy_of_lightnings_own_and_without_validation(commands):
     assert done.returncode == 0, done.stderr
     report = json.loads(Path("out/report.json").read_text())
     assert (report["strategy"], report["world_size"], report["best"]["step"]) == ("theirs", 2, 8)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_is_logged_in_training_alone_is_compared_behind_a_validation(every):
+    words = [NET, DATA, "test=false", f"trainer.check_val_every_n_epoch={every}", "trainer.max_epochs=4"]
+    report = fit(*words, "monitor=train/loss", "mode=max")
+    found = read_scalars(Path(report.directory) / "tensorboard")["train/loss_epoch"]
+    best = max(found, key=lambda step: found[step])
+    assert (report.best["metric"], report.best["step"]) == ("train/loss", best + 1)
+    assert report.best["value"] == pytest.approx(found[best])
+    assert torch.load(f"{report.directory}/checkpoints/best.ckpt", weights_only=True)["global_step"] == best + 1
+    with pytest.raises(exp.RunError, match=r"monitor is train/los, which nothing gives.*Did you mean train/loss"):
+        fit(*words, "monitor=train/los")

@@ -53,7 +53,8 @@ class Checkpointing(Callback):
     save_last, save_best: whether there is one.
     monitor, mode: the tag whose best value best.ckpt has, and whether the best is the smallest or the largest. A value
         that is not finite is never the best. Without a tag there is no best.
-    is_compared: at the end of which part of an epoch; None: as the tag says.
+    is_compared: at the end of which part of an epoch; "given": of the part that gives it, validation or training; None:
+        as the tag says.
     config: text to keep in the checkpoint, such as the config's YAML.
     holds_scored: whether to hold a copy of the weights of each validation, so that best.ckpt has them whatever other
         callbacks did to the module behind it. The weights that training goes on with are beside them then.
@@ -72,10 +73,12 @@ class Checkpointing(Callback):
         save_best: bool = True,
         config: str | None = None,
         holds_scored: bool = False,
-        is_compared: Literal["train", "val"] | None = None,
+        is_compared: Literal["train", "val", "given"] | None = None,
     ) -> None:
         super().__init__()
         self._is_compared = is_compared
+        self._has_validated = False
+        self._earlier: Tensor | None = None
         # Which checkpoint is good, in words.
         self.saved = "no checkpoint was saved before it"
         self.holds_scored = holds_scored
@@ -294,11 +297,23 @@ class Checkpointing(Callback):
         if self.holds_scored and self.is_saving_best:
             self._validated = on_host(_unpruned(trainer.strategy.lightning_module_state_dict()))
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._earlier = trainer.callback_metrics.get(str(self.monitor))
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._compare(trainer, stage="val")
+            self._has_validated = True
+            # Lightning keeps the value of the last step under the name of a whole epoch's, as the object that it was.
+            found = trainer.callback_metrics.get(str(self.monitor))
+            if self._is_compared == "given" and found is not None and found is not self._earlier:
+                self._is_compared = "val"
+            if self._is_compared != "given":
+                self._compare(trainer, stage="val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_there = self.monitor in trainer.callback_metrics
+        if self._is_compared == "given" and (is_there or self._has_validated):
+            self._is_compared = "train"
         if self.watches_training:
             self._compare(trainer, stage="train")
 

@@ -77,3 +77,14 @@ def test_a_setting_of_the_loss_scale_is_a_fault_with_a_word_that_scales_no_loss(
     assert "precision.scaler.init_scale: 1000000000.0" in said
     assert "precision.scaler.growth_interval: 5" in said
     assert "choose precision=fp16" in said
+
+
+def test_loaders_of_ones_own_without_a_module_are_told_as_what_they_are(capsys, monkeypatch, tmp_path):
+    (tmp_path / "own_loaders.py").write_text(
+        "from lightning.pytorch import LightningDataModule\n\n\nclass Own(LightningDataModule):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = refusal(capsys, "data={_target_: own_loaders.Own};security.allow=[own_loaders]")
+    assert text.startswith("1 fault")
+    assert "data._target_: own_loaders.Own, a LightningDataModule" in text
+    assert "data.dataset: nothing" not in text

@@ -350,8 +350,10 @@ def the_test_has_weights(values: Values) -> Iterator[Fault]:
 
 def data_names_its_sets(values: Values) -> Iterator[Fault]:
     """One data set to divide, or one for each part; each is a node."""
-    data = values["data"]
-    if not isinstance(data, dict) or brings_data(values.plain):
+    data, target = values["data"], values["data._target_"]
+    # A class that is not exp's may be a LightningDataModule, which is told where it is imported.
+    is_exps = isinstance(target, str) and target.startswith("exp.")
+    if not isinstance(data, dict) or brings_data(values.plain) or not is_exps:
         return
     sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
     if not sets:

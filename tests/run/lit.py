@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -300,3 +300,29 @@ class LitPair(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in (self.first, self.second)]
+
+
+class LitEmpty(LitData):
+    """No sample, known before; or none that comes."""
+
+    def __init__(self, known: bool = True) -> None:
+        super().__init__()
+        self.known = known
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(4) if self.known else NoSample(), batch_size=8, drop_last=True)
+
+
+class NoSample(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class LitNoOptimizer(LitNet):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class LitNoLoss(LitNet):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)

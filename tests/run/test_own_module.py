@@ -407,3 +407,24 @@ def test_what_is_logged_in_training_alone_is_compared_behind_a_validation(every)
     assert torch.load(f"{report.directory}/checkpoints/best.ckpt", weights_only=True)["global_step"] == best + 1
     with pytest.raises(exp.RunError, match=r"monitor is train/los, which nothing gives.*Did you mean train/loss"):
         fit(*words, "monitor=train/los")
+
+
+@pytest.mark.parametrize("known", ["true", "false"])
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_a_loader_without_a_batch_ends_badly(known):
+    with pytest.raises(exp.RunError, match="the train_dataloader of LitEmpty gives no batch; expected at least one"):
+        fit(NET, "data._target_=mine.LitEmpty", f"+data.known={known}", "trainer.max_epochs=1", "test=false")
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned `None`")
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("LitNoOptimizer", "nothing is optimized: configure_optimizers of LitNoOptimizer returned None"),
+        ("LitNoLoss", "nothing is trained: training_step of LitNoLoss returned None, and no loss, in all 7 batches"),
+    ],
+)
+def test_a_run_that_trains_nothing_says_so_once(name, line, capsys):
+    fit(f"module={{_target_: mine.{name}}}", DATA, "trainer.max_epochs=2", "test=false")
+    assert capsys.readouterr().err.splitlines().count(line) == 1

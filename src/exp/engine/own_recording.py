@@ -9,6 +9,7 @@ know it (seen in lightning 2.6.6).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,12 +30,15 @@ from exp.engine.own_module import OwnModule, as_numbers
 from exp.engine.recording import LATEST, STATE, StepRecording
 from exp.engine.runtime import set_threads
 from exp.engine.step_hooks import Found
+from exp.errors import RunError
 from exp.hooks.hook import Hook
 from exp.loggers.run_logger import RunLogger
 from exp.nested import tensors_in
 from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision
 from exp.types import Stage
+
+log = logging.getLogger(__name__)
 
 
 class OwnRecording(StepRecording):
@@ -54,6 +58,7 @@ class OwnRecording(StepRecording):
     ) -> None:
         super().__init__(hooks=hooks, directory=directory)
         self._chooses_threads = chooses_threads
+        self._has_told_nothing = False
         self._module = module
         self._values: Found | None = None
         self._size = 0
@@ -89,6 +94,12 @@ class OwnRecording(StepRecording):
         self._keep(trainer)
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
+        if not self._index and not self._module.batches_seen:
+            raise _no_batch(trainer)  # an IterableDataset's, whose length nobody knew
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.num_training_batches == 0:
+            raise _no_batch(trainer)  # Lightning does not begin, and says so in its log alone
 
     # --- the step ---
 
@@ -170,6 +181,15 @@ class OwnRecording(StepRecording):
         self.flush(trainer)
         self._step_hooks.pause()
         self._keep(trainer)
+        seen = self._module.batches_seen
+        is_automatic = pl_module.automatic_optimization
+        if seen and is_automatic and not self._module.losses_seen and not self._has_told_nothing:
+            self._has_told_nothing = True
+            if trainer.is_global_zero:
+                name = type(pl_module).__name__
+                log.warning(
+                    "nothing is trained: training_step of %s returned None, and no loss, in all %d batches", name, seen
+                )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
@@ -222,6 +242,14 @@ class OwnRecording(StepRecording):
             self._index = checkpoint[STATE]["index"]
         if trainer.state.fn == "fit" and LATEST in checkpoint:
             self.latest.update(checkpoint[LATEST])
+
+
+def _no_batch(trainer: Trainer) -> RunError:
+    name = type(vars(trainer)["datamodule"]).__name__ if "datamodule" in vars(trainer) else "data"
+    return RunError(
+        f"the train_dataloader of {name} gives no batch; expected at least one to train on. Look at how many "
+        "samples it has, at its batch_size and drop_last, and at the samplers"
+    )
 
 
 @contextmanager

@@ -259,6 +259,10 @@ def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
     initialisation(plain["seed"])
     with torch.device(device):
         module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
+        if "_modules" not in vars(module):
+            got = f"{type(module).__name__}, whose __init__ does not call super().__init__()"
+            expected = "that call, in which Lightning and torch make the module"
+            raise ConfigError([Fault(key="module", got=got, expected=expected)])
         for child in () if brings_data(plain) else module.children():
             if isinstance(child, ProgramModel):
                 materialise(child, example_inputs(DataSpec.of(plain["data"]), device=device))

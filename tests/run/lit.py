@@ -326,3 +326,8 @@ class LitNoOptimizer(LitNet):
 class LitNoLoss(LitNet):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
+
+
+class LitNoSuper(LitNet):
+    def __init__(self) -> None:
+        self.width = 3

@@ -308,6 +308,7 @@ def faults(*overrides):
         ([NET, "strategy=fsdp", "launch.devices=2"], "strategy", "ddp, single or auto"),
         ([NET, "strategy=layer_split", "launch.devices=2"], "strategy", "ddp, single or auto"),
         (["module={_target_: mine.Untrained}"], "module", "Untrained without configure_optimizers"),
+        (["module={_target_: mine.LitNoSuper}"], "module", "does not call super().__init__()"),
         (["module={_target_: mine.WithLoaders}"], "module", "would lose against data"),
         (["module={_target_: mine.LitGan}", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val", "by hand"),
         (["module={_target_: mine.SimpleNet}"], "module._target_", "LightningModule"),

@@ -331,3 +331,22 @@ class LitNoLoss(LitNet):
 class LitNoSuper(LitNet):
     def __init__(self) -> None:
         self.width = 3
+
+
+class LitNan(LitNet):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (super().training_step(batch, batch_idx) - 1e6).sqrt()
+
+
+class LitAdds(LitNet):
+    """An object in its checkpoints."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"net": self.net}
+
+
+class LitState(LitNet):
+    def get_extra_state(self) -> Any:
+        return self.net
+
+    def set_extra_state(self, state: Any) -> None: ...

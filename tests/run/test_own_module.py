@@ -429,3 +429,29 @@ def test_a_loader_without_a_batch_ends_badly(known):
 def test_a_run_that_trains_nothing_says_so_once(name, line, capsys):
     fit(f"module={{_target_: mine.{name}}}", DATA, "trainer.max_epochs=2", "test=false")
     assert capsys.readouterr().err.splitlines().count(line) == 1
+
+
+def test_a_loss_that_is_not_a_number_has_cures_that_hold():
+    given = ["module={_target_: mine.LitNan}", DATA, "trainer.max_epochs=1", "test=false"]
+    with pytest.raises(exp.RunError, match="the loss is not a number") as caught:
+        fit(*given)
+    assert not any(word in str(caught.value) for word in ("optimizer.lr", "nan_guard", "non_finite"))
+    assert "trainer.gradient_clip_val" in str(caught.value)
+    assert "trainer.detect_anomaly=true" in str(caught.value)
+    with pytest.raises(exp.RunError, match="SqrtBackward0"):
+        fit(*given, "trainer.gradient_clip_val=1.0", "trainer.detect_anomaly=true")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "LitAdds",
+            r"the checkpoint's mine\.net is a torch.* Have on_save_checkpoint of LitAdds add its state_dict\(\)",
+        ),
+        ("LitState", r"the checkpoint's state_dict\._extra_state is a torch.* Keep it out of state_dict\(\)"),
+    ],
+)
+def test_an_object_in_a_checkpoint_is_told_where_it_was_put(name, message):
+    with pytest.raises(exp.RunError, match=message):
+        fit(f"module={{_target_: mine.{name}}}", DATA, "trainer.max_epochs=1", "test=false")

@@ -302,9 +302,10 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def require_plain(value: object, *, key: str = "") -> None:
+def require_plain(value: object, *, key: str = "", cure: str = "Keep it out of state_dict()") -> None:
     """Check that a checkpoint will be readable, which torch would say only when it is read.
 
+    key: of the value, dotted. cure: what to do about one that will not be.
     Raises: RunError naming the entry that is neither a tensor nor a plain value.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
@@ -313,15 +314,16 @@ def require_plain(value: object, *, key: str = "") -> None:
         return
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         for name, item in value.items():
-            require_plain(item, key=f"{key}.{name}" if key else str(name))
+            require_plain(item, key=f"{key}.{name}" if key else str(name), cure=cure)
         return
     if isinstance(value, Sequence | Set) and type(value).__module__ in ("builtins", "torch"):
         for place, item in enumerate(value):
-            require_plain(item, key=f"{key}.{place}")
+            require_plain(item, key=f"{key}.{place}", cure=cure)
         return
     raise RunError(
         f"the checkpoint's {key} is a {type(value).__module__}.{type(value).__qualname__}; expected tensors, numbers, "
-        "texts and lists or dicts of them, because nothing else is read back. Keep it out of state_dict()"
+        "texts and lists or dicts of them, because nothing else is read back. "
+        f"{cure}"
     )
 
 

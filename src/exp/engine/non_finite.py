@@ -36,6 +36,12 @@ CURES = (
     "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
     "names the layer and keeps the step; or write runtime.non_finite=skip or rewind"
 )
+# Of a LightningModule of the user's own, beside which the others are refused.
+OWN_CURES = (
+    "Lower the rate of what its configure_optimizers returns, or clip gradients, by trainer.gradient_clip_val or, "
+    "where it steps its optimizers by hand, in its training_step; trainer.detect_anomaly=true names the operation "
+    "whose backward gave the first such gradient"
+)
 
 
 def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
@@ -49,11 +55,13 @@ def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
     return {name: _kinds(held[name]) if name in suspects - learning else frozenset() for name in held}
 
 
-def require_finite(state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str) -> None:
+def require_finite(
+    state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str, cures: str = CURES
+) -> None:
     """Check weights, their averages and the optimizers' states, as a checkpoint has them. Every rank must call it.
 
     by_design: of `kinds_by_design`. An entry that was not there then may hold infinities.
-    saved: which checkpoint is good, in words.
+    saved: which checkpoint is good, in words. cures: what to do.
     Raises: NonFiniteError, on every rank where one has found something.
     """
     found = broken_entries(state, by_design)
@@ -64,7 +72,7 @@ def require_finite(state: State, by_design: Mapping[str, Kinds], trainer: Traine
     if is_broken:
         what = among(found, count=6) if found else "what other ranks hold"
         raise NonFiniteError(
-            f"not finite after step {trainer.global_step}: {what}. Nothing of it is saved; {saved}. {CURES}"
+            f"not finite after step {trainer.global_step}: {what}. Nothing of it is saved; {saved}. {cures}"
         )
 
 
@@ -79,7 +87,7 @@ def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
     return list(dict.fromkeys(name.removeprefix("network.") for name in found))
 
 
-def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str) -> None:
+def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, cures: str = CURES) -> None:
     """Refuse a loss that is not a number, or infinite where no loss scale will fall for it.
 
     Raises: NonFiniteError.
@@ -87,7 +95,7 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str) -> None
     if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
         return
     name = "not a number" if math.isnan(loss) else "infinite"
-    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {saved}. {CURES}")
+    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {saved}. {cures}")
 
 
 class UndoneForward(Callback):

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from exp.engine.buffer import Recorded, on_host_values
 from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
-from exp.engine.non_finite import refuse_lost
+from exp.engine.non_finite import OWN_CURES, refuse_lost
 from exp.engine.observer import WHOLE_STEP, Turn
 from exp.engine.overhead import lighten
 from exp.engine.own_module import OwnModule, as_numbers
@@ -170,7 +170,7 @@ class OwnRecording(StepRecording):
             last["precision/skipped_steps"] = precision.skipped_steps
             last["precision/loss_scale"] = precision.loss_scale
         for step, losses in self._buffer.take(trainer.strategy):
-            refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=self._module.saved)
+            refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=self._module.saved, cures=OWN_CURES)
             self._write(step.values, step.index - 1, step.panels)
             if precision is not None:
                 precision.written(step.values, step=step.index)

@@ -19,6 +19,7 @@ LIT = Path(__file__).with_name("lit.py")
 QUIET = ("trainer.enable_progress_bar=false", "hooks=[]")
 NET = "module={_target_: mine.LitNet}"
 DATA = "data._target_=mine.LitData"
+STEP = "torch.optim.lr_scheduler.StepLR"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -455,3 +456,19 @@ def test_a_loss_that_is_not_a_number_has_cures_that_hold():
 def test_an_object_in_a_checkpoint_is_told_where_it_was_put(name, message):
     with pytest.raises(exp.RunError, match=message):
         fit(f"module={{_target_: mine.{name}}}", DATA, "trainer.max_epochs=1", "test=false")
+
+
+@pytest.mark.parametrize("word", ["", "_partial_: false, "])
+@pytest.mark.parametrize(
+    ("name", "given", "missing"),
+    [("optimizer", "torch.optim.SGD, lr: 0.1", "params"), ("scheduler", f"{STEP}, step_size: 2", "optimizer")],
+)
+def test_an_optimizer_without_partial_is_told_to_be_one(word, name, given, missing):
+    nodes = {"optimizer": "torch.optim.SGD, _partial_: true", "scheduler": f"{STEP}, _partial_: true, step_size: 1"}
+    nodes[name] = f"{given}, {word}".rstrip(", ")
+    parts = ", ".join(f"{one}: {{_target_: {node}}}" for one, node in nodes.items())
+    found = faults(
+        f"module={{_target_: mine.LitClassifier, net: {{_target_: mine.SimpleNet}}, {parts}}}", "monitor=null"
+    )
+    assert list(found) == [f"module.{name}.{missing}"]
+    assert f"Add _partial_: true below module.{name}" in found[f"module.{name}.{missing}"]

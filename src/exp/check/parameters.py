@@ -105,7 +105,7 @@ def node_faults(
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
     signature = _sized_later(target, signature_of(target), given, node)
     yield from _unknown(key, node, given, signature, slot)
-    yield from _absent(key, node, given, signature, slot)
+    yield from _absent(key, node, given, signature, slot, target)
     yield from _arguments(key, node, given, signature, slot)
     if _takes_functions(target) and isinstance(node.get("functions"), dict):
         yield from _functions(f"{key}.functions", node["functions"], allow=allow)
@@ -209,7 +209,9 @@ def _cure_of_unknown(key: str, name: str, slot: Slot) -> str | None:
     return None
 
 
-def _absent(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
+def _absent(
+    key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot, target: Any
+) -> Iterator[Fault]:
     if node.get("_partial_") is True or (slot.pattern == "**" and node.get("_partial_") is UNKNOWN):
         return
     positional = len(node["_args_"]) if isinstance(node.get("_args_"), list) else 0
@@ -220,12 +222,25 @@ def _absent(key: str, node: dict[str, Any], given: list[str], signature: Signatu
         cure = None
         if not any(nearest(str(other), [name]) for other in given if other not in signature.parameters):
             cure = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
+        if _waits_for(target) == name:
+            # Only a step of the user's own, such as configure_optimizers, has it.
+            cure = f"Add _partial_: true below {key}, for whoever is given it to call with its {name}"
         yield Fault(
             key=f"{key}.{name}",
             got="nothing",
             expected=f"{_words(parameter)}: {node['_target_']} needs it",
             cure=cure,
         )
+
+
+def _waits_for(target: Any) -> str | None:
+    """What no config can say of a class: the parameters of an optimizer, the optimizer of a schedule."""
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    if not inspect.isclass(target):
+        return None
+    return "params" if issubclass(target, Optimizer) else "optimizer" if issubclass(target, LRScheduler) else None
 
 
 def _arguments(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:

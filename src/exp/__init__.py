@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from exp.check.plan import validate
     from exp.check.stages import compose
     from exp.errors import ConfigError, ExpError, Fault, Interrupted, MissingExtraError, RankError, RunError
-    from exp.report import Report
     from exp.run import fit
+    from exp.run_report import Report
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "compose": "exp.check.stages",
     "validate": "exp.check.plan",
     "fit": "exp.run",
-    "Report": "exp.report",
+    "Report": "exp.run_report",
     **dict.fromkeys(
         ("ExpError", "ConfigError", "Fault", "Interrupted", "MissingExtraError", "RankError", "RunError"), "exp.errors"
     ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from exp.check.plan import Plan
-    from exp.report import Report
+    from exp.run_report import Report
 
 PROGRAM = "exp.find_batch"
 TABLE, SUMMARY = "batch.csv", "batch.json"

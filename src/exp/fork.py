@@ -28,7 +28,7 @@ def _command(argv: Sequence[str]) -> int:
     parser.add_argument("parent", metavar="RUN@STEP", help="a run directory and a step of it that has a checkpoint")
     parser.add_argument("overrides", nargs="*", help="what the child does otherwise, such as optimizer.lr=1e-4 seed=1")
     arguments = parser.parse_args(argv)
-    from exp.report import print_report
+    from exp.run_report import print_report
 
     run, step = _parsed(arguments.parent)
     report = fork(run, step, arguments.overrides)

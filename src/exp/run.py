@@ -6,7 +6,7 @@
 4 launch    launch.launcher, where the run needs processes of its own
 5 build     build
 6 fit       Lightning's Trainer; 7 log and 8 save are callbacks in it: engine.recording, engine.checkpointing
-9 report    report
+9 report    run_report
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
 from exp.launch.lifecycle import end_at_once
 from exp.loggers.run_logger import Description, RunLogger, texts
 from exp.models.forward_trace import ForwardTrace
-from exp.report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
+from exp.run_report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
 from exp.signals import interrupting
 from exp.strategies.rank import ALONE, Rank
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from exp.check.plan import Plan
-    from exp.report import Report
+    from exp.run_report import Report
 
 # By dotted key.
 SHORT: Mapping[str, Any] = {

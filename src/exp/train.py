@@ -15,7 +15,7 @@ from exp.output import outliving_output
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from exp.report import Report
+    from exp.run_report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     report = fit(config)
 
-    from exp.report import print_report
+    from exp.run_report import print_report
 
     print_report(report)
     return 0 if report.status == "completed" else 1

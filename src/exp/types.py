@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Stage = Literal["train", "val", "test"]
 STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
+# Of `sweep`: what names the jobs, and what ends one early.
+Sampler = Literal["auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc"]
+Pruner = Literal["none", "median", "asha", "hyperband"]
 # The mean over an epoch's samples, which is also what `monitor: loss/train` compares: `loss/train` itself is a step's.
 EPOCH_LOSS = "loss/train_epoch"
 # What samples may be, by torch's names without `torch.`.

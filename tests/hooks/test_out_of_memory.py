@@ -16,7 +16,7 @@ from exp.hooks import memory_snapshot as snapshot
 from exp.hooks.memory_snapshot import Use, advice
 from exp.hooks.out_of_memory import asked_for, is_out_of_memory
 from exp.hooks.saved_tensors import failing_module
-from exp.report import read_report
+from exp.run_report import read_report
 from exp.train import main
 
 MIB = 2**20

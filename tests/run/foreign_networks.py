@@ -25,7 +25,7 @@ import yaml
 
 import exp
 from exp.errors import ExpError
-from exp.report import Report
+from exp.run_report import Report
 
 ALLOW = "security.allow=[torchvision,timm,transformers]"
 DATA = """

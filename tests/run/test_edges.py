@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import exp
-from exp.report import Ongoing
+from exp.run_report import Ongoing
 from exp.train import main
 
 HOOK = """

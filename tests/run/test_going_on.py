@@ -14,8 +14,8 @@ from exp import fork, resume
 from exp.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
 from exp.errors import Interrupted
 from exp.files import holding
-from exp.report import read_report
 from exp.run import run as run_again
+from exp.run_report import read_report
 
 BASE = [
     "model=lenet", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1", "test=false",

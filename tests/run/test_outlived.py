@@ -20,7 +20,7 @@ from exp.hooks import landscape, operators
 from exp.hooks.panels import Histogram
 from exp.loggers.metrics_csv import CsvLogger
 from exp.output import Outlived, lost_streams, outliving_output
-from exp.report import as_markdown, read_report
+from exp.run_report import as_markdown, read_report
 from exp.tensorboard.event_file import EventFile
 
 SMALL = ("debug=one_batch", "test=false")

@@ -14,7 +14,7 @@ from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import NonFiniteError
-from exp.report import read_report
+from exp.run_report import read_report
 from exp.strategies.rank import ALONE
 
 LAYER = '''

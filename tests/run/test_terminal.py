@@ -19,7 +19,7 @@ import pytest
 import exp
 from exp.check import __main__ as check
 from exp.errors import Interrupted
-from exp.report import Ongoing, as_markdown, read_report
+from exp.run_report import Ongoing, as_markdown, read_report
 from exp.signals import heeded
 from exp.train import main
 

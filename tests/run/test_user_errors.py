@@ -8,7 +8,7 @@ import pytest
 
 import exp
 from exp.errors import ExpError
-from exp.report import read_report
+from exp.run_report import read_report
 
 LINEAR = "{_target_: torch.nn.Linear, in_features: 4, out_features: 3}"
 DATA = """# Rows of the user's own

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exp.check.__main__ import main as check
-from exp.report import read_report
+from exp.run_report import read_report
 from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.pipeline_stages import cut, joined, micro_batches, number_of, shares
 

@@ -13,7 +13,7 @@ import pytest
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.errors import ConfigError, Fault, Interrupted, RunError
-from exp.report import Report
+from exp.run_report import Report
 from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
 
@@ -269,7 +269,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from exp.errors import RunError
-from exp.report import Report
+from exp.run_report import Report
 from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
 def run(config):

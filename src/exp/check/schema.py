@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from exp.config.reading import is_node
 from exp.files import can_be_a_path
-from exp.types import SPAN, SampleDtype, Stage
+from exp.types import SPAN, Pruner, SampleDtype, Sampler, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 
@@ -160,6 +160,21 @@ SCHEMA: dict[str, Any] = {
         "unfreeze": Unfreezing,
     },
     "lora": {"layers": list[Text], "rank": Count, "alpha": Positive | None, "trained": list[Text]},
+    "sweep": {
+        "sampler": Sampler,
+        "trials": Count | None,
+        "pruner": Pruner,
+        "max_failures": Count | None,
+        "timeout": Positive | Span | None,
+        "jobs": Literal["auto"] | Processes,
+        "devices_per_job": Literal["auto"] | Count | Annotated[float, Interval(gt=0, lt=1)],
+        "stack": Literal["auto"] | bool,
+        "repeat_over": Text | None,
+        "storage": Text | None,
+        "resume": Text | None,
+        "dry_run": bool,
+        "trial": Index | None,
+    },
     "security": {"allow": list[Text]},
     "launch": {
         "devices": Literal["auto"] | Processes | list[Index],

@@ -17,7 +17,7 @@ from exp.config.freeze import COMPOSITION, read_frozen, read_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, one_line
 from exp.launch.launcher import last_checkpoint
 from exp.launch.zygote import Died, Zygote
-from exp.report import Ongoing, Report, find_report, write_bad_end
+from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.secrets import redacted
 from exp.signals import heed
 

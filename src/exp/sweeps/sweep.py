@@ -39,7 +39,7 @@ from exp.secrets import redacted
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
 
 if TYPE_CHECKING:
-    from exp.report import Report
+    from exp.run_report import Report
 
 MAX_FAULTS = 30
 MAX_JOBS = 10_000

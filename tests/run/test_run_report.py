@@ -6,7 +6,7 @@ import math
 import pytest
 
 from exp.errors import RunError
-from exp.report import Report, as_markdown, read_report, write_report
+from exp.run_report import Report, as_markdown, read_report, write_report
 
 
 def a_report(directory, **changed):

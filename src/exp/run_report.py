@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # The modules of exp that write files.
-WRITERS = ("files.py", "report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
+WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 Status = Literal["completed", "failed", "interrupted"]

@@ -1,0 +1,69 @@
+"""The place where a sweep's jobs run: cores and GPUs of this machine, a cluster's nodes. A sweep asks for no more than
+`Executor`; which jobs there are, and in which order, is no concern of an executor's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from omegaconf import DictConfig
+
+from exp.errors import ExpError
+
+if TYPE_CHECKING:
+    from exp.run_report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one process: a job, or several that are trained together.
+
+    jobs: their numbers.
+    configs: of each, checked; `_composition_.directory` is its own run directory, absolute. A directory that holds a
+        config.yaml already is gone on with, in place, from its newest whole checkpoint.
+    """
+
+    jobs: tuple[int, ...]
+    configs: tuple[DictConfig, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of one job.
+
+    outcome: its report; or what ended it: RunError with the last words of a process that died, Interrupted where it was
+        ended by a signal.
+    """
+
+    job: int
+    outcome: Report | ExpError
+
+
+class Executor(Protocol):
+    """Runs works, several at a time, each job in a process that cannot harm another one.
+
+    slots: how many works run at once here.
+    """
+
+    slots: int
+
+    def start(self, work: Work) -> None:
+        """Start a work and return at once. At most `slots` are running."""
+        ...
+
+    def ends(self, timeout: float) -> list[End]:
+        """Wait until a job has ended, a signal has come or `timeout` seconds are over.
+
+        Returns: the jobs that have ended since the last call, each once, in the order of their ends. Every job that was
+            started ends, in whatever way; its report.json is written then, where its run directory was.
+        """
+        ...
+
+    def end(self, signum: int) -> None:
+        """Pass a signal on to every running job, which saves its state and leaves; a second call kills them."""
+        ...
+
+    def close(self) -> None:
+        """End what is left, and leave nothing behind: no process, no file outside the run directories."""
+        ...

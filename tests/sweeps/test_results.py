@@ -4,9 +4,10 @@ import csv
 import io
 import math
 
+import numpy as np
 import pytest
 
-from exp.sweeps.results import Row, best_row, print_table, write_table
+from exp.sweeps.results import Row, best_repeats, best_row, print_table, repeats_of, write_table
 
 
 def row(
@@ -36,7 +37,7 @@ def test_cells_with_signs_of_the_formats_survive(tmp_path):
         row(1, 0.25, swept={"seed": "3"}, metrics={"accuracy/val": 1.0}),
     ]
     write_table(tmp_path, rows)
-    read = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
+    read = read_csv(tmp_path)
     assert read[0]["hooks"] == "[a,b]"
     assert read[0]["name"] == 'x|y "z"'
     assert read[0]["error"] == "line\nline"
@@ -59,7 +60,7 @@ def test_the_screen_shows_the_best_and_where_the_rest_is(tmp_path, capsys, monke
 def test_a_job_without_a_result_has_empty_cells(tmp_path, capsys):
     rows = [row(0, 0.5), row(1, math.nan, status="interrupted", seconds=2.5), row(2, math.nan, status="not started")]
     write_table(tmp_path, rows)
-    read = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
+    read = read_csv(tmp_path)
     assert [(line["best loss/val"], line["seconds"]) for line in read] == [("0.5", "0.0"), ("", "2.5"), ("", "")]
     print_table(tmp_path, rows)
     shown = capsys.readouterr().out
@@ -76,3 +77,73 @@ def test_the_page_has_losses_and_metrics_and_the_csv_what_hooks_logged_too(tmp_p
     assert "| loss/val | loss/val/penalty |" in page
     assert "accuracy/test" in page
     assert "gradients" not in page
+
+
+def read_csv(directory) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((directory / "table.csv").read_text())))
+
+
+def repeated() -> list[Row]:
+    """Two rates by three seeds; the second has the best single job, the first the better mean."""
+    values = {"0.1": [0.4, 0.5, 0.45], "1": [0.1, 0.9, 1.3]}
+    pairs = [(rate, str(seed), value) for rate, own in values.items() for seed, value in enumerate(own)]
+    return [
+        row(job, value, swept={"optimizer.lr": rate, "seed": seed, "name": "a"})
+        for job, (rate, seed, value) in enumerate(pairs)
+    ]
+
+
+def test_repeats_are_a_mean_a_sample_deviation_and_a_number_and_the_best_is_of_the_best_mean(
+    tmp_path, capsys, monkeypatch
+):
+    rows = repeated()
+    first, second = repeats_of(rows, over="seed")
+    assert first.swept == {"optimizer.lr": "0.1", "name": "a"}
+    assert first.mean == pytest.approx(np.mean(first.values), rel=1e-12)
+    assert first.deviation == pytest.approx(np.std(first.values, ddof=1), rel=1e-12)
+    assert second.deviation == pytest.approx(np.std([0.1, 0.9, 1.3], ddof=1), rel=1e-12)
+    assert best_row(rows).job == 3
+    assert best_repeats(rows, over="seed").rows == rows[:3]
+    monkeypatch.chdir(tmp_path)
+    write_table(tmp_path, rows, repeat_over="seed")
+    print_table(tmp_path, rows, repeat_over="seed")
+    shown = capsys.readouterr().out
+    assert "best       job 0, job 1, job 2: loss/val 0.45 ± 0.05, the mean of 3 over seed  optimizer.lr=0.1" in shown
+    page = (tmp_path / "table.md").read_text()
+    assert "## Over seed\n\n| optimizer.lr | mean loss/val | deviation | n |\n" in page
+    assert "| 0.1 | 0.45 | 0.05 | 3 |" in page
+    read = read_csv(tmp_path)
+    assert [(line["mean loss/val"], line["n"]) for line in read] == [("0.45", "3")] * 3 + [("0.766667", "3")] * 3
+    assert float(read[5]["deviation"]) == pytest.approx(second.deviation, rel=1e-5)
+
+
+def test_a_lucky_repeat_of_which_the_others_failed_is_no_winner():
+    rows = repeated()
+    rows[4:] = [row(one.job, math.nan, swept=one.swept, status="failed") for one in rows[4:]]
+    lucky = repeats_of(rows, over="seed")[1]
+    assert (lucky.mean, lucky.values) == (0.1, [0.1])
+    assert math.isnan(lucky.deviation)
+    assert best_repeats(rows, over="seed").swept["optimizer.lr"] == "0.1"
+    assert best_repeats([row(0, math.nan)], over="seed") is None
+
+
+def test_what_is_swept_and_equal_everywhere_has_no_column(tmp_path):
+    write_table(tmp_path, repeated())
+    assert "name" not in read_csv(tmp_path)[0]
+    write_table(tmp_path, repeated()[:1])  # of one job nothing differs, and all is told
+    assert {"name", "seed"} <= read_csv(tmp_path)[0].keys()
+
+
+def test_the_step_of_the_best_and_the_memory_are_columns_and_a_screen_has_no_empty_one(tmp_path, capsys):
+    rows = [row(0, 0.5, step=120, peak_memory_mib=411.7), row(1, math.nan, status="pruned", step=3)]
+    write_table(tmp_path, rows)
+    read = read_csv(tmp_path)
+    assert [(line["status"], line["step"], line["peak_mib"]) for line in read] == [
+        ("completed", "120", "412"), ("pruned", "", ""),
+    ]  # fmt: skip
+    print_table(tmp_path, rows)
+    assert "peak_mib" in capsys.readouterr().out
+    print_table(tmp_path, [row(0, 0.5), row(1, 0.25)])
+    shown = capsys.readouterr().out
+    assert "peak_mib" not in shown
+    assert "step" not in shown.partition("results")[0]

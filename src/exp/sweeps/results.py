@@ -1,4 +1,8 @@
-"""The table of a sweep: one row a job, rewritten whole after each, and printed at the end with the best job."""
+"""The table of a sweep: one row a job, rewritten whole after each, and printed at the end with the best job.
+
+Where jobs repeat each other over a key such as the seed, what they share is a line of a second table, with mean,
+deviation and number, and the best is the one of the best mean.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,17 @@ import csv
 import io
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from exp.files import write_whole
 from exp.types import STAGES, Mode
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NOT_STARTED = "not started"
 
@@ -21,7 +30,8 @@ class Row:
     """The result of one job.
 
     swept: key to value as text, of what differs from job to job. status: the report's, or that it was not started.
-    value: the monitored one, nan where there is none.
+    value: the monitored one, nan where there is none. step: of the optimizer, at which it was.
+    seconds: of the job from start to end. peak_memory_mib: None where nobody has measured it.
     directory: relative to the sweep's.
     """
 
@@ -31,73 +41,208 @@ class Row:
     monitor: str | None
     mode: Mode
     value: float
+    step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    peak_memory_mib: float | None = None
     directory: str = ""
     error: str = ""
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the job counts among those that are compared."""
+        return self.status == "completed" and math.isfinite(self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """Jobs that differ in the repeated key alone. swept: what they share."""
+
+    swept: Mapping[str, str]
+    rows: Sequence[Row]
+
+    @property
+    def values(self) -> list[float]:
+        """Of the completed jobs."""
+        return [row.value for row in self.rows if row.has_value]
+
+    @property
+    def mean(self) -> float:
+        """nan where no job has a value."""
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the sample, over n - 1; nan of fewer than two values."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
     """The completed job with the best monitored value; None where there is none, or where jobs watch different tags."""
-    done = [row for row in rows if row.status == "completed" and math.isfinite(row.value)]
+    done = [row for row in rows if row.has_value]
     if not done or len({(row.monitor, row.mode) for row in rows}) > 1:
         return None
     pick = min if done[0].mode == "min" else max
     return pick(done, key=lambda row: row.value)
 
 
-def write_table(directory: Path, rows: Sequence[Row]) -> None:
+def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
+    """The rows by what they share, in the order in which that comes first. over: the repeated key."""
+    groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple((key, value) for key, value in row.swept.items() if key != over), []).append(row)
+    return [Repeats(swept=dict(shared), rows=members) for shared, members in groups.items()]
+
+
+def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
+    """The repeats with the best mean, among those of which most completed: one lucky seed of three is no winner.
+
+    None where there is none, or where jobs watch different tags.
+    """
+    groups = repeats_of(rows, over=over)
+    most = max((len(group.values) for group in groups), default=0)
+    if not most or len({(row.monitor, row.mode) for row in rows}) > 1:
+        return None
+    pick = min if rows[0].mode == "min" else max
+    return pick((group for group in groups if len(group.values) == most), key=lambda group: group.mean)
+
+
+def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
     """Writes table.csv with every value that a job had last, and table.md with losses and metrics, for readers.
 
-    Each whole or not at all.
+    Each whole or not at all. repeat_over: the key whose jobs are repeats; their mean, deviation and n are columns of
+    table.csv and a table of their own in table.md.
     """
-    header, cells = _cells(rows)
+    header, cells = table_cells(rows)
+    if repeat_over is not None:
+        names = repeat_columns(rows)
+        told = {row.job: _repeat_figures(group) for group in repeats_of(rows, over=repeat_over) for row in group.rows}
+        header, cells = [*header, *names], [[*line, *told[row.job]] for row, line in zip(rows, cells, strict=True)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(cells)
     write_whole(directory / "table.csv", text.getvalue())
-    write_whole(directory / "table.md", _markdown(rows))
+    write_whole(directory / "table.md", markdown(rows, repeat_over=repeat_over))
 
 
-def print_table(directory: Path, rows: Sequence[Row]) -> None:
-    """Prints the table, the best job, and how to look further."""
+def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
+    """Prints the table, the best job, and how to look further. repeat_over: as of `write_table`."""
     from rich.console import Console
+
+    console = Console(highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    for table in rich_tables(rows, repeat_over=repeat_over):
+        console.print(table)
+    unstarted = [str(row.job) for row in rows if row.status == NOT_STARTED]
+    if unstarted:
+        say(f"not started: job{'' if len(unstarted) == 1 else 's'} {', '.join(unstarted)}")
+    for row in rows:
+        if row.error:
+            say(f"job {row.job} {row.status}: {row.error}")
+    shown = os.path.relpath(directory)
+    best = best_line(rows, repeat_over=repeat_over)
+    if best:
+        say(f"best       {best}")
+    say(f"results    {shown}")
+    say(f"compare    python -m exp.report {shown}")
+    say(f"dashboard  python -m exp.dashboard {shown}")
+
+
+def best_line(rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None) -> str:
+    """The best job, or the best repeats, in a line; nothing where there is none. names: as of `table_cells`."""
+    if repeat_over is None:
+        best = best_row(rows)
+        if best is None:
+            return ""
+        swept = " ".join(f"{key}={value}" for key, value in best.swept.items() if key in differing(rows))
+        return f"{_called(rows, best, names)}, {best.monitor} {best.value:.6g}  {swept}".rstrip()
+    group = best_repeats(rows, over=repeat_over)
+    if group is None:
+        return ""
+    swept = " ".join(f"{key}={value}" for key, value in group.swept.items() if key in differing(rows))
+    called = ", ".join(_called(rows, row, names) for row in group.rows)
+    deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
+    mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"
+    return f"{called}: {mean}  {swept}".rstrip()
+
+
+def _called(rows: Sequence[Row], row: Row, names: Sequence[str] | None) -> str:
+    return f"job {row.job}" if names is None else names[[one is row for one in rows].index(True)]
+
+
+def rich_tables(
+    rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None
+) -> list[Table]:
+    """For the screen, the best in bold: the jobs, and the repeats where there are any. names: as of `table_cells`."""
+    best = best_row(rows)
+    header, cells = table_cells(rows, brief=True, names=names)
+    what = "job" if names is None else "run"
+    title = f"{len(rows)} {what}{'s' if len(rows) != 1 else ''}"
+    tables = [_rich(title, header, cells, bold=[row is best for row in rows])]
+    if repeat_over is not None:
+        groups = repeats_of(rows, over=repeat_over)
+        top = best_repeats(rows, over=repeat_over)
+        bold = [top is not None and group.rows == top.rows for group in groups]
+        tables.append(_rich(f"over {repeat_over}", *repeat_cells(rows, over=repeat_over), bold=bold))
+    return tables
+
+
+def _rich(title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
-    best = best_row(rows)
-    header, cells = _cells(rows, brief=True)
-    table = Table(title=f"{len(rows)} job{'s' if len(rows) != 1 else ''}", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for name in header:
         table.add_column(name, overflow="fold")
-    for row, values in zip(rows, cells, strict=True):
-        table.add_row(*map(escape, values), style="bold" if row is best else None)
-    console.print(table)
-    unstarted = [str(row.job) for row in rows if row.status == NOT_STARTED]
-    if unstarted:
-        jobs = "job" if len(unstarted) == 1 else "jobs"
-        console.print(f"not started: {jobs} {', '.join(unstarted)}", markup=False, soft_wrap=True)
-    for row in rows:
-        if row.error:
-            console.print(f"job {row.job} {row.status}: {row.error}", markup=False, soft_wrap=True)
-    shown = os.path.relpath(directory)
-    if best is not None:
-        swept = " ".join(f"{key}={value}" for key, value in best.swept.items())
-        console.print(
-            f"best       job {best.job}, {best.monitor} {best.value:.6g}  {swept}".rstrip(),
-            markup=False,
-            soft_wrap=True,
-        )
-    console.print(f"results    {shown}", markup=False, soft_wrap=True)
-    console.print(f"dashboard  python -m exp.dashboard {shown}", markup=False, soft_wrap=True)
+    for values, is_best in zip(cells, bold, strict=True):
+        table.add_row(*map(escape, values), style="bold" if is_best else None)
+    return table
 
 
-def _cells(rows: Sequence[Row], *, results: bool = False, brief: bool = False) -> tuple[list[str], list[list[str]]]:
-    """results: losses and metrics alone. brief: those of validation, for a screen."""
-    swept = list(dict.fromkeys(key for row in rows for key in row.swept))
-    monitors = list(dict.fromkeys(row.monitor for row in rows if row.monitor is not None))
+def differing(rows: Sequence[Row]) -> list[str]:
+    """The swept keys whose values differ; all of them where there is one row, and nothing to differ from."""
+    keys = dict.fromkeys(key for row in rows for key in row.swept)
+    return [key for key in keys if len(rows) == 1 or len({row.swept.get(key) for row in rows}) > 1]
+
+
+def monitors_of(rows: Sequence[Row]) -> list[str]:
+    """The monitored tags, each once."""
+    return list(dict.fromkeys(row.monitor for row in rows if row.monitor is not None))
+
+
+def repeat_columns(rows: Sequence[Row]) -> list[str]:
+    """The names of what is said of repeats."""
+    monitor = (monitors_of(rows) or ["value"])[0]
+    return [f"mean {monitor}", "deviation", "n"]
+
+
+def _repeat_figures(group: Repeats) -> list[str]:
+    figures = [_number(value) if math.isfinite(value) else "" for value in (group.mean, group.deviation)]
+    return [*figures, str(len(group.values))]
+
+
+def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[list[str]]]:
+    """The header and the cells of the table of repeats."""
+    keys = [key for key in differing(rows) if key != over]
+    cells = [
+        [*(group.swept.get(key, "") for key in keys), *_repeat_figures(group)] for group in repeats_of(rows, over=over)
+    ]
+    return [*keys, *repeat_columns(rows)], cells
+
+
+def table_cells(
+    rows: Sequence[Row], *, results: bool = False, brief: bool = False, names: Sequence[str] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """The header and the cells of the table of jobs.
+
+    results: losses and metrics alone. brief: those of validation, for a screen, and no column that is empty.
+    names: what the runs are called, where they are no jobs of one sweep.
+    """
+    swept, monitors = differing(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
         # <metric>/<stage>, loss/<stage>/<term>: hooks log dozens of tags a parameter or a layer, a metric one a class.
@@ -105,27 +250,40 @@ def _cells(rows: Sequence[Row], *, results: bool = False, brief: bool = False) -
         metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
     if brief:
         metrics = [tag for tag in metrics if tag.endswith("/val") and tag not in monitors]
-    header = ["job", "status", *swept, *(f"best {name}" for name in monitors), *metrics, "seconds"]
+    first = "job" if names is None else "run"
+    header = [first, "status", *swept, *(f"best {name}" for name in monitors), "step", *metrics, "seconds", "peak_mib"]
     cells = []
-    for row in rows:
-        line = [str(row.job), row.status, *(row.swept.get(key, "") for key in swept)]
+    for place, row in enumerate(rows):
+        called = str(row.job) if names is None else names[place]
+        line = [called, row.status, *(row.swept.get(key, "") for key in swept)]
         # A job that was not completed has no best.
         line += [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
+        line.append("" if row.step is None or not math.isfinite(row.value) else str(row.step))
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
         line.append("" if row.status == NOT_STARTED else f"{row.seconds:.1f}")
+        line.append("" if row.peak_memory_mib is None else f"{row.peak_memory_mib:.0f}")
         cells.append(line if brief else [*line, row.directory, row.error])
-    return header if brief else [*header, "directory", "error"], cells
+    if not brief:
+        return [*header, "directory", "error"], cells
+    filled = [place for place, name in enumerate(header) if name in swept or any(line[place] for line in cells)]
+    return [header[place] for place in filled], [[line[place] for place in filled] for line in cells]
 
 
-def _markdown(rows: Sequence[Row]) -> str:
-    header, cells = _cells(rows, results=True)
-    best = best_row(rows)
-    lines = [f"# {len(rows)} job{'s' if len(rows) != 1 else ''}", ""]
-    if best is not None:
-        lines += [f"Best: job {best.job}, {best.monitor} {best.value:.6g}", ""]
-    lines += [_line(header), "|---" * len(header) + "|"]
-    lines += [_line(values) for values in cells]
+def markdown(rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None) -> str:
+    """The tables as a page. names: as of `table_cells`."""
+    what = "job" if names is None else "run"
+    lines = [f"# {len(rows)} {what}{'s' if len(rows) != 1 else ''}", ""]
+    best = best_line(rows, repeat_over=repeat_over, names=names)
+    if best:
+        lines += [f"Best: {best}", ""]
+    lines += _markdown_table(*table_cells(rows, results=True, names=names))
+    if repeat_over is not None:
+        lines += ["", f"## Over {repeat_over}", "", *_markdown_table(*repeat_cells(rows, over=repeat_over))]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(header), "|---" * len(header) + "|", *map(_line, cells)]
 
 
 def _line(values: Sequence[str]) -> str:

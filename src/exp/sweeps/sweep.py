@@ -85,6 +85,7 @@ class Sweep:
         self.fixed = {line.get_key_element() for line in fixed}
         self.typed_security = [_setting(line) for line in fixed if _is_security(line)]
         self.monitor, self.mode = master.config.monitor, master.config.mode
+        self.repeat_over: str | None = master.config.sweep.repeat_over
         self.rows: list[Row] = []
         self._home = _process()
 
@@ -146,7 +147,7 @@ class Sweep:
             return
         self.rows += [Row(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
         self.rows.sort(key=lambda row: row.job)
-        write_table(self.directory, self.rows)
+        write_table(self.directory, self.rows, repeat_over=self.repeat_over)
         for file in files:
             file.unlink()
 
@@ -218,7 +219,7 @@ class Sweep:
         """The jobs that an interruption left: rows without a directory, which was never made."""
         if jobs:
             self.rows += [replace(self._row(job, status=NOT_STARTED), directory="") for job in jobs]
-            write_table(self.directory, self.rows)
+            write_table(self.directory, self.rows, repeat_over=self.repeat_over)
 
     def _report(self, job: Job) -> Report:
         if job.config is None:
@@ -231,7 +232,9 @@ class Sweep:
             row,
             status=report.status,
             value=report.monitored if report.status == "completed" else math.nan,
+            step=None if report.best is None else report.best["step"],
             metrics=report.metrics,
+            peak_memory_mib=report.peak_memory_mib,
             directory=os.path.relpath(report.directory, self.directory),
             error=error[0] if error else "",
         )
@@ -240,7 +243,7 @@ class Sweep:
         row = replace(row, seconds=time.perf_counter() - started)
         if _process() == self._home:
             self.rows.append(row)
-            write_table(self.directory, self.rows)
+            write_table(self.directory, self.rows, repeat_over=self.repeat_over)
         else:
             # A launcher's copy of this sweep in a process of its own, whose rows nobody sees.
             write_whole(self.directory / ROW_FILES.replace("*", str(row.job)), json.dumps(asdict(row)))
@@ -378,7 +381,7 @@ def _finish(jobs: Sweep, directory: Path, status: int) -> int:
     jobs.collect()
     if jobs.rows:
         print()
-        print_table(directory, jobs.rows)
+        print_table(directory, jobs.rows, repeat_over=jobs.repeat_over)
     else:
         _remove_unused(directory)
     return status or int(jobs.has_failures)

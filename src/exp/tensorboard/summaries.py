@@ -109,6 +109,7 @@ _STATUS = {
     "completed": api_pb2.STATUS_SUCCESS,
     "failed": api_pb2.STATUS_FAILURE,
     "interrupted": api_pb2.STATUS_FAILURE,
+    "pruned": api_pb2.STATUS_SUCCESS,  # it was ended for what it had shown, which is no failure
 }
 
 
@@ -139,7 +140,7 @@ def start_summaries(params: Mapping[str, object], metrics: Sequence[str]) -> lis
 
 
 def end_summary(status: str) -> Summary:
-    """The session's end. status: completed, failed or interrupted, the words of report.json."""
+    """The session's end. status: completed, failed, interrupted or pruned, the words of report.json."""
     end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 

@@ -59,8 +59,8 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     from exp.check.continuation import changed_values, examine_resume
     from exp.check.plan import resolve
     from exp.check.stages import compose
+    from exp.config.found_run import merged
     from exp.engine.checkpointing import CONFIG
-    from exp.resume import merged
     from exp.run import fit
 
     config = compose(merged(run, overrides, without=("resume", "runtime.autoresume", "hydra.run.dir")))

@@ -61,6 +61,7 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
     """`python -m exp.train` with the run's overrides, these, and its newest whole checkpoint."""
     from exp import train
     from exp.check.starting_point import newest_of
+    from exp.config.found_run import merged
     from exp.config.freeze import read_overrides
     from exp.files import is_locked
 
@@ -72,26 +73,6 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
     if found.path is None:
         raise RunError(f"{run} has no whole checkpoint to go on from. Its command: {' '.join(read_overrides(run))}")
     return train.main([*merged(run, overrides), f"resume='{found.path}'"])
-
-
-def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
-    """The overrides of a run, with others in the place of those of the same key.
-
-    Raises: ConfigError where the run trusts a package that this command does not name.
-    """
-    from exp.config.freeze import read_overrides
-
-    keys = {_key(override) for override in now} | set(without)
-    kept = [override for override in read_overrides(run) if _key(override) not in keys]
-    trusting = [override for override in kept if _key(override) == "security.allow"]
-    if trusting:
-        cure = f"If you trust it, add '{trusting[0]}' to this command"
-        raise ConfigError([Fault(key="security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)])
-    return [*kept, *now]
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
 
 
 def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:

@@ -29,6 +29,7 @@ REFUSED = {
     "/checkpoints/": "resume: ",
     "torchvision.models": "no module torchvision",
     "weights.from=outputs/": "weights.from: ",
+    "from_run=outputs/": "from_run: ",
     "optimizer.lr=abc": "; expected ",
     "optimzer=sgd": "; expected ",
     "ckpt_path=last.ckpt": "A checkpoint is resume=PATH",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.compose import composition_of
+from exp.config.compose import composition_of, expanded
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import AXIS, MANY, ONE, PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
@@ -29,6 +29,7 @@ Trains a network that is described by YAML. Without overrides: a small network o
   {program} +precision=bf16 strategy=ddp           bfloat16 on two processes or all GPUs
   {program} 'hooks=[gradients,memory]'             what TensorBoard shows; quote brackets in zsh
   {program} -m optimizer.lr=1e-4,1e-3 seed=0,1     one job for each combination
+  {program} from_run=outputs/train/DAY/TIME seed=1 the config of a run that is there, and what differs from it
   {program} --cfg job model=mlp                    print the config, run nothing
   python -m exp.check model=mlp                              say what is wrong with it, run nothing
   python -m exp.data data=wine                               look at its data: figures, leaks, pictures
@@ -102,6 +103,7 @@ def answer_question(arguments: argparse.Namespace) -> None:
         return
     overrides = list(arguments.overrides)
     if arguments.cfg is not None or arguments.info is not None:
+        overrides = list(expanded(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name))
         lines, faults = checked_lines(overrides, vocabulary, multirun=False)
         if faults:
             raise ConfigError(faults)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
 from exp.config.freeze import COMPOSITION, literal
 from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
@@ -43,6 +45,7 @@ def composition_of(
     check: where overrides have faults, finds those of the rest of the config, so that all come back at once.
     Raises: ConfigError with every fault of the overrides and of the composition.
     """
+    overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
     config: DictConfig | None = None
@@ -69,6 +72,37 @@ def composition_of(
     if faults:
         raise ConfigError(faults)
     return composition
+
+
+def expanded(
+    overrides: Sequence[str], *, config_dir: str | None, config_name: str, multirun: bool = False
+) -> Sequence[str]:
+    """The overrides with those that make the config of a run in the place of `from_run=DIR`, where that is among them.
+
+    Says on standard error what is set that no command line said.
+    """
+    run, now = named_run(overrides)
+    if run is None:
+        return overrides
+
+    def composed(given: Sequence[str], *, several: bool) -> DictConfig:
+        found = composition_of(given, config_dir=config_dir, config_name=config_name, multirun=several)
+        return _without_hydra(found, directory="")
+
+    trust = [text for text in now if key_of(text) == "security.allow"]
+    before, overrides = merged(run, trust, without=LEFT_OUT), merged(run, now, without=LEFT_OUT)
+    try:
+        own = composed(before, several=False)
+        changes = Changes.of(run, own)
+        if now and (changes.then or changes.since):
+            changes = changes.beside(now, own, composed(overrides, several=multirun))
+    except ConfigError as error:
+        told = f"{run} is no config today, so what has changed since is not known: {error.faults[0]}"
+        print(told, file=sys.stderr)
+        return overrides
+    for line in changes.lines(run):
+        print(line, file=sys.stderr)
+    return [*overrides[: len(overrides) - len(now)], *changes.overrides(), *now]
 
 
 @secrets_kept()

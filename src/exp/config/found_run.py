@@ -1,0 +1,189 @@
+"""`from_run=DIR`: a command that starts from the config of a run that is there, and says only what it does otherwise.
+
+What the run was told on its command line is told again, with this command's overrides in the place of those of the same
+key. What a YAML file or exp itself has another value for today is set to what the run had.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from exp.config.freeze import read_frozen, read_overrides
+from exp.config.groups import MANY
+from exp.config.hydra_adapter import parse_override
+from exp.config.reading import UNKNOWN, read
+from exp.errors import ConfigError, Fault
+
+KEY = "from_run"
+# Of the run's own: where it began, and the sweep that it was a job of.
+LEFT_OUT = ("resume", "sweep")
+# What a run's config has that no file says: the paths that `auto` and a run's directory led to.
+FOUND = (*LEFT_OUT, "weights.from")
+# Keys in one line.
+MOST_TOLD = 6
+WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
+
+
+def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The run that a command starts from, None without one, and the other overrides.
+
+    Raises: ConfigError where it is named twice, or is no run directory.
+    """
+    own = [text for text in overrides if key_of(text) == KEY]
+    others = [text for text in overrides if key_of(text) != KEY]
+    if not own:
+        return None, others
+    try:
+        parsed = parse_override(own[0])
+    except (HydraException, RecursionError) as error:
+        cure = f"Quote it, once more for a shell: \"{KEY}='DIR'\""
+        raise _refusal(own[0].partition("=")[2], WHERE, cure) from error
+    if len(own) > 1 or parsed.is_sweep_override():
+        raise _refusal(" ".join(own), "one run", "Sweep over what differs from it: -m from_run=DIR seed=0,1,2")
+    named = parsed.value()
+    if own[0].startswith(("+", "~")) or not isinstance(named, str):
+        raise _refusal(own[0], f"{KEY}=DIR, {WHERE}")
+    run = Path(named)
+    _refuse_other_directories(run)
+    return run, others
+
+
+def _refuse_other_directories(run: Path) -> None:
+    if not run.is_dir():
+        there = "a file" if run.exists() else "not there"
+        raise _refusal(f"{run}, which is {there}", WHERE)
+    if not (run / "config.yaml").is_file():
+        jobs = sorted(path.parent.name for path in run.glob("*/config.yaml"))
+        if jobs:
+            raise _refusal(f"{run}, a directory of {len(jobs)} runs", "one of them", f"Write {KEY}={run / jobs[0]}")
+        raise _refusal(f"{run}, which holds no config.yaml", WHERE)
+    if not (run / "overrides.yaml").is_file():
+        raise _refusal(f"{run}, which holds no overrides.yaml: it was killed before it began", WHERE)
+    if not isinstance(read_overrides(run), list):
+        raise _refusal(f"{run}, whose overrides.yaml is no list", "the file as exp wrote it")
+
+
+def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:
+    return ConfigError([Fault(key=KEY, got=got, expected=expected, cure=cure, source="command line")])
+
+
+def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
+    """The overrides of a run, with others in the place of those of the same key; `+hooks=NAME` adds to the run's hooks.
+
+    without: keys that are left out, with those below them.
+    Raises: ConfigError where the run trusts a package that this command does not name.
+    """
+    adding = [text for text in now if text.startswith("+") and key_of(text) in MANY]
+    keys = {key_of(text) for text in now if text not in adding}
+    kept = [text for text in read_overrides(run) if key_of(text) not in keys and not _is_below(key_of(text), without)]
+    trusting = [text for text in kept if key_of(text) == "security.allow"]
+    if trusting:
+        cure = f"If you trust it, add '{trusting[0]}' to this command"
+        raise ConfigError([Fault(key="security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)])
+    return [*kept, *now]
+
+
+def key_of(override: str) -> str:
+    """The key or the group of an override, without a sign."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _is_below(key: str, others: Sequence[str]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a run's own overrides compose to today that is not as it was, by dotted key.
+
+    Not what it found out for itself: a shape that the data said, the path that `weights.from=auto` led to.
+
+    then: values that the run had. known: which of their keys are there today, too. since: values that it did not have.
+    """
+
+    then: Mapping[str, Any]
+    known: Collection[str]
+    since: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: Path, own: DictConfig) -> Changes:
+        """own: what the run's overrides compose to."""
+        today = dict(_values(read(own)[0]))
+        frozen = dict(_values(OmegaConf.to_container(read_frozen(run), resolve=False)))
+        aside = (*FOUND, *(key for key, value in today.items() if value is UNKNOWN))
+        then = {
+            key: value
+            for key, value in frozen.items()
+            if (key not in today or today[key] != value)
+            and not _is_below(key, aside)
+            and not (key.startswith("data.") and today.get(key) is None)
+        }
+        new = (key for key, value in today.items() if value not in (None, {}, []))
+        since = {key: today[key] for key in new if key not in frozen and not _is_below(key, aside)}
+        return cls(then=then, known=[key for key in then if key in today], since=since)
+
+    def beside(self, now: Sequence[str], own: DictConfig, changed: DictConfig) -> Changes:
+        """Those that a command leaves alone.
+
+        now: its overrides. own: as of `of`. changed: what the two together compose to.
+        """
+        chosen = [key_of(text) for text in now if "." not in key_of(text)]
+        before, after = (dict(_values(read(config)[0])) for config in (own, changed))
+        same = {key for key in {*self.then, *self.since} if before.get(key) == after.get(key)}
+        kept = {key for key in same if not _is_below(key, chosen)}
+        then = {key: value for key, value in self.then.items() if key in kept}
+        since = {key: value for key, value in self.since.items() if key in kept}
+        return Changes(then=then, known=self.known, since=since)
+
+    def overrides(self) -> list[str]:
+        """What gives today's config the values that the run had."""
+        return [f"{'' if key in self.known else '++'}{key}={written(value)}" for key, value in self.then.items()]
+
+    def lines(self, run: Path) -> list[str]:
+        """What to say of them."""
+        words = {
+            f"as in {run}, though the configs say otherwise today": self.then,
+            f"what {run} did not have, as it is today": self.since,
+        }
+        return [f"{word}: {_listed(values)}" for word, values in words.items() if values]
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{key}={written(value)}" for key, value in list(values.items())[:MOST_TOLD])
+    return f"{shown} and {len(values) - MOST_TOLD} more" if len(values) > MOST_TOLD else shown
+
+
+def _values(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values below a plain tree by dotted key; a list is one value, and so is a mapping of nothing."""
+    if not isinstance(plain, Mapping) or (not plain and key):
+        yield key, plain
+        return
+    for name, inner in plain.items():
+        if name != "_composition_":
+            yield from _values(inner, f"{key}.{name}" if key else str(name))
+
+
+def written(value: Any) -> str:
+    """A value as an override has it behind `=`, so that Hydra reads the same one."""
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_name(name)}:{written(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    return QuotedString(text=str(value), quote=Quote.single).with_quotes()
+
+
+def _name(key: Any) -> str:
+    """A key of a mapping in an override, which Hydra takes without quotes alone."""
+    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))

@@ -17,19 +17,22 @@ from exp.secrets import redacted
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
     """Write bytes, or text as UTF-8, in the place of what stood there. Secrets in a text are named, not written.
 
+    is_synced: see `replacing`.
     Raises: OSError, with the path.
     """
-    with replacing(path) as file:
+    with replacing(path, is_synced=is_synced) as file:
         file.write(redacted(content).encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Open a binary file that takes the place of `path` when it is closed well, and leaves nothing behind otherwise.
 
+    is_synced: whether it is on the disk then, where it outlives the machine's fall, too; else it outlives the process's
+        alone.
     Raises: OSError, with the path.
     """
     partial = beside(path)
@@ -37,10 +40,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with _held(partial) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if is_synced:
+                os.fsync(file.fileno())
             # Before it is closed, with which its lock goes.
             partial.replace(path)
-        sync_directory(path.parent)
+        if is_synced:
+            sync_directory(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from omegaconf import OmegaConf
 
-from exp.config.freeze import freeze, make_exclusively, provenance, read_frozen, read_overrides
+from exp import compose
+from exp.config.freeze import freeze, frozen_yaml, make_exclusively, provenance, read_frozen, read_overrides
+from exp.config.yaml_files import yaml_text
 from exp.errors import RunError
 
 
@@ -95,3 +98,29 @@ def test_a_file_in_the_place_of_the_parent_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         make_exclusively(tmp_path / "file" / "run")
+
+
+def test_yaml_text_is_what_omegaconf_writes_and_reads_back():
+    config = compose(overrides=["experiment=gpt"])
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert OmegaConf.to_container(OmegaConf.create(yaml_text(plain))) == plain
+    plain = OmegaConf.to_container(compose(), resolve=True)
+    assert yaml_text(plain) == OmegaConf.to_yaml(OmegaConf.create(plain))
+    odd = {"a": "1e-3", "b": "yes", "c": "null", "d": "", "e": "12:30:00", "f": " lead", "g": "a: b", "h": "é ✓"}
+    odd |= {"i": "x" * 300, "j": "line\nline2\n", "k": ["1", True, None, 1e-8, math.inf], "l": {}, "m": "2020-01-01"}
+    odd |= {"n": "0x1f", "o": "it's", "p": "~", "q": "#x", "r": "[a]", "s": "\ttab", "t": "=", "u": "1_000", "v": "-"}
+    assert yaml_text(odd) == OmegaConf.to_yaml(OmegaConf.create(odd))
+    twice = [1]
+    assert OmegaConf.to_container(OmegaConf.create(yaml_text({"a": twice, "b": twice}))) == {"a": [1], "b": [1]}
+    assert "&" not in yaml_text({"a": twice, "b": twice})
+
+
+def test_runs_that_share_their_origin_have_overrides_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose(overrides=["seed=5", "hydra.run.dir=outputs/shared"])
+    origin = {**provenance([]), "time": "then"}
+    directory = freeze(config, text=frozen_yaml(config), origin=origin, is_synced=False)
+    written = json.loads((directory / "provenance.json").read_text())
+    assert written == {**origin, "overrides": ["seed=5"]}
+    assert read_frozen(directory).seed == 5
+    assert not list(directory.glob(".*"))

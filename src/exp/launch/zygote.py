@@ -1,12 +1,14 @@
 """A zygote: a process that has imported what a run needs and nothing of a user's, from which the jobs are forked.
 
 A job then starts in some 20 ms where an interpreter takes seconds, and what a job does to its process (seeds, threads,
-environment, what it compiled, its end) reaches no other one. No CUDA is initialised in the zygote, or no job could be.
+environment, what it compiled, its end) reaches no other one. Several run at a time. No CUDA is initialised in the
+zygote, or no job could be.
 
-    the sweep                          the zygote                       a job
-    call(function, ...)  -> request    fork                       ->    function(...), its result into a file
-      passes signals on  <- its pid    waits, ends what it left   <-    os._exit
-      returns, or Died   <- result, exit status
+    the sweep                            the zygote                      a job
+    begin(function, ...)  -> number      fork                      ->    function(...): a generator
+    wait(timeout)         <- the values, which the job writes into a file that it shares with the sweep alone
+      signal(number, ..)  -> passes it on                                saves, leaves
+      a Process is over   <- exit status   ends what the job left  <-    os._exit
 """
 
 from __future__ import annotations
@@ -19,31 +21,53 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import IO, NoReturn, TypeVar
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
 
 from exp.errors import Interrupted
 from exp.launch.failure import death
 from exp.launch.lifecycle import end_with_parent, leave
 from exp.launch.spawn import import_path
 from exp.launch.supervision import POLL_SECONDS, collected_signals
-from exp.signals import SUPERVISED, Handler, heed, heeded
+from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
+# How long a zygote may take to end its jobs and leave.
+LEAVE_SECONDS = 5.0
 
 
 class Died(Exception):
     """A process ended without a word. The message says how: `was killed by SIGSEGV`."""
 
 
+@dataclass(kw_only=True)
+class Process(Generic[Result]):
+    """A process that was begun, as far as whoever began it has heard of it.
+
+    values: what its function gave, those that nobody has taken yet.
+    is_over: whether it has ended, and all of its values are here.
+    died: how it ended before it had given all of them; None where it did not.
+    """
+
+    number: int
+    values: list[Result] = field(default_factory=list)
+    is_over: bool = False
+    died: Died | None = None
+
+
 class Zygote:
-    """Starts processes forked from one that is warm, one at a time.
+    """Starts processes forked from one that is warm.
 
     Made before torch is imported, it is a fork of this very process; else, for threads do not live through a fork, an
     interpreter of its own. A copy in another process, such as a launcher's, has a zygote of its own.
@@ -57,6 +81,8 @@ class Zygote:
         self._pid = 0
         self._interpreter: subprocess.Popen[bytes] | None = None
         self._home = os.getpid()
+        self._count = 0
+        self._running: dict[int, tuple[Process[Any], _Values]] = {}
 
     def __reduce__(self) -> tuple[type[Zygote], tuple[tuple[str, ...]]]:
         return Zygote, (self._modules,)
@@ -66,6 +92,7 @@ class Zygote:
         if self._connection is not None and self._home == os.getpid():
             return
         is_first, self._home = self._pid == 0, os.getpid()
+        self._running = {}
         ours, theirs = multiprocessing.Pipe()
         if is_first and _is_single_threaded():
             _import(self._modules)
@@ -77,17 +104,80 @@ class Zygote:
         self._connection = ours
 
     def close(self) -> None:
-        """End it, and with it the job that it may have."""
+        """End it, and with it the jobs that it may have."""
         if self._connection is None or self._home != os.getpid():
             return
+        with suppress(ConnectionError):
+            self._connection.send(None)
         self._connection.close()
         self._connection = None
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        ends = time.monotonic() + LEAVE_SECONDS
+        while not self._has_left():
+            if time.monotonic() > ends:
+                with suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.002)
+        for process, values in self._running.values():
+            values.close()
+            process.is_over, process.died = True, _gone()
+        self._running = {}
+
+    def _has_left(self) -> bool:
         if self._interpreter is not None:
-            self._interpreter.wait()
-        else:
-            os.waitpid(self._pid, 0)
+            return self._interpreter.poll() is not None
+        return os.waitpid(self._pid, os.WNOHANG)[0] != 0
+
+    def begin(
+        self,
+        function: Callable[..., Iterator[Result]],
+        *arguments: object,
+        output: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Process[Result]:
+        """Start a generator function in a process of its own, and return at once; all of it is pickled.
+
+        output: the file to whose end its standard output and error are written; None leaves them this process's.
+        environment: variables beside those that the zygote has.
+        """
+        self.start()
+        assert self._connection is not None
+        self._count += 1
+        process: Process[Result] = Process(number=self._count)
+        values = _Values((function, arguments))
+        self._running[process.number] = process, values
+        try:
+            self._connection.send(_Start(process.number, None if output is None else str(output), environment or {}))
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as channel:
+                socket.send_fds(channel, [b"\0"], [values.descriptor])
+        except ConnectionError:
+            pass  # `wait` sees that it is gone, and tells so of every process
+        return process
+
+    def signal(self, process: Process[Any], signum: int) -> None:
+        """Send a signal to a process that was begun here, where it has not ended."""
+        if self._connection is not None and not process.is_over:
+            with suppress(ConnectionError):
+                self._connection.send(_Signal(process.number, signum))
+
+    def wait(self, timeout: float, *, beside: Sequence[int] = ()) -> None:
+        """Take in what processes gave and which of them ended: wait for the next end, so many seconds at most.
+
+        beside: descriptors that end the waiting, too, where there is something to read.
+        """
+        if self._connection is not None:
+            ready = wait_for([self._connection, *beside], timeout)
+            try:
+                while self._connection in ready and self._connection.poll():
+                    number, returncode = self._connection.recv()
+                    process, values = self._running.pop(number)
+                    is_whole = values.read(process.values)
+                    values.close()
+                    process.died = None if is_whole else Died(death(rank=0, returncode=returncode, detail="").reason)
+                    process.is_over = True
+            except (EOFError, ConnectionError):
+                self.close()
+        for process, values in self._running.values():
+            values.read(process.values)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """function(*arguments) in a process of its own; all of it is pickled.
@@ -109,86 +199,220 @@ class Zygote:
         Returns: the values; and how the process ended before the last of them, None where it did not.
         Raises: Interrupted where it was ended by a signal to here.
         """
-        self.start()
-        assert self._connection is not None
         with collected_signals() as received:
-            try:
-                self._connection.send_bytes(pickle.dumps((function, arguments)))
-                pid, passed_on = self._connection.recv(), 0
-                while not self._connection.poll(POLL_SECONDS):
-                    if len(received) > passed_on:
-                        with suppress(ProcessLookupError):
-                            os.kill(pid, received[0] if passed_on == 0 else signal.SIGKILL)
-                        passed_on = len(received)
-                returncode, result = self._connection.recv()
-            except (EOFError, ConnectionError):
-                self.close()
-                return [], Died("ended with the process that starts the jobs, which is gone")
-        values: list[Result] = []
-        is_whole = False
-        with io.BytesIO(result) as file, suppress(EOFError, pickle.UnpicklingError):
-            while not is_whole:
-                given = pickle.load(file)
-                values += given
-                is_whole = not given
-        if is_whole:
-            return values, None
-        if received:
+            process = self.begin(function, *arguments)
+            passed_on = 0
+            while not process.is_over:
+                self.wait(POLL_SECONDS)
+                if len(received) > passed_on:
+                    self.signal(process, received[0] if passed_on == 0 else signal.SIGKILL)
+                    passed_on = len(received)
+        if process.died is not None and received:
             raise Interrupted(signum=received[0], checkpoint=None)
-        return values, Died(death(rank=0, returncode=returncode, detail="").reason)
+        return process.values, process.died
+
+
+def _gone() -> Died:
+    return Died("ended with the process that starts the jobs, which is gone")
+
+
+class _Values:
+    """A file that a job and whoever began it share, and nobody else: the request, then values as the job gives them.
+
+    Not a pipe: neither waits for the other, and what a job leaves half-written is no reason to wait.
+    """
+
+    def __init__(self, request: object) -> None:
+        # Of memory where there is such a thing: a full disk is one of the ends of which a job is to tell.
+        if sys.platform == "linux":
+            self.descriptor = os.memfd_create("exp-job", os.MFD_CLOEXEC)
+        else:
+            self.descriptor, name = tempfile.mkstemp(prefix="exp-job-")
+            os.unlink(name)
+        text = pickle.dumps(request)
+        self._place = len(text)
+        self._is_whole = False
+        while text:
+            text = text[os.write(self.descriptor, text) :]
+
+    def read(self, values: list[Any]) -> bool:
+        """Add the values that are new. Returns: whether the last one has come."""
+        new = os.fstat(self.descriptor).st_size - self._place
+        if new and not self._is_whole:
+            with io.BytesIO(os.pread(self.descriptor, new, self._place)) as text:
+                end = 0
+                with suppress(EOFError, pickle.UnpicklingError):  # a value that is not whole yet
+                    while not self._is_whole:
+                        given = pickle.load(text)
+                        values += given
+                        self._is_whole, end = not given, text.tell()
+            self._place += end
+        return self._is_whole
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class _Start:
+    number: int
+    output: str | None
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Signal:
+    number: int
+    signum: int
 
 
 def serve(connection: Connection) -> NoReturn:
-    """The zygote's life: one job after another, until whoever started it is gone."""
+    """The zygote's life: it starts jobs and tells of their ends, until whoever started it is gone."""
     gc.collect()
     gc.freeze()  # what is collected in a job would be copied into it first
-    handlers = {signum: signal.getsignal(signum) for signum in heeded()}
-    heed(signal.SIG_IGN)  # a cluster signals every process, and the job is to save before this one ends
-    while True:
-        try:
-            request = connection.recv_bytes()
-        except (EOFError, ConnectionError):
-            os._exit(0)
-        with tempfile.TemporaryFile() as result:
-            zygote = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                connection.close()
-                _work(request, result, parent=zygote, handlers=handlers)
-            connection.send(pid)
-            # Its number is not given to another process before it is reaped.
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            with suppress(ProcessLookupError, PermissionError):  # macOS says so of a group of zombies
-                os.killpg(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-            result.seek(0)
-            connection.send((os.waitstatus_to_exitcode(status), result.read()))
+    # A cluster signals every process, and the jobs are to save before this one ends. Blocked, and not ignored: one that
+    # is passed on to a job which has just begun waits until that can answer it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    # The end of a job is a byte to read: only a signal with a handler of Python's writes it.
+    wakes, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    running: dict[int, int] = {}
+    status = 1
+    try:
+        while True:
+            ready = wait_for([connection, wakes])
+            if wakes in ready:
+                wakes.recv(4096)
+            for pid in tuple(running):
+                returncode = _ended(pid)
+                if returncode is not None:
+                    connection.send((running.pop(pid), returncode))
+            if connection not in ready:
+                continue
+            message = connection.recv()
+            if message is None:
+                raise EOFError
+            if isinstance(message, _Start):
+                with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+                    _, (descriptor,), _, _ = socket.recv_fds(channel, 1, 1)
+                try:
+                    running[_started(message, descriptor, [connection, wakes, woken])] = message.number
+                finally:
+                    os.close(descriptor)
+            else:
+                for pid, number in running.items():
+                    if number == message.number:
+                        os.kill(pid, message.signum)  # not reaped yet, so its number is nobody else's
+    except (EOFError, ConnectionError):
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        for pid in running:
+            _end_group(pid)
+        os._exit(status)
 
 
-def _work(request: bytes, result: IO[bytes], *, parent: int, handlers: dict[int, Handler]) -> NoReturn:
+def _started(start: _Start, descriptor: int, others: Sequence[Connection | socket.socket]) -> int:
+    """The process id of a new job. others: what of the zygote's a job must not have."""
+    zygote = os.getpid()
+    if not _may_fork():
+        os.set_inheritable(descriptor, True)
+        command = [sys.executable, "-P", "-m", "exp.launch.zygote", "job", str(descriptor), str(zygote)]
+        command += [] if start.output is None else [start.output]
+        return os.posix_spawn(sys.executable, command, {**_environment(), **start.environment}, setsigmask=())
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in others:
+            other.close()
+        os.environ.update(start.environment)
+        _work(descriptor, parent=zygote, output=start.output)
+    return pid
+
+
+def _may_fork() -> bool:
+    """Whether a job can be a fork of this process: elsewhere than on Linux the system's own libraries forbid it, and
+    CUDA does where it is initialised."""
+    torch = sys.modules.get("torch")
+    return sys.platform == "linux" and (torch is None or not torch.cuda.is_initialized())
+
+
+def _ended(pid: int) -> int | None:
+    """The exit status of a process that has ended, with the end of what it left behind; None while it runs."""
+    if sys.platform == "linux":
+        # Before it is reaped, for then its number may be another process's.
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            return None
+        _end_group(pid)
+        _, status = os.waitpid(pid, 0)
+    else:  # Python has waitid on macOS from 3.13 on
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            return None
+        _end_group(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS says so of a group of zombies
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
     """A job's life. It is left by os._exit, as a rank's: threads of libraries may keep an interpreter from ending."""
     status = 1
     try:
         os.setsid()  # signals of the terminal come from the sweep alone, and leftovers are found
         end_with_parent(parent)
         os.environ[SUPERVISED] = "1"
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        _answer_signals()
+        _attach(0, os.devnull, os.O_RDONLY)
+        if output is not None:
+            _write_output(output)
         faulthandler.enable(2)  # whatever stands in the place of sys.stderr
-        function, arguments = pickle.loads(request)
-        for value in function(*arguments):
-            result.write(pickle.dumps((value,)))
-            result.flush()
-        result.write(pickle.dumps(()))  # that was all
-        result.flush()
+        with open(descriptor, "r+b", buffering=0, closefd=False) as file:
+            size = os.fstat(descriptor).st_size
+            function, arguments = pickle.loads(os.pread(descriptor, size, 0))
+            file.seek(size)
+            for value in function(*arguments):
+                file.write(pickle.dumps((value,)))
+            file.write(pickle.dumps(()))  # that was all
         status = 0
     except BaseException as error:
         traceback.print_exception(error)  # into the job's own output, of which the sweep tells the last words
     finally:
         leave(status)
+
+
+def _answer_signals() -> None:
+    """Let the signals that end a run do what they do in a new interpreter; what was ignored stays so."""
+    for signum in ENDING:
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _write_output(path: str) -> None:
+    """Let standard output and error be a file, line by line, for a process may end at any moment."""
+    for number in (1, 2):
+        _attach(number, path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # New ones, for those of this process may be lost already, or hold another's text.
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+
+
+def _stream(number: int) -> io.TextIOWrapper:
+    file = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _attach(number: int, path: str, flags: int) -> None:
+    file = os.open(path, flags, 0o666)
+    os.dup2(file, number)
+    os.close(file)
 
 
 def _alone(function: Callable[..., Result], arguments: Sequence[object]) -> Iterator[Result]:
@@ -217,9 +441,14 @@ def _forked(theirs: Connection, *, other: Connection) -> int:
 
 
 def _spawned(theirs: Connection, modules: Sequence[str]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
-    command = [sys.executable, "-P", "-m", "exp.launch.zygote", str(theirs.fileno()), str(os.getpid()), *modules]
-    return subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+    command = [sys.executable, "-P", "-m", "exp.launch.zygote", "serve", str(theirs.fileno()), str(os.getpid())]
+    return subprocess.Popen(
+        [*command, *modules], env=_environment(), pass_fds=[theirs.fileno()], start_new_session=True
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
 
 
 def _is_single_threaded() -> bool:
@@ -229,11 +458,18 @@ def _is_single_threaded() -> bool:
 
 
 def main() -> NoReturn:
-    """python -m exp.launch.zygote DESCRIPTOR PARENT MODULES, as `Zygote` starts it."""
-    end_with_parent(int(sys.argv[2]))
-    _import(sys.argv[3:])
-    serve(Connection(int(sys.argv[1])))
+    """python -m exp.launch.zygote serve DESCRIPTOR PARENT MODULES..., or job DESCRIPTOR PARENT [OUTPUT]."""
+    role, descriptor, parent, *others = sys.argv[1:]
+    if role == "job":
+        os.set_inheritable(int(descriptor), False)
+        _work(int(descriptor), parent=int(parent), output=next(iter(others), None))
+    end_with_parent(int(parent))
+    _import(others)
+    serve(Connection(int(descriptor)))
 
 
 if __name__ == "__main__":
-    main()
+    # Of the module's own name, by which others send it what it is to do.
+    from exp.launch import zygote
+
+    zygote.main()

@@ -54,15 +54,8 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
     Raises: ConfigError before anything is built; RunError, RankError for a run that fails; Interrupted for one that a
         signal ended with its state saved.
     """
-    decided = plan(resolve(config))
-    notes = (*decided.notes, *refuse_other_data(decided))
-    directory = freeze(decided.resolved.config)
-    sweep_runs_beside(directory, str(decided.plain["name"]))
+    decided, directory = prepare(config)
     start = None if begin is None else begin(directory)
-    if notes:
-        with run_log(directory, rank=ALONE):
-            for note in notes:
-                log.warning("%s", note)
     placement, plain = decided.placement, decided.plain
     settings = plain["launch"]
     if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
@@ -88,6 +81,22 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
     return read_report(directory)
 
 
+def prepare(config: DictConfig) -> tuple[Plan, Path]:
+    """Check a composed config and freeze it in a run directory, whose log has the notes of the check.
+
+    Raises: ConfigError before anything is written.
+    """
+    decided = plan(resolve(config))
+    notes = (*decided.notes, *refuse_other_data(decided))
+    directory = freeze(decided.resolved.config)
+    sweep_runs_beside(directory, str(decided.plain["name"]))
+    if notes:
+        with run_log(directory, rank=ALONE):
+            for note in notes:
+                log.warning("%s", note)
+    return decided, directory
+
+
 def run(
     directory: Path | str,
     *,
@@ -95,18 +104,21 @@ def run(
     resume: Path | None = None,
     decided: Plan | None = None,
     join: Callable[[Plan], None] | None = None,
+    requeues: int | None = None,
 ) -> Report:
     """Run a frozen config as one rank of it. Rank 0 writes the report, also of a run that fails or is interrupted.
 
     resume: a checkpoint to go on from, instead of the config's.
     decided: the plan, where this process has made it already. join: meets the other ranks, once there is a plan.
+    requeues: of a job that its scheduler may start again: it goes on from the newest checkpoint here, and where its
+        time is over, SLURM queues it again so many times. None: as runtime.autoresume says, which sets no bound.
     Raises: whatever ended the run.
     """
     directory = Path(directory).absolute()
     resolved = frozen(directory) if decided is None else decided.resolved
     ongoing = Ongoing(directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size)
     parts = None
-    is_again = resolved.plain["runtime"]["autoresume"]
+    is_again = resolved.plain["runtime"]["autoresume"] or requeues is not None
     if resume is None and is_again:
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
@@ -133,7 +145,7 @@ def run(
             if rank.is_first:
                 write_bad_end(ongoing, told, parts=parts)
                 if is_again:
-                    requeue(told)
+                    requeue(told, most=requeues)
             raise told from told.__cause__
     return report
 

@@ -18,13 +18,21 @@ def main() -> None:
     parser.add_argument(
         "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
     )
+    parser.add_argument(
+        "--requeues", type=int, default=None, metavar="N",
+        help="of a scheduler's job: go on from the newest checkpoint here; at the end of its time SLURM queues it "
+        "again, N times at most",
+    )  # fmt: skip
     arguments = parser.parse_args()
     live(lambda rank: work(rank, **vars(arguments)))
 
 
-def work(rank: Rank, *, directory: Path, resume: Path | None, allow: Sequence[str] = ()) -> None:
+def work(
+    rank: Rank, *, directory: Path, resume: Path | None, allow: Sequence[str] = (), requeues: int | None = None
+) -> None:
     """Join the run's process group and run it.
 
+    requeues: as of exp.run.run.
     allow: the packages that whoever started this rank trusts; what the run directory says of that is not believed.
     Raises: ConfigError where it asks for others.
     """
@@ -47,7 +55,7 @@ def work(rank: Rank, *, directory: Path, resume: Path | None, allow: Sequence[st
             high_priority_stream=launch["high_priority_stream"],
         )
 
-    run(directory, rank=rank, resume=resume, join=meet)
+    run(directory, rank=rank, resume=resume, join=meet, requeues=requeues)
 
 
 if __name__ == "__main__":

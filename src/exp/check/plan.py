@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from exp.objectives.measures import Measure
     from exp.objectives.objective import Objective
     from exp.optim.phase import Phase
-    from exp.strategies.placement import Placement
+    from exp.strategies.placement import Machine, Placement
     from exp.strategies.rank import Rank
     from exp.strategies.strategy import Blueprint, Strategy
 
@@ -442,9 +442,16 @@ def _measures_otherwise(decided: Plan) -> bool:
     )
 
 
-def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, rank: Rank | None = None) -> Placement:
+def place(
+    plain: Mapping[str, Any],
+    strategy: Strategy | LightningStrategy,
+    *,
+    rank: Rank | None = None,
+    machine: Machine | None = None,
+) -> Placement:
     """Where a run goes; with a rank, what the launcher that started it made.
 
+    machine: what it will have; None is this one.
     Raises: ConfigError.
     """
     from exp.strategies.placement import adopted, placement
@@ -459,7 +466,9 @@ def place(plain: Mapping[str, Any], strategy: Strategy | LightningStrategy, *, r
         "demand": strategy.demand if isinstance(strategy, Strategy) else demand_of_lightning(strategy),
     }
     name = plain["strategy"]["name"]
-    return placement(name, **where) if rank is None else adopted(rank, name, **where)
+    if rank is None:
+        return placement(name, **where, machine=machine)
+    return adopted(rank, name, **where, machine=machine)
 
 
 class _Findings:

@@ -13,6 +13,7 @@ from exp.config.freeze import COMPOSITION, literal
 from exp.config.groups import PRIMARY, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
+from exp.config.launchers import refuse_cluster
 from exp.config.module_key import leave_out
 from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices, swept_key_faults
 from exp.config.reading import secrets_kept
@@ -112,6 +113,8 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     Raises: ConfigError where a directory or an interpolation of Hydra's own values leads nowhere.
     """
     config = composition.config
+    if sweep is None:
+        refuse_cluster(config.hydra.launcher._target_)
     with open_dict(config.hydra):
         if job is not None:
             config.hydra.job.num = job

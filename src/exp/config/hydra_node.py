@@ -19,6 +19,7 @@ from exp.config.hydra_adapter import (
     registered_targets,
     text_values,
 )
+from exp.config.launchers import launcher_faults
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml, split
@@ -165,6 +166,8 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
             faults.append(_fault(f"{key}.params", word, "no key of security: it is not for a sweep to set", cure))
         elif word == "custom_search_space" and isinstance(plain, dict) and plain.get(word) is not None:
             faults.append(_fault(f"{key}.{word}", "a function by its name", "the values in hydra.sweeper.params"))
+    if name == "launcher" and isinstance(plain, dict):
+        faults += launcher_faults({str(word): value for word, value in plain.items()})
     return faults
 
 

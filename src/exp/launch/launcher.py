@@ -89,14 +89,20 @@ def launch(
         )
 
 
-def requeue(error: BaseException) -> None:
+def requeue(error: BaseException, *, most: int | None = None) -> None:
     """Have SLURM start this job's command again, where SIGUSR1 has announced the end of its machine.
 
     It is what Lightning's SLURMEnvironment does. Elsewhere, and after any other end, nothing happens.
+
+    most: how often a job may have been started again; None is without a bound.
     """
     if not isinstance(error, Interrupted) or error.signum != signal.SIGUSR1 or "SLURM_JOB_ID" not in os.environ:
         return
     job = os.environ["SLURM_JOB_ID"]
+    again = int(os.environ["SLURM_RESTART_COUNT"]) if "SLURM_RESTART_COUNT" in os.environ else 0
+    if most is not None and again >= most:
+        log.warning("SLURM's job %s is not queued again: it was %d times, of %d at most", job, again, most)
+        return
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:

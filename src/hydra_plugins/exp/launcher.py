@@ -1,4 +1,4 @@
-"""hydra/launcher=exp: the jobs of a sweep in this process, one after another. All of it is in exp.sweeps."""
+"""hydra/launcher=exp, slurm and ray: where the jobs of a sweep run. All of it is in exp.sweeps."""
 
 # No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
 # dataclasses cannot look names up.
@@ -11,13 +11,16 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from exp.config.launchers import RaySettings, SlurmSettings
+
 
 @dataclass
 class ExpLauncherConf:
     _target_: str = "hydra_plugins.exp.launcher.ExpLauncher"
 
 
-ConfigStore.instance().store(group="hydra/launcher", name="exp", node=ExpLauncherConf, provider="exp")
+for name, node in (("exp", ExpLauncherConf), ("slurm", SlurmSettings), ("ray", RaySettings)):
+    ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="exp")
 
 
 class ExpLauncher(Launcher):
@@ -32,3 +35,17 @@ class ExpLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         return self.sweep.launch(job_overrides, first=initial_job_idx)
+
+
+class SlurmLauncher(ExpLauncher):
+    """Jobs that submitit hands to SLURM: exp.sweeps.slurm."""
+
+    def __init__(self, **settings: object) -> None:
+        """settings: of exp.config.launchers, which the sweep reads in the config."""
+
+
+class RayLauncher(ExpLauncher):
+    """Jobs on Ray: exp.sweeps.ray_jobs."""
+
+    def __init__(self, **settings: object) -> None:
+        """settings: of exp.config.launchers, which the sweep reads in the config."""

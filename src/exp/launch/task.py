@@ -1,0 +1,83 @@
+"""One task of a cluster's job: it starts a rank in an interpreter of its own, passes signals on, and says how it ended.
+
+A scheduler starts a task once a rank. What comes of the run is in its directory; here is what a rank cannot say itself,
+for it was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from exp.launch.failure import death, read_failure, read_hang, write_failure
+from exp.launch.spawn import BOOTSTRAP, EXCHANGE, FOREIGN, IMPORT_PATH, PARENT, rank_environment
+from exp.signals import SUPERVISED, heed
+from exp.strategies.rank import Rank, rank_of
+
+
+def run_task(directory: str, exchange: str, folders: Sequence[str], arguments: Sequence[str], cpus: int | None) -> None:
+    """Run the rank that the scheduler's variables say this task is, until it has ended.
+
+    directory: of the frozen run. exchange: a folder in it, in which ranks and whoever submitted them tell each other.
+    folders: from which a rank imports. arguments: of exp.worker, behind the directory.
+    cpus: of each task; None leaves the number of threads as it is.
+    Raises: SystemExit with the rank's status, where that is not 0.
+    """
+    rank = rank_here()
+    place = Path(exchange)
+    for name in ("json", "hang"):  # of a task before this one, where the job was queued again
+        (place / f"rank{rank.global_rank}.{name}").unlink(missing_ok=True)
+    environment = _environment(rank, place, cpus=cpus) | {IMPORT_PATH: "\n".join(folders)}
+    command = [sys.executable, "-P", "-u", "-c", BOOTSTRAP, "exp.worker", directory, *arguments]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        process.send_signal(signum)
+
+    heed(pass_on)
+    returncode = process.wait()
+    if returncode == 0 and (rank.global_rank or (Path(directory) / "report.json").is_file()):
+        return
+    said = read_failure(place, rank=rank.global_rank) or read_hang(place, rank=rank.global_rank)
+    if said is None:
+        # The folder goes with a run directory that somebody takes away.
+        with suppress(OSError):
+            write_failure(death(rank=rank.global_rank, returncode=returncode, detail=""), place)
+    raise SystemExit(returncode if returncode > 0 else 128 - returncode)
+
+
+def rank_here(environment: Mapping[str, str] = os.environ) -> Rank:
+    """The rank of this task: SLURM's, or of submitit's stand-in for it, whose tasks are on one machine."""
+    if "SUBMITIT_EXECUTOR" not in environment or environment["SUBMITIT_EXECUTOR"] != "local":
+        return rank_of({name: value for name, value in environment.items() if name not in FOREIGN})
+    ranks = int(environment["SUBMITIT_LOCAL_NTASKS"])
+    place = int(environment["SUBMITIT_LOCAL_GLOBALID"])
+    return Rank(global_rank=place, local_rank=place, world_size=ranks, local_world_size=ranks)
+
+
+def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, str]:
+    """SLURM's variables stay, for ranks of several nodes meet by them; on this machine alone they meet in a file."""
+    if os.environ["SUBMITIT_EXECUTOR"] == "local":
+        environment = rank_environment(
+            rank=rank.global_rank, world_size=rank.world_size, exchange=exchange, threads=cpus
+        )
+    else:
+        environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        if cpus is not None:
+            environment["OMP_NUM_THREADS"] = str(cpus)
+    # Whoever takes a job's time away ends it by SIGKILL, and may signal more than once before.
+    return environment | {SUPERVISED: "1", PARENT: str(os.getpid()), EXCHANGE: str(exchange)}
+
+
+def last_lines(log: Path, *, count: int = 20) -> str:
+    """The end of a file, for a message; empty where there is none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 20_000))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-count:])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
@@ -34,6 +34,8 @@ from exp.files import write_whole
 from exp.secrets import covered
 
 COMPOSITION = "_composition_"
+# In it, where the run directory stands already and is this config's own.
+TAKEN = "is_taken"
 DISTRIBUTIONS = (
     "exp-framework",
     "torch",
@@ -54,7 +56,8 @@ def freeze(
 ) -> Path:
     """Makes the run directory of a composed config and writes config.yaml, overrides.yaml and provenance.json.
 
-    A directory that stands already is never shared: `-2`, `-3` and so on are appended.
+    A directory that stands already is never shared: `-2`, `-3` and so on are appended. One that was made for this
+    config alone is taken; see `take_directory`.
 
     text: of config.yaml, where it is made already. origin: `provenance`, where several runs of one process share it.
     is_synced: whether each file is on the disk when this returns, for 0.5 ms each; else when the system sees to it.
@@ -64,7 +67,7 @@ def freeze(
     composition = config[COMPOSITION]
     wanted = Path(composition.directory)
     try:
-        directory = make_exclusively(wanted)
+        directory = wanted.absolute() if TAKEN in composition else make_exclusively(wanted)
         overrides = list(composition.overrides)
         found = provenance(overrides) if origin is None else {**origin, "overrides": overrides}
         for name, content in (
@@ -79,6 +82,14 @@ def freeze(
             "Free the place, or choose another with hydra.run.dir=outputs/elsewhere"
         ) from error
     return directory
+
+
+def take_directory(config: DictConfig, directory: Path) -> None:
+    """Have `freeze` take a directory that was made for this config already, as for what its process prints before."""
+    composition = config[COMPOSITION]
+    with open_dict(composition):
+        composition.directory = literal(str(directory))
+        composition[TAKEN] = True
 
 
 def make_exclusively(wanted: Path) -> Path:

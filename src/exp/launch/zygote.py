@@ -159,25 +159,30 @@ class Zygote:
             with suppress(ConnectionError):
                 self._connection.send(_Signal(process.number, signum))
 
-    def wait(self, timeout: float, *, beside: Sequence[int] = ()) -> None:
+    def wait(self, timeout: float, *, beside: Sequence[int] = ()) -> bool:
         """Take in what processes gave and which of them ended: wait for the next end, so many seconds at most.
 
         beside: descriptors that end the waiting, too, where there is something to read.
+        Returns: whether one of those did.
         """
-        if self._connection is not None:
+        ready: list[Any] = []
+        if self._connection is None:
+            ready = wait_for(beside, timeout)
+        else:
             ready = wait_for([self._connection, *beside], timeout)
             try:
                 while self._connection in ready and self._connection.poll():
-                    number, returncode = self._connection.recv()
+                    number, end = self._connection.recv()
                     process, values = self._running.pop(number)
                     is_whole = values.read(process.values)
                     values.close()
-                    process.died = None if is_whole else Died(death(rank=0, returncode=returncode, detail="").reason)
+                    process.died = None if is_whole else Died(end if isinstance(end, str) else _reason(end))
                     process.is_over = True
             except (EOFError, ConnectionError):
                 self.close()
         for process, values in self._running.values():
             values.read(process.values)
+        return any(one in ready for one in beside)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """function(*arguments) in a process of its own; all of it is pickled.
@@ -210,6 +215,10 @@ class Zygote:
         if process.died is not None and received:
             raise Interrupted(signum=received[0], checkpoint=None)
         return process.values, process.died
+
+
+def _reason(returncode: int) -> str:
+    return death(rank=0, returncode=returncode, detail="").reason
 
 
 def _gone() -> Died:
@@ -299,6 +308,8 @@ def serve(connection: Connection) -> NoReturn:
                     _, (descriptor,), _, _ = socket.recv_fds(channel, 1, 1)
                 try:
                     running[_started(message, descriptor, [connection, wakes, woken])] = message.number
+                except OSError as error:  # no memory, or as many processes as are allowed
+                    connection.send((message.number, f"could not be started: {error.strerror or error}"))
                 finally:
                     os.close(descriptor)
             else:

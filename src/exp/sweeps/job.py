@@ -5,21 +5,25 @@ Whatever code of the user's own does to such a process, it is one fault of the c
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, read_frozen, read_overrides
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, one_line
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
 from exp.launch.launcher import last_checkpoint
 from exp.launch.zygote import Died, Zygote
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.secrets import redacted
 from exp.signals import heed
+from exp.strategies.placement import Machine
+from exp.sweeps.slots import VISIBLE, Devices, Need, asks, need_of, visible
 
 # What a run imports: here once, and not in every job. Where one is left out, a job takes longer, and that is all.
 MODULES = (
@@ -43,25 +47,70 @@ MODULES = (
     "exp.sweeps.job",
     "exp.tensorboard.logger",
 )
+# What the process of a job prints, in its run directory.
+OUTPUT = "output.log"
+TAIL_BYTES = 20_000
+# As faulthandler writes it, the innermost one first.
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
 # Checks that end their process; behind so many of them the other jobs are not looked at.
 MAX_DEATHS = 20
 
 
-def checked(validate: Callable[[DictConfig], None], configs: Sequence[DictConfig]) -> Iterator[ExpError | None]:
-    """What is wrong with each job, in a process of the check: None where nothing is."""
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What the check found of a job. error: what is wrong with it. asked: its need, and the machine that meets it; None
+    where something is wrong."""
+
+    error: ExpError | None = None
+    asked: tuple[Need, Machine] | None = None
+
+
+def checked(validate: Callable[[DictConfig], None], configs: Sequence[DictConfig]) -> Iterator[Checked]:
+    """What is wrong with each job, in a process of the check."""
     heed(signal.SIG_DFL)  # from here on, who raises KeyboardInterrupt is the user's own code
+    view = GpuView()
     for config in configs:
         try:
+            asked = view.of(config)
             validate(config)
+            if isinstance(asked, Exception):
+                raise asked
         except ExpError as error:
             error.__cause__ = error.__context__ = None
-            yield error
+            yield Checked(error=error)
         except BaseException as error:
             traceback.print_exc()
-            yield _ended(f"with {redacted(one_line(error))}; its traceback is above")
+            yield Checked(error=_ended(f"with {redacted(one_line(error))}; its traceback is above"))
         else:
-            yield None
+            yield Checked(asked=asked)
+
+
+class GpuView:
+    """Lets this process see as many GPUs as a job will: strategy=auto is another strategy on all of them."""
+
+    def __init__(self) -> None:
+        self._everything = {name: value for name, value in os.environ.items() if name == VISIBLE}
+        self._known: dict[str, tuple[Need, Machine]] = {}
+
+    def of(self, config: DictConfig) -> tuple[Need, Machine] | Exception:
+        """The need of a job; or why nobody knows it, of which the check may have more to say.
+
+        Raises: ConfigError where sweep.devices_per_job does not go with the machine.
+        """
+        os.environ.pop(VISIBLE, None)
+        os.environ.update(self._everything)
+        try:
+            wanted = asks(config)
+            if wanted not in self._known:
+                self._known[wanted] = need_of(config)
+        except Exception as error:
+            if isinstance(error, ConfigError) and any(fault.key.startswith("sweep.") for fault in error.faults):
+                raise
+            return error
+        need, machine = self._known[wanted]
+        os.environ.update(visible(Devices.of(machine, self._everything).take(need)))
+        return need, machine
 
 
 def _ended(how: str) -> ConfigError:
@@ -93,19 +142,23 @@ class JobProcesses:
 
     fit: runs a job, exp.run.fit; validate: checks one, exp.check.plan.validate. Functions that another process finds
     by their names.
+
+    zygote: what starts the processes. asked: by `asks` of the jobs that were checked, their need, and the machine that
+        meets it.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Callable[[DictConfig], None]) -> None:
-        self._fit, self._validate = fit, validate
-        self._zygote = Zygote(MODULES)
+        self.fit, self._validate = fit, validate
+        self.asked: dict[str, tuple[Need, Machine]] = {}
+        self.zygote = Zygote(MODULES)
 
     def start(self) -> None:
         """Start the process that jobs are forked from; before torch comes in, it takes a fork of this one."""
-        self._zygote.start()
+        self.zygote.start()
 
     def close(self) -> None:
         """End what is left."""
-        self._zygote.close()
+        self.zygote.close()
 
     def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
         """The faults of each job, all looked at in one process, as long as that lives.
@@ -115,11 +168,13 @@ class JobProcesses:
         found: list[ConfigError | None] = []
         deaths = 0
         while len(found) < len(configs) and deaths < MAX_DEATHS:
-            errors, died = self._zygote.collect(checked, self._validate, configs[len(found) :])
-            for error in errors:
-                if error is not None and not isinstance(error, ConfigError):
-                    raise error
-                found.append(error)
+            results, died = self.zygote.collect(checked, self._validate, configs[len(found) :])
+            for result in results:
+                if result.error is not None and not isinstance(result.error, ConfigError):
+                    raise result.error
+                if result.asked is not None:
+                    self.asked[asks(configs[len(found)])] = result.asked
+                found.append(result.error)
             if died is not None:
                 deaths += 1
                 found.append(_ended(str(died).removeprefix("ended ")))
@@ -132,23 +187,36 @@ class JobProcesses:
         """
         directory = Path(config[COMPOSITION].directory)
         try:
-            came = self._zygote.call(ended, self._fit, config)
+            came = self.zygote.call(ended, self.fit, config)
         except Died as error:
-            dead = RunError(f"the process of the job {error}{_last_words(directory)}")
-            _report_bad_end(directory, dead)
+            dead = dead_job(directory, error)
+            report_bad_end(directory, dead)
             raise dead from error
         except Interrupted as error:
-            saved = last_checkpoint(directory)
-            killed = Interrupted(signum=error.signum, checkpoint=None if saved is None else str(saved))
-            _report_bad_end(directory, killed)
+            killed = interrupted(directory, error.signum)
+            report_bad_end(directory, killed)
             raise killed from error
         if isinstance(came, ExpError):
             raise came
         return came
 
 
-def _report_bad_end(directory: Path, error: ExpError) -> None:
-    """The report that the job could not write itself; none where it had not begun."""
+def dead_job(directory: Path, died: Died) -> RunError:
+    """The error of a job whose process ended without a result, with its last words."""
+    return RunError(f"the process of the job {died}{_last_words(directory)}")
+
+
+def interrupted(directory: Path, signum: int) -> Interrupted:
+    """The error of a job whose process a second signal has killed."""
+    saved = last_checkpoint(directory)
+    return Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
+
+
+def report_bad_end(directory: Path, error: ExpError) -> None:
+    """Write the report that the job could not write itself; none where it had not begun.
+
+    Raises: RunError where it cannot be written.
+    """
     if not (directory / "config.yaml").is_file():
         return
     before = find_report(directory)
@@ -162,6 +230,28 @@ def _report_bad_end(directory: Path, error: ExpError) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    log = directory / "train.log"
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
-    return f"; the last line of its log: {STAMP.sub('', lines[-1])}" if lines else ""
+    """Where it crashed; else what its log and its output end with, for a library that ends a process says why there."""
+    output = _tail(directory / OUTPUT)
+    if "Fatal Python error: " in output:
+        what, _, stack = output.rpartition("Fatal Python error: ")[2].partition("\n")
+        frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in FRAME.findall(stack)]
+        if not frames:
+            return f"; {what}"
+        frame = innermost_frame(frames[::-1])
+        return f"; {what} in {frame.filename}, line {frame.lineno}, in {frame.name}"
+    told = {"its log": last_line(directory / "train.log"), OUTPUT: last_line(directory / OUTPUT)}
+    return "".join(f"; the last line of {whose}: {STAMP.sub('', words)}" for whose, words in told.items() if words)
+
+
+def last_line(path: Path) -> str:
+    """The last line of a file that says something; empty where there is none."""
+    return next((line.strip() for line in reversed(_tail(path).splitlines()) if line.strip()), "")
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,217 @@
+"""The local executor: the jobs of a sweep on this machine, side by side, each forked from a warm process.
+
+What a job prints is in output.log of its run directory, which is made for it before it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from exp.config.freeze import COMPOSITION, make_exclusively, take_directory
+from exp.errors import ConfigError, ExpError, RunError, words_of
+from exp.launch.zygote import Died, Process
+from exp.sweeps.executor import End, Work
+from exp.sweeps.job import OUTPUT, JobProcesses, dead_job, ended, interrupted, report_bad_end
+from exp.sweeps.slots import Devices, Jobs, Need, asks, need_of, slots, threads, visible
+
+if TYPE_CHECKING:
+    from exp.run_report import Report
+    from exp.strategies.placement import Machine
+
+# How often one looks for what jobs that are trained together gave before their process ended.
+STACK_SECONDS = 0.25
+
+
+def outcomes(
+    configs: Sequence[DictConfig], most_threads: int, fit: Callable[[DictConfig], Report]
+) -> Iterator[tuple[int, Report | ExpError]]:
+    """What came of the jobs of a work, in their process: the place of each among them, and its outcome.
+
+    most_threads: of each rank's operators, where a config leaves them open. fit: of a job that has a process alone.
+    """
+    import torch
+
+    each = min(most_threads, torch.get_num_threads())
+    torch.set_num_threads(each)
+    os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read it
+    for place, config in enumerate(configs):
+        yield place, ended(fit, config)
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A work that runs. directories: of its jobs. waiting: the places of those without an outcome."""
+
+    work: Work
+    process: Process[tuple[int, Report | ExpError]]
+    directories: Sequence[Path]
+    need: Need
+    gpus: tuple[str, ...]
+    waiting: list[int] = field(default_factory=list)
+
+
+class LocalExecutor:
+    """Runs works side by side on this machine.
+
+    processes: checks jobs, and starts what runs them.
+    jobs: sweep.jobs; `auto` is decided by the jobs that were checked.
+    """
+
+    def __init__(self, processes: JobProcesses, *, jobs: Jobs = "auto") -> None:
+        self._processes, self._jobs = processes, jobs
+        self._running: list[_Running] = []
+        self._ended: list[End] = []
+        self._taken: set[Path] = set()
+        self._devices: Devices | None = None
+        self._signals: list[int] = []
+
+    def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
+        """The faults of each job, as JobProcesses.check; and what each needs."""
+        return self._processes.check(configs)
+
+    @property
+    def slots(self) -> int:
+        """How many works run at once: of jobs as large as the largest that was checked."""
+        asked = self._processes.asked.values()
+        if not asked:
+            return 1 if self._jobs == "auto" else self._jobs
+        return slots({need for need, _ in asked}, jobs=self._jobs, machine=next(iter(asked))[1])
+
+    def start(self, work: Work) -> None:
+        """Start a work and return at once."""
+        try:
+            need, machine = self._asked(work.configs[0])
+            directories = [self._directory(config) for config in work.configs]
+            _begin_outputs(work, directories)
+        except (OSError, Died) as error:
+            who = "the process that looks for its devices " if isinstance(error, Died) else ""
+            failed = RunError(f"the job could not begin: {who}{words_of(error)}")
+            self._ended += [End(job=job, outcome=failed) for job in work.jobs]
+            return
+        if self._devices is None:
+            self._devices = Devices.of(machine, os.environ)
+        gpus = self._devices.take(need)
+        process = self._processes.zygote.begin(
+            outcomes,
+            work.configs,
+            threads(need, slots=self.slots, machine=machine),
+            self._processes.fit,
+            output=directories[0] / OUTPUT,
+            environment=visible(gpus),
+        )
+        waiting = list(range(len(work.jobs)))
+        self._running.append(
+            _Running(work=work, process=process, directories=directories, need=need, gpus=gpus, waiting=waiting)
+        )
+
+    def ends(self, timeout: float) -> list[End]:
+        """Wait until a job has ended, a signal has come or `timeout` seconds are over; see Executor."""
+        deadline = time.monotonic() + timeout
+        with _woken_by_signals() as wakes:
+            while True:
+                self._take_in()
+                left = deadline - time.monotonic()
+                if self._ended or left <= 0:
+                    break
+                has_stack = any(len(one.work.jobs) > 1 for one in self._running)
+                if self._processes.zygote.wait(min(left, STACK_SECONDS) if has_stack else left, beside=wakes):
+                    self._take_in()
+                    break
+        found, self._ended = self._ended, []
+        return found
+
+    def end(self, signum: int) -> None:
+        """Pass a signal on to every running job, which saves its state and leaves; a second call kills them."""
+        self._signals.append(signum)
+        for one in self._running:
+            self._processes.zygote.signal(one.process, signum if len(self._signals) == 1 else signal.SIGKILL)
+
+    def close(self) -> None:
+        """End what is left."""
+        self._processes.close()
+
+    def _asked(self, config: DictConfig) -> tuple[Need, Machine]:
+        """What a job needs, and the machine that meets it; looked for where no job that was checked asked for that.
+
+        Raises: Died where nobody can say it, and the job could not have begun.
+        """
+        wanted = asks(config)
+        if wanted not in self._processes.asked:
+            self._processes.asked[wanted] = self._processes.zygote.call(need_of, config)
+        return self._processes.asked[wanted]
+
+    def _directory(self, config: DictConfig) -> Path:
+        """The run directory of a job, made where it does not stand, in which the job is to freeze its config."""
+        wanted = Path(config[COMPOSITION].directory).absolute()
+        if (wanted / "config.yaml").is_file():
+            return wanted
+        # An earlier process of this job may have ended before it could freeze anything.
+        is_left = wanted not in self._taken and wanted.is_dir() and {file.name for file in wanted.iterdir()} <= {OUTPUT}
+        directory = wanted if is_left else make_exclusively(wanted)
+        self._taken.add(directory)
+        take_directory(config, directory)
+        return directory
+
+    def _take_in(self) -> None:
+        for one in tuple(self._running):
+            for place, outcome in one.process.values:
+                one.waiting.remove(place)
+                self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
+            one.process.values.clear()
+            if not one.process.is_over:
+                continue
+            self._running.remove(one)
+            if self._devices is not None:
+                self._devices.give_back(one.gpus, one.need)
+            for place in one.waiting:
+                outcome = self._bad_end(one.directories[place], one.process.died or Died("gave no result of it"))
+                self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
+
+    def _bad_end(self, directory: Path, died: Died) -> ExpError:
+        """What came of a job whose process ended without a word."""
+        error: ExpError = interrupted(directory, self._signals[0]) if self._signals else dead_job(directory, died)
+        error.__cause__ = died
+        try:
+            report_bad_end(directory, error)
+        except RunError as second:  # as on a full disk: the row has what there is to say
+            print(second, file=sys.stderr)
+        return error
+
+
+def _begin_outputs(work: Work, directories: Sequence[Path]) -> None:
+    """Make the file of each job's output: that of jobs which are trained together is the first one's."""
+    first, *others = (directory / OUTPUT for directory in directories)
+    first.touch()
+    for path in others:
+        shown = os.path.relpath(first, path.parent)
+        path.write_text(
+            f"trained together with job {work.jobs[0]}, whose output is theirs: {shown}\n", encoding="utf-8"
+        )
+
+
+@contextmanager
+def _woken_by_signals() -> Iterator[list[int]]:
+    """A descriptor that can be read once a signal with a handler of Python's has come; none beside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    try:
+        yield [reads]
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reads)
+        os.close(writes)

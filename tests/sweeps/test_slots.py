@@ -1,0 +1,113 @@
+"""Which jobs fit side by side, and what each sees of the machine: figures by hand."""
+
+import pytest
+
+from exp.errors import ConfigError
+from exp.strategies.placement import Demand, Dimensions, Machine
+from exp.sweeps.slots import Devices, Need, need, slots, threads, visible
+
+CPU = Machine(gpus=0, cores=8)
+FOUR = Machine(gpus=4, cores=16)
+AUTO = Demand(cpu_devices=1, adapts=True)
+DDP = Demand()
+SINGLE = Demand(rest=None)
+LAUNCH = {"devices": "auto", "nodes": 1, "accelerator": "auto", "backend": "auto"}
+
+
+def asked(demand=AUTO, *, machine, per_job="auto", **launch):
+    return need("words", {**LAUNCH, **launch}, demand=demand, devices_per_job=per_job, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("machine", "demand", "per_job", "launch", "expected", "at_once"),
+    [
+        (CPU, AUTO, "auto", {}, Need(ranks=1), 8),
+        (CPU, DDP, "auto", {}, Need(ranks=2), 4),
+        (CPU, DDP, "auto", {"devices": 3}, Need(ranks=3), 2),
+        (CPU, DDP, "auto", {"devices": 16}, Need(ranks=16), 1),
+        (FOUR, AUTO, "auto", {"accelerator": "cpu"}, Need(ranks=1), 16),
+        # strategy=auto would take all four as ddp, and then there were one job at a time.
+        (FOUR, AUTO, "auto", {}, Need(gpus=1), 4),
+        (FOUR, SINGLE, "auto", {}, Need(gpus=1), 4),
+        (FOUR, AUTO, "auto", {"devices": 2}, Need(ranks=2, gpus=2), 2),
+        (FOUR, DDP, "auto", {}, Need(ranks=4, gpus=4), 1),
+        (FOUR, DDP, "auto", {"devices": 3}, Need(ranks=3, gpus=3), 1),
+        (FOUR, AUTO, 2, {}, Need(ranks=2, gpus=2), 2),
+        (FOUR, DDP, 2, {}, Need(ranks=2, gpus=2), 2),
+        (FOUR, SINGLE, 2, {}, Need(ranks=1, gpus=2), 2),
+        (FOUR, AUTO, 0.5, {}, Need(gpus=0.5), 8),
+        (FOUR, AUTO, 0.3333, {}, Need(gpus=0.3333), 12),
+        (FOUR, AUTO, 1 / 3, {}, Need(gpus=1 / 3), 12),
+        (FOUR, AUTO, 0.4, {}, Need(gpus=0.4), 8),
+        (FOUR, DDP, "auto", {"devices": [0, 2]}, Need(ranks=2, gpus=2, is_alone=True), 1),
+        # Layers over two devices each: what does not come out even on all of them does on some.
+        (Machine(gpus=3), Demand(dimensions=Dimensions(tensor=2)), 2, {}, Need(ranks=2, gpus=2), 1),
+        (Machine(gpus=0, mps=True, cores=8), AUTO, "auto", {}, Need(is_alone=True), 1),
+    ],
+)
+def test_what_a_job_needs_and_how_many_fit(machine, demand, per_job, launch, expected, at_once):
+    found = asked(demand, machine=machine, per_job=per_job, **launch)
+    assert found == expected
+    assert slots([found], jobs="auto", machine=machine) == at_once
+    assert slots([found], jobs=3, machine=machine) == 3, "what is said holds"
+
+
+def test_jobs_of_several_kinds_are_as_many_as_fit_of_the_largest():
+    needs = [asked(machine=CPU), asked(DDP, machine=CPU)]
+    assert slots(needs, jobs="auto", machine=CPU) == 4
+    assert slots([], jobs="auto", machine=CPU) == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "per_job", "launch", "words"),
+    [
+        (CPU, 1, {}, "1, on a machine without a GPU; expected auto"),
+        (FOUR, 0.5, {"accelerator": "cpu"}, "0.5, with launch.accelerator=cpu; expected auto"),
+        (FOUR, 5, {}, "5; expected at most 4, the GPUs of this machine"),
+        (FOUR, 1, {"devices": 2}, "1, with launch.devices=2; expected 2 or more, or launch.devices=1"),
+        (FOUR, 0.5, {"devices": 2}, "0.5, with launch.devices=2; expected 2 or more, or launch.devices=1"),
+        (FOUR, 2, {"devices": [0, 1]}, "2, with launch.devices=[0,1]; expected auto: the jobs name their GPUs"),
+    ],
+)
+def test_a_share_that_does_not_go_with_the_machine_is_a_fault(machine, per_job, launch, words):
+    with pytest.raises(ConfigError) as raised:
+        asked(machine=machine, per_job=per_job, **launch)
+    (fault,) = raised.value.faults
+    assert fault.key == "sweep.devices_per_job"
+    assert words in str(fault)
+
+
+def test_each_job_sees_gpus_of_its_own():
+    devices, one, two, half = Devices(["0", "1", "2", "3"]), Need(gpus=1), Need(gpus=2), Need(gpus=0.5)
+    assert visible(devices.take(one)) == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert visible(devices.take(two)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert devices.take(half) == devices.take(half) == ("3",), "two halves are one"
+    devices.give_back(("0",), one)
+    devices.give_back(("3",), half)
+    assert [devices.take(half) for _ in range(3)] == [("0",), ("0",), ("3",)]
+
+
+def test_more_jobs_than_fit_share_the_gpus_evenly():
+    devices = Devices(["0", "1"])
+    assert sorted(devices.take(Need(gpus=1)) for _ in range(4)) == [("0",), ("0",), ("1",), ("1",)]
+
+
+def test_a_job_that_needs_none_or_names_them_itself_sees_them_as_they_are():
+    devices = Devices(["0", "1"])
+    assert visible(devices.take(Need())) == visible(devices.take(Need(gpus=2, is_alone=True))) == {}
+
+
+def test_gpus_have_the_names_that_the_sweep_sees_them_by():
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-8a,GPU-17"}
+    devices = Devices.of(Machine(gpus=2), named)
+    assert devices.take(Need(gpus=2)) == ("GPU-8a", "GPU-17")
+    # Behind an index that is not there torch sees none.
+    assert Devices.of(Machine(gpus=1), {"CUDA_VISIBLE_DEVICES": "3,-1,2"}).take(Need(gpus=1)) == ("3",)
+    assert Devices.of(Machine(gpus=2), {}).take(Need(gpus=2)) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "at_once", "each"), [(1, 1, 8), (1, 3, 2), (1, 8, 1), (1, 20, 1), (2, 4, 1), (2, 2, 2), (16, 1, 1)]
+)
+def test_the_cores_are_divided_by_jobs_and_ranks(ranks, at_once, each):
+    assert threads(Need(ranks=ranks), slots=at_once, machine=CPU) == each

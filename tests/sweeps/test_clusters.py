@@ -15,12 +15,12 @@ import pytest
 import exp
 from exp.config.launchers import SLURM, SlurmSettings, launcher_faults
 from exp.errors import ConfigError, Interrupted
-from exp.launch.zygote import Zygote
 from exp.run import prepare
 from exp.run_report import read_report
 from exp.sweeps.executor import Work
-from exp.sweeps.job import MODULES
+from exp.sweeps.job import JobProcesses
 from exp.sweeps.places import cluster_executor
+from exp.train import fit, validate
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
 ENDS = Path(__file__).with_name("ends.py")
@@ -39,15 +39,15 @@ def _place(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def zygote():
-    with contextlib.closing(Zygote(MODULES)) as started:
+def processes():
+    with contextlib.closing(JobProcesses(fit, validate)) as started:
         yield started
 
 
-def executor(zygote, **settings):
+def executor(processes, **settings):
     settings = {**asdict(SlurmSettings()), "cluster": "local", **settings}
     assert list(launcher_faults(settings)) == []
-    return contextlib.closing(cluster_executor(settings, zygote=zygote, prepare=prepare, jobs=2))
+    return contextlib.closing(cluster_executor(settings, processes=processes, prepare=prepare, jobs=2))
 
 
 def config(job, *overrides):
@@ -72,11 +72,11 @@ def outcomes(running, jobs, *, on_wait=None):
     return [found[job] for job in range(len(jobs))]
 
 
-def test_the_same_jobs_give_the_same_values_as_here_bit_for_bit(zygote, ranks):
+def test_the_same_jobs_give_the_same_values_as_here_bit_for_bit(processes, ranks):
     jobs = [("trainer.max_steps=30", f"seed={seed}") for seed in range(2)]
     here = [ranks.train(*SMALL, *overrides).report for overrides in jobs]
     here.append(ranks.train(*SMALL, *jobs[0], *RANKS, ranks=2).report)
-    with executor(zygote) as running:
+    with executor(processes) as running:
         found = outcomes(running, [*jobs, (*jobs[0], *RANKS)])
     assert [report.status for report in found] == ["completed"] * 3
     assert [report.metrics for report in found] == [report["metrics"] for report in here]
@@ -91,11 +91,11 @@ def test_the_same_jobs_give_the_same_values_as_here_bit_for_bit(zygote, ranks):
     assert not list(folder.glob(".*")), "nothing that the ranks met by is left"
 
 
-def test_every_end_of_a_job_is_told_and_the_others_go_on(zygote):
+def test_every_end_of_a_job_is_told_and_the_others_go_on(processes):
     hows = ["no_memory", "killed", "exit_0"]
     jobs = [("callbacks=[ends]", "trainer.max_steps=2", f"callbacks.ends.how={how}") for how in hows]
     jobs.append((*jobs[1], *RANKS))
-    with executor(zygote) as running:
+    with executor(processes) as running:
         found = outcomes(running, jobs)
     assert [type(outcome).__name__ for outcome in found] == [*["RunError"] * 3, "RankError"]
     said = [str(outcome) for outcome in found]
@@ -109,10 +109,10 @@ def test_every_end_of_a_job_is_told_and_the_others_go_on(zygote):
         assert report.error["message"].splitlines()[0] == said[job].splitlines()[0]
 
 
-def test_a_signal_lets_jobs_save_and_so_does_the_end_of_their_time(zygote):
+def test_a_signal_lets_jobs_save_and_so_does_the_end_of_their_time(processes):
     endless = ("callbacks=[ends]", "callbacks.ends.how=waits", "trainer.max_epochs=100000")
     # The announcement comes in the second second, which is before the first step: nothing to save yet, or behind it.
-    with executor(zygote, timeout_min=1, signal_delay_s=45) as running:
+    with executor(processes, timeout_min=1, signal_delay_s=45) as running:
         (over,) = outcomes(running, [endless])
     assert isinstance(over, Interrupted)
     assert over.signum == signal.SIGUSR1
@@ -125,7 +125,7 @@ def test_a_signal_lets_jobs_save_and_so_does_the_end_of_their_time(zygote):
             told.append(True)
             running.end(signal.SIGINT)
 
-    with executor(zygote) as running:
+    with executor(processes) as running:
         # In the directory of the first one, from its last checkpoint.
         (ended,) = outcomes(running, [endless], on_wait=end_once)
     assert isinstance(ended, Interrupted)
@@ -135,11 +135,11 @@ def test_a_signal_lets_jobs_save_and_so_does_the_end_of_their_time(zygote):
     assert "goes on from" in Path("outputs/0/train.log").read_text() or Path(ended.checkpoint).is_file()
 
 
-def test_a_sweep_that_is_gone_leaves_its_job_to_the_next_one(zygote):
+def test_a_sweep_that_is_gone_leaves_its_job_to_the_next_one(processes):
     endless = ("callbacks=[ends]", "callbacks.ends.how=waits", "trainer.max_epochs=100000")
-    first = executor(zygote).thing
+    first = executor(processes).thing
     first.start(Work(jobs=(0,), configs=(config(0, *endless),)))
-    with executor(zygote) as running:
+    with executor(processes) as running:
         running.start(Work(jobs=(0,), configs=(config(0, *endless),)))
         assert len(list(Path("outputs/0/submitit").glob("*_submitted.pkl"))) == 1, "the job was submitted twice"
         (controller,) = Path("outputs/0/submitit").glob("*_submitted.pkl")

@@ -61,8 +61,9 @@ def leave(status: int) -> NoReturn:
 
 def _status_of(body: Callable[[Rank], None]) -> int:
     rank = ALONE
+    early: list[Interrupted] = []
     try:
-        _install_first_handlers()
+        _install_first_handlers(early)
         rank = rank_of()
         if rank.world_size > 1 or PARENT in os.environ:
             os.environ[SUPERVISED] = "1"
@@ -70,7 +71,8 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         body(rank)
         meet()
     except BaseException as error:
-        return _told(error, rank=rank)
+        # Code that it came in may have made another exception of it, as OmegaConf does.
+        return _told(early[0] if early else error, rank=rank)
     return 0
 
 
@@ -117,11 +119,15 @@ def hang_path(directory: Path, *, rank: Rank) -> Path:
     return directory / "train.log"
 
 
-def _install_first_handlers() -> None:
-    """End a rank at once at a signal, until the engine has handlers: nothing has been done that could be saved."""
+def _install_first_handlers(early: list[Interrupted]) -> None:
+    """End a rank at once at a signal, until the engine has handlers: nothing has been done that could be saved.
+
+    early: gets what was raised.
+    """
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise Interrupted(signum=signum, checkpoint=None)
+        early.append(Interrupted(signum=signum, checkpoint=None))
+        raise early[-1]
 
     heed(leave)
 

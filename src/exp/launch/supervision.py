@@ -162,7 +162,7 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
         if returncode in (None, 0):
             continue
         failure = read_failure(exchange, rank=rank.rank) or read_hang(exchange, rank=rank.rank)
-        failure = failure or death(rank=rank.rank, returncode=returncode, detail=_tail(rank.log))
+        failure = failure or death(rank=rank.rank, returncode=returncode, detail=end_of(rank.log))
         if returncode == UNWRITABLE and not exchange.is_dir():
             gone = f"failed: {exchange.parent} was removed or renamed while the run went on; its own words are above"
             failure = dataclasses.replace(failure, reason=gone)
@@ -212,7 +212,8 @@ def _stacks(ranks: Sequence[RankProcess], exchange: Path) -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else "" for path in paths]
 
 
-def _tail(log: Path | None) -> str:
+def end_of(log: Path | None) -> str:
+    """The last lines of what a rank printed, for a message; empty where there is nothing."""
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:

@@ -20,10 +20,19 @@ from exp.signals import SUPERVISED, heed
 from exp.strategies.rank import Rank, rank_of
 
 
-def run_task(directory: str, exchange: str, folders: Sequence[str], arguments: Sequence[str], cpus: int | None) -> None:
+def run_task(
+    *,
+    directory: str,
+    exchange: str,
+    outputs: Sequence[str],
+    folders: Sequence[str],
+    arguments: Sequence[str],
+    cpus: int | None,
+) -> None:
     """Run the rank that the scheduler's variables say this task is, until it has ended.
 
     directory: of the frozen run. exchange: a folder in it, in which ranks and whoever submitted them tell each other.
+    outputs: the file of each rank, to whose end it prints.
     folders: from which a rank imports. arguments: of exp.worker, behind the directory.
     cpus: of each task; None leaves the number of threads as it is.
     Raises: SystemExit with the rank's status, where that is not 0.
@@ -34,7 +43,10 @@ def run_task(directory: str, exchange: str, folders: Sequence[str], arguments: S
         (place / f"rank{rank.global_rank}.{name}").unlink(missing_ok=True)
     environment = _environment(rank, place, cpus=cpus) | {IMPORT_PATH: "\n".join(folders)}
     command = [sys.executable, "-P", "-u", "-c", BOOTSTRAP, "exp.worker", directory, *arguments]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    with open(outputs[rank.global_rank], "ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         process.send_signal(signum)
@@ -72,12 +84,3 @@ def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, s
             environment["OMP_NUM_THREADS"] = str(cpus)
     # Whoever takes a job's time away ends it by SIGKILL, and may signal more than once before.
     return environment | {SUPERVISED: "1", PARENT: str(os.getpid()), EXCHANGE: str(exchange)}
-
-
-def last_lines(log: Path, *, count: int = 20) -> str:
-    """The end of a file, for a message; empty where there is none."""
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 20_000))
-        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-count:])

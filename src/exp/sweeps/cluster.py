@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION, read_frozen, read_overrides
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
+from exp.config.freeze import COMPOSITION
+from exp.errors import ConfigError, ExpError, Fault, RunError
 from exp.launch.failure import Failure, death, first_cause, read_failure
-from exp.launch.launcher import last_checkpoint
-from exp.launch.task import last_lines
-from exp.launch.zygote import Died, Zygote
-from exp.run_report import Ongoing, Report, find_report, write_bad_end
+from exp.launch.supervision import end_of
+from exp.launch.zygote import Died
+from exp.run_report import Report, find_report
 from exp.strategies.placement import Machine, Placement
 from exp.sweeps.executor import End, Work
+from exp.sweeps.job import OUTPUT, JobProcesses, dead_job, interrupted, report_bad_end
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -114,19 +114,24 @@ def _gpus(launch: Mapping[str, Any], gpus: float | None) -> int:
     return devices if isinstance(devices, int) else 1 if isinstance(devices, str) else max(devices) + 1
 
 
+def output_of(directory: Path, rank: int) -> Path:
+    """The file of what a rank prints."""
+    return directory / (f"train.rank{rank}.log" if rank else OUTPUT)
+
+
 class ClusterExecutor(ABC):
     """Runs works of one job each on a cluster; what a cluster does its own way is abstract here.
 
-    slots: jobs that are queued or run there at once. zygote: starts the processes in which jobs are frozen.
+    slots: jobs that are queued or run there at once. processes: starts those in which jobs are frozen.
     prepare, gpus: as of `freeze_job`; a function that another process finds by its name.
     poll_seconds: how often the run directories are looked at.
     """
 
     def __init__(
-        self, *, slots: int, zygote: Zygote, prepare: Prepare, gpus: float | None, poll_seconds: float
+        self, *, slots: int, processes: JobProcesses, prepare: Prepare, gpus: float | None, poll_seconds: float
     ) -> None:
         self.slots = slots
-        self._zygote, self._prepare, self._gpus, self._poll_seconds = zygote, prepare, gpus, poll_seconds
+        self._zygote, self._prepare, self._gpus, self._poll_seconds = processes.zygote, prepare, gpus, poll_seconds
         self._running: list[Submitted] = []
         self._failed: list[End] = []
         self._signum: int | None = None
@@ -154,10 +159,6 @@ class ClusterExecutor(ABC):
     @abstractmethod
     def _kill(self, jobs: list[Submitted]) -> None:
         """End jobs at once."""
-
-    @abstractmethod
-    def _log(self, submitted: Submitted, rank: int) -> Path:
-        """Where the output of a rank is."""
 
     def start(self, work: Work) -> None:
         """Freeze and submit a job. Raises: ConfigError for jobs that are to be trained together."""
@@ -262,9 +263,9 @@ class ClusterExecutor(ABC):
         """What ended a job that was not completed; None while words of it may still come."""
         if report is None and not failures and self._signum is None and not self._is_late(submitted):
             return None
-        saved = last_checkpoint(submitted.frozen.directory)
+        directory = submitted.frozen.directory
         if self._signum is not None and not any(failure.kind in ("config", "known", "bug") for failure in failures):
-            return Interrupted(signum=self._signum, checkpoint=None if saved is None else str(saved))
+            return interrupted(directory, self._signum)
         if submitted.frozen.placement.world_size > 1:
             return self._first_cause(submitted, failures)
         if failures and failures[0].kind in ("config", "interrupted"):
@@ -274,7 +275,7 @@ class ClusterExecutor(ABC):
         if failures and failures[0].kind != "death":
             return failures[0].error()
         how = failures[0].reason if failures else submitted.ended
-        return RunError(f"the process of the job {how}{self._last_words(submitted)}")
+        return dead_job(directory, Died(how))
 
     def _first_cause(self, submitted: Submitted, failures: list[Failure]) -> ExpError:
         heard = {failure.rank for failure in failures}
@@ -288,28 +289,5 @@ class ClusterExecutor(ABC):
         cause = first_cause(failures, silent=())
         if cause.kind != "death":
             return cause.error()
-        log = self._log(submitted, cause.rank)
-        lines = last_lines(log)
-        detail = f"the end of {log}:\n{lines}" if lines else ""
+        detail = end_of(output_of(submitted.frozen.directory, cause.rank))
         return Failure(rank=cause.rank, time=cause.time, kind="death", reason=cause.reason, detail=detail).error()
-
-    def _last_words(self, submitted: Submitted) -> str:
-        for log in (submitted.frozen.directory / "train.log", self._log(submitted, 0)):
-            lines = last_lines(log).strip().splitlines()
-            if lines:
-                return f"; the last line of {log.name}: {lines[-1]}"
-        return ""
-
-
-def report_bad_end(directory: Path, error: ExpError) -> None:
-    """Write the report that a job could not write itself; nothing where it was not frozen."""
-    if not (directory / "config.yaml").is_file():
-        return
-    before = find_report(directory)
-    ongoing = Ongoing(
-        directory,
-        read_frozen(directory),
-        overrides=read_overrides(directory),
-        world_size=1 if before is None else before.world_size,
-    )
-    write_bad_end(ongoing, error, has_ranks=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, one_line
 from exp.launch.failure import Failure
-from exp.launch.launcher import last_checkpoint, launch
+from exp.launch.launcher import launch
 from exp.launch.spawn import import_path
-from exp.launch.zygote import Zygote
+from exp.launch.zygote import Died
 from exp.run_report import Report
-from exp.sweeps.cluster import ClusterExecutor, Frozen, Prepare, Submitted
+from exp.sweeps.cluster import ClusterExecutor, Frozen, Prepare, Submitted, output_of
+from exp.sweeps.job import JobProcesses, dead_job, interrupted
 
-OUTPUT = "ray.log"
 POLL_SECONDS = 0.1
 
 
@@ -35,7 +35,7 @@ def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | 
     launching, runtime = frozen.settings["launch"], frozen.settings["runtime"]
     sys.path += [folder for folder in folders if folder not in sys.path]
     try:
-        with contextlib.chdir(place), _output_in(frozen.directory / OUTPUT):
+        with contextlib.chdir(place), _output_in(output_of(frozen.directory, 0)):
             launch(
                 frozen.directory,
                 placement=frozen.placement,
@@ -69,24 +69,25 @@ def _output_in(path: Path) -> Iterator[None]:
 class RayExecutor(ClusterExecutor):
     """Runs jobs as tasks of Ray.
 
-    settings: hydra.launcher, checked. zygote, prepare: as of ClusterExecutor. jobs: sweep.jobs, where it is a number.
+    settings: hydra.launcher, checked. processes, prepare: as of ClusterExecutor.
+    jobs: sweep.jobs, where it is a number.
     Raises: ConfigError where there is no cluster at hydra.launcher.address.
     """
 
     def __init__(
-        self, *, settings: Mapping[str, Any], zygote: Zygote, prepare: Prepare, jobs: int | None = None
+        self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
     ) -> None:
         import ray
 
         self._settings, self._ray = settings, ray
         # A process that has Ray's threads cannot be forked.
-        zygote.start()
+        processes.start()
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._start()
         super().__init__(
             slots=jobs or settings["max_jobs"] or self._room(),
-            zygote=zygote,
+            processes=processes,
             prepare=prepare,
             gpus=settings["num_gpus"],
             poll_seconds=POLL_SECONDS,
@@ -171,14 +172,12 @@ class RayExecutor(ClusterExecutor):
         return {handles.index(handle): "ended" for handle in ready}
 
     def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:
-        saved = last_checkpoint(submitted.frozen.directory)
         try:
             error = self._ray.get(submitted.handle)
         except self._ray.exceptions.RayError as problem:
             if self._signum is not None:
-                return Interrupted(signum=self._signum, checkpoint=None if saved is None else str(saved))
-            said = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
-            return RunError(f"the job ended in Ray with {type(problem).__name__}: {said}{self._last_words(submitted)}")
+                return interrupted(submitted.frozen.directory, self._signum)
+            return dead_job(submitted.frozen.directory, Died(f"ended in Ray with {one_line(problem)}"))
         if isinstance(error, Interrupted) and self._signum is not None:
             return Interrupted(signum=self._signum, checkpoint=error.checkpoint)
         is_alone = submitted.frozen.placement.world_size == 1 and not isinstance(error, Interrupted | ConfigError)
@@ -196,6 +195,3 @@ class RayExecutor(ClusterExecutor):
     def _kill(self, jobs: list[Submitted]) -> None:
         for submitted in jobs:
             self._ray.cancel(submitted.handle, force=True)
-
-    def _log(self, submitted: Submitted, rank: int) -> Path:
-        return submitted.frozen.directory / (f"train.rank{rank}.log" if rank else OUTPUT)

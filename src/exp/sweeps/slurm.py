@@ -25,8 +25,8 @@ from exp.errors import ConfigError, Fault, RunError
 from exp.launch.launcher import allowing
 from exp.launch.spawn import import_path
 from exp.launch.task import run_task
-from exp.launch.zygote import Zygote
-from exp.sweeps.cluster import ClusterExecutor, Frozen, Prepare, Submitted
+from exp.sweeps.cluster import ClusterExecutor, Frozen, Prepare, Submitted, output_of
+from exp.sweeps.job import JobProcesses
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ SIGNAL_SECONDS = 2.0
 LOCAL_POLL, SLURM_POLL = 0.1, 1.0
 # The keys of hydra.launcher that submitit gives sbatch under the same name.
 OPTIONS = (
-    *("cpus_per_task", "gpus_per_task", "cpus_per_gpu", "mem_gb", "mem_per_cpu", "mem_per_gpu", "partition", "account"),
+    *("cpus_per_task", "gpus_per_task", "cpus_per_gpu", "mem_per_cpu", "mem_per_gpu", "partition", "account"),
     *("qos", "constraint", "exclude", "nodelist", "gres", "exclusive", "comment", "job_name", "signal_delay_s"),
 )
 
@@ -61,18 +61,19 @@ OPTIONS = (
 class SlurmExecutor(ClusterExecutor):
     """Submits jobs with submitit, and asks SLURM for all of them at once how they are.
 
-    settings: hydra.launcher, checked. zygote, prepare: as of ClusterExecutor. jobs: sweep.jobs, where it is a number.
+    settings: hydra.launcher, checked. processes, prepare: as of ClusterExecutor.
+    jobs: sweep.jobs, where it is a number.
     """
 
     def __init__(
-        self, *, settings: Mapping[str, Any], zygote: Zygote, prepare: Prepare, jobs: int | None = None
+        self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
     ) -> None:
         self._settings = settings
         self._is_local = settings["cluster"] == "local"
         most = min(settings["array_parallelism"], os.cpu_count() or 1) if self._is_local else None
         super().__init__(
             slots=jobs or most or settings["array_parallelism"],
-            zygote=zygote,
+            processes=processes,
             prepare=prepare,
             gpus=settings["gpus_per_node"],
             poll_seconds=LOCAL_POLL if self._is_local else SLURM_POLL,
@@ -112,7 +113,13 @@ class SlurmExecutor(ClusterExecutor):
         try:
             with _signal_before_the_end(), _without_the_terminal(is_local=self._is_local):
                 job = executor.submit(
-                    run_task, str(frozen.directory), str(frozen.exchange), import_path(), arguments, cpus
+                    run_task,
+                    directory=str(frozen.directory),
+                    exchange=str(frozen.exchange),
+                    outputs=[str(output_of(frozen.directory, rank)) for rank in range(frozen.placement.world_size)],
+                    folders=import_path(),
+                    arguments=arguments,
+                    cpus=cpus,
                 )
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             raise RunError(f"the job was not submitted: {str(error).strip() or type(error).__name__}") from error
@@ -128,22 +135,24 @@ class SlurmExecutor(ClusterExecutor):
         is_told = any(settings[name] is not None for name in ("gpus_per_task", "gres"))
         if gpus is None and placed.accelerator == "cuda" and not is_told:
             gpus = placed.ranks_per_node * placed.devices_per_rank
-        common: dict[str, Any] = {"tasks_per_node": placed.ranks_per_node}
-        common |= {} if gpus is None else {"gpus_per_node": gpus}
+        common: dict[str, Any] = {} if gpus is None else {"gpus_per_node": gpus}
         if self._is_local:
             local = submitit.LocalExecutor(folder=folder)
-            delay = settings["signal_delay_s"]
-            local.update_parameters(timeout_min=settings["timeout_min"], signal_delay_s=delay, **common)
+            common |= {name: settings[name] for name in ("timeout_min", "signal_delay_s")}
+            local.update_parameters(tasks_per_node=placed.ranks_per_node, **common)
             return local
         executor = submitit.SlurmExecutor(folder=folder)
         given = {name: settings[name] for name in OPTIONS if settings[name] is not None}
+        if settings["mem_gb"] is not None:
+            given["mem"] = f"{math.ceil(1024 * settings['mem_gb'])}MB"
         # Of clusters where a job is queued again only if it says so.
         own = {"signal": f"USR1@{settings['signal_delay_s']}", "requeue": True}
         executor.update_parameters(
             **common,
             **given,
             nodes=settings["nodes"] or placed.nodes,
-            timeout_min=max(1, math.ceil(settings["timeout_min"])),
+            ntasks_per_node=placed.ranks_per_node,
+            time=max(1, math.ceil(settings["timeout_min"])),
             # A rank that dies ends the others.
             srun_args=["--kill-on-bad-exit=1", *settings["srun_args"]],
             additional_parameters={**settings["additional_parameters"], **own},
@@ -211,9 +220,6 @@ class SlurmExecutor(ClusterExecutor):
                         process.kill()
             if job in self._submissions:
                 _reap(self._submissions[job])
-
-    def _log(self, submitted: Submitted, rank: int) -> Path:
-        return submitted.frozen.directory / FOLDER / f"{submitted.handle}_{rank}_log.err"
 
 
 def _words(state: str) -> str:

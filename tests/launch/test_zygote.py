@@ -176,3 +176,22 @@ def test_where_a_process_cannot_be_forked_it_is_an_interpreter_of_its_own(functi
 
 def test_a_copy_has_a_zygote_of_its_own(started):
     assert pickle.loads(pickle.dumps(started))._modules == ("exp.errors",)
+
+
+def test_what_modules_do_at_their_end_costs_no_process_time_and_what_a_process_registers_is_done(
+    functions, monkeypatch
+):
+    Path("registers.py").write_text(
+        "import weakref\n\nclass Kept: pass\n\nkept = Kept()\n"
+        "def note(words):\n    print(words, flush=True)\n\n"
+        "finalizer = weakref.finalize(kept, note, 'of the import')\n"
+        "def own():\n    import atexit\n    weakref.finalize(kept, note, 'of the job')\n"
+        "    atexit.register(note, 'at exit')\n    yield 1\n"
+    )
+    import registers
+
+    with contextlib.closing(Zygote(["registers"])) as started:
+        ended(started, started.begin(registers.own, output=Path("own.log")))
+    assert Path("own.log").read_text().splitlines() == ["at exit", "of the job"]
+    registers.finalizer.detach()
+    del sys.modules["registers"]

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from exp.config.freeze import versions
 from exp.errors import Interrupted
 from exp.launch.failure import death
 from exp.launch.lifecycle import end_with_parent, leave
@@ -70,7 +72,8 @@ class Zygote:
     """Starts processes forked from one that is warm.
 
     Made before torch is imported, it is a fork of this very process; else, for threads do not live through a fork, an
-    interpreter of its own. A copy in another process, such as a launcher's, has a zygote of its own.
+    interpreter of its own. It imports while this process goes on. A copy in another process, such as a launcher's, has
+    a zygote of its own.
 
     modules: what it imports.
     """
@@ -95,8 +98,7 @@ class Zygote:
         self._running = {}
         ours, theirs = multiprocessing.Pipe()
         if is_first and _is_single_threaded():
-            _import(self._modules)
-            self._pid = _forked(theirs, other=ours)
+            self._pid = _forked(theirs, self._modules, other=ours)
         else:
             self._interpreter = _spawned(theirs, self._modules)
             self._pid = self._interpreter.pid
@@ -107,11 +109,12 @@ class Zygote:
         """End it, and with it the jobs that it may have."""
         if self._connection is None or self._home != os.getpid():
             return
+        # Without jobs there is nothing to end, and it may still be importing.
+        ends = time.monotonic() + (LEAVE_SECONDS if self._running else 0.0)
         with suppress(ConnectionError):
             self._connection.send(None)
         self._connection.close()
         self._connection = None
-        ends = time.monotonic() + LEAVE_SECONDS
         while not self._has_left():
             if time.monotonic() > ends:
                 with suppress(ProcessLookupError):
@@ -275,13 +278,19 @@ class _Signal:
     signum: int
 
 
-def serve(connection: Connection) -> NoReturn:
+def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:
     """The zygote's life: it starts jobs and tells of their ends, until whoever started it is gone."""
-    gc.collect()
-    gc.freeze()  # what is collected in a job would be copied into it first
     # A cluster signals every process, and the jobs are to save before this one ends. Blocked, and not ignored: one that
     # is passed on to a job which has just begun waits until that can answer it.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    for name in modules:
+        importlib.import_module(name)
+    versions()  # once for all jobs
+    # What modules tear down at their end ends with the process all the same, and took each job of torch's 30 ms.
+    for finalizer in tuple(vars(weakref.finalize)["_registry"]):  # private to Python, and tested
+        finalizer.atexit = False
+    gc.collect()
+    gc.freeze()  # what is collected in a job would be copied into it first
     # The end of a job is a byte to read: only a signal with a handler of Python's writes it.
     wakes, woken = socket.socketpair()
     woken.setblocking(False)
@@ -430,12 +439,7 @@ def _alone(function: Callable[..., Result], arguments: Sequence[object]) -> Iter
     yield function(*arguments)
 
 
-def _import(modules: Sequence[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-
-
-def _forked(theirs: Connection, *, other: Connection) -> int:
+def _forked(theirs: Connection, modules: Sequence[str], *, other: Connection) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -446,7 +450,9 @@ def _forked(theirs: Connection, *, other: Connection) -> int:
         other.close()
         os.setsid()
         end_with_parent(parent)
-        serve(theirs)
+        serve(theirs, modules)
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(1)
 
@@ -475,8 +481,7 @@ def main() -> NoReturn:
         os.set_inheritable(int(descriptor), False)
         _work(int(descriptor), parent=int(parent), output=next(iter(others), None))
     end_with_parent(int(parent))
-    _import(others)
-    serve(Connection(int(descriptor)))
+    serve(Connection(int(descriptor)), others)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ class JobProcesses:
         self.zygote = Zygote(MODULES)
 
     def start(self) -> None:
-        """Start the process that jobs are forked from; before torch comes in, it takes a fork of this one."""
+        """Start the process that jobs are forked from, which imports while this one goes on; before torch comes in, it
+        takes a fork of this one."""
         self.zygote.start()
 
     def close(self) -> None:

@@ -76,6 +76,10 @@ class LocalExecutor:
         self._devices: Devices | None = None
         self._signals: list[int] = []
 
+    def warm_up(self) -> None:
+        """Start the process that jobs are forked from: it imports torch while this one composes them."""
+        self._processes.start()
+
     def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
         """The faults of each job, as JobProcesses.check; and what each needs."""
         return self._processes.check(configs)

@@ -26,7 +26,7 @@ from torch import nn
 from exp.build import Parts, build
 from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
-from exp.config.freeze import chosen_values, freeze, read_overrides
+from exp.config.freeze import freeze, read_overrides
 from exp.construct import build_network, build_objective, build_starting_network
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
@@ -37,7 +37,7 @@ from exp.errors import ExpError, NonFiniteError, RunError
 from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
 from exp.launch.lifecycle import end_at_once
-from exp.loggers.run_logger import Description, RunLogger, texts
+from exp.loggers.run_logger import RunLogger, description_of
 from exp.models.forward_trace import ForwardTrace
 from exp.run_report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
 from exp.signals import interrupting
@@ -255,26 +255,12 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
 
 def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
     """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
-    plain = decided.plain
-    values = chosen_values(plain, read_overrides(directory))
-    if plain["tags"]:
-        values["tags"] = ", ".join(map(str, plain["tags"]))
-    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
-    monitored = [] if plain["monitor"] is None else [plain["monitor"]]
-    columns = dict.fromkeys([*monitored, *(f"{name}/{stage}" for name in plain["metrics"] for stage in stages)])
-    description = Description(
-        hyperparameters=values,
-        metrics=list(columns),
-        config=plain,
-        texts=texts(directory),
-        tags=[str(tag) for tag in plain["tags"]],
-        trace=lambda: _trace(decided),
-    )
+    description = description_of(decided.plain, directory, trace=lambda: _trace(decided))
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):
             logger.describe(description)
         else:
-            logger.log_hyperparams(values)
+            logger.log_hyperparams(dict(description.hyperparameters))
 
 
 def _trace(decided: Plan) -> tuple[ForwardTrace | None, Sequence[str]]:

@@ -30,7 +30,14 @@ def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "trai
 
     turn: which of several passes over the batch it is, such as the phase and its repeat; empty for the first.
     """
-    _seed_generators(seed_for(seed, stage, rank, epoch, batch, *turn))
+    _seed_generators(step_seed(seed=seed, rank=rank, epoch=epoch, batch=batch, stage=stage, turn=turn))
+
+
+def step_seed(
+    *, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()
+) -> int:
+    """The number that `reseed` starts the generators from."""
+    return seed_for(seed, stage, rank, epoch, batch, *turn)
 
 
 def reseed_sample(*, seed: int, epoch: int, index: int, stage: Stage = "train") -> None:

@@ -41,7 +41,13 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Lightning's own writes to $TMPDIR and moves the file, without a sync: on another filesystem that is a copy, which a
     kill or a full disk leaves half done where the good file was.
+
+    is_synced: whether a file is on the disk when it is saved; see exp.files.replacing.
     """
+
+    def __init__(self, *, is_synced: bool = True) -> None:
+        super().__init__()
+        self._is_synced = is_synced
 
     def save_checkpoint(
         self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
@@ -55,7 +61,7 @@ class AtomicCheckpointIO(CheckpointIO):
         require_plain(checkpoint)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _written(target) as file:
+        with _written(target, is_synced=self._is_synced) as file:
             torch.save({**checkpoint, MANIFEST: manifest_of(checkpoint)}, cast(BinaryIO, file))
 
     def load_checkpoint(
@@ -343,9 +349,9 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
 
 
 @contextmanager
-def _written(target: Path) -> Iterator[_Remembering]:
+def _written(target: Path, *, is_synced: bool) -> Iterator[_Remembering]:
     """Give a file for torch.save that takes its target's place, and tell the system's own error of a write."""
-    with replacing(target) as raw:
+    with replacing(target, is_synced=is_synced) as raw:
         file = _Remembering(raw)
         try:
             yield file

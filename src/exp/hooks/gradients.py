@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,6 +100,24 @@ class Gradients(Hook):
 
     def teardown(self) -> None:
         self._ratio.forget()
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those that it looks at, once it is set up."""
+        return self._parameters
+
+    def norms_alone(self, index: int) -> bool:
+        """Whether norms before clipping are all that it gives at step `index`."""
+        return has_come(self.every_n_steps, index) and not any(
+            has_come(getattr(self, period), index) for period in OWN_PERIODS
+        )
+
+    def named(self, each: Sequence[float]) -> dict[str, float]:
+        """Name norms that somebody else took, one of each of its parameters, and add the total."""
+        values = dict(zip(self._tags[NORM], each, strict=True))
+        # By squares, as with_total has it.
+        values[NORM + "total"] = math.sqrt(sum([number * number for number in each]))
+        return values
 
     def due(self, index: int) -> bool:
         """Whether any of the periods has come."""

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import Logger
 
-from exp.config.freeze import read_overrides
+from exp.config.freeze import chosen_values, read_overrides
 from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
@@ -42,6 +42,29 @@ class Description:
     texts: Mapping[str, str]
     tags: Sequence[str]
     trace: Callable[[], tuple[ForwardTrace | None, Sequence[str]]]
+
+
+def description_of(
+    plain: Mapping[str, Any],
+    directory: Path,
+    *,
+    trace: Callable[[], tuple[ForwardTrace | None, Sequence[str]]],
+) -> Description:
+    """What is known of a run from its config's values and its directory."""
+    values = chosen_values(plain, read_overrides(directory))
+    if plain["tags"]:
+        values["tags"] = ", ".join(map(str, plain["tags"]))
+    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
+    monitored = [] if plain["monitor"] is None else [plain["monitor"]]
+    columns = dict.fromkeys([*monitored, *(f"{name}/{stage}" for name in plain["metrics"] for stage in stages)])
+    return Description(
+        hyperparameters=values,
+        metrics=list(columns),
+        config=plain,
+        texts=texts(directory),
+        tags=[str(tag) for tag in plain["tags"]],
+        trace=trace,
+    )
 
 
 class RunLogger(Logger):

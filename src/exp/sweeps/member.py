@@ -1,0 +1,372 @@
+"""One job of a stack, as everybody outside sees it: its run directory with all that a run alone leaves there.
+
+Its checkpoints have the layout of exp.engine.checkpointing, so that an ordinary run goes on from them. A stack writes
+them at its end, when it is interrupted, and at the ends of epochs as seldom as its caller says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import math
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from exp.construct import construct
+from exp.engine.buffer import EpochValues, on_host_values
+from exp.engine.checkpoint import (
+    CHECKPOINTS,
+    AtomicCheckpointIO,
+    State,
+    copy_checkpoint,
+    lay_out_optimizer_states,
+    on_host,
+    read_checkpoint,
+)
+from exp.engine.checkpointing import BEST, CONFIG, KEPT, POSITION
+from exp.engine.module import TRAIN_LOSSES
+from exp.engine.non_finite import CURES, Kinds, broken_entries
+from exp.engine.progress import Position
+from exp.engine.recording import LATEST, STATE, is_shown
+from exp.engine.stopping import STATE as SECONDS
+from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
+from exp.hooks.panels import Panel
+from exp.loggers.run_logger import Description, RunLogger, has_begun, made
+from exp.optim.direct_step import DirectStep
+from exp.run_report import Ongoing, Report, Status, write_report
+from exp.spelling import among
+from exp.types import EPOCH_LOSS, Stage
+
+log = logging.getLogger(__name__)
+
+# Of values that lie on this process's one device.
+HERE = SingleDeviceStrategy(device="cpu")
+LEVELS = {logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What is the same for all members of a stack.
+
+    precision: the state of its plug-in. fitted: what the training part of the data told, by the data's name.
+    loops: of a position, the state of Lightning's loops. by_design: of `kinds_by_design`.
+    """
+
+    io: AtomicCheckpointIO
+    fitted: Mapping[str, Any]
+    by_design: Mapping[str, Kinds]
+
+
+class Member:
+    """A job of a stack.
+
+    place: among the configs that the stack was given.
+    network, optimizer, schedule: its own; the network's tensors are rows of the stack.
+    latest, metrics: as Recording has them: the last point of each tag, and what callbacks compare.
+    best: as Checkpointing has it.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        *,
+        plain: Mapping[str, Any],
+        text: str,
+        directory: Path,
+        ongoing: Ongoing,
+        network: nn.Module,
+    ) -> None:
+        self.place, self.plain, self.text = place, plain, text
+        self.directory, self.ongoing, self.network = directory, ongoing, network
+        self.optimizer: Optimizer
+        self.schedule: LRScheduler | None = None
+        self.interval: str = "step"
+        self.plateau: str | None = None
+        self.update: DirectStep
+        self.parameters: list[nn.Parameter] = []
+        self.latest: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.best: dict[str, Any] | None = None
+        self.epoch_sum, self.epoch_size, self.epoch_has_loss = 0.0, 0, False
+        self.train_values: EpochValues | None = None
+        self.rates: list[float] | None = None
+        self.step = self.epochs = 0
+        self.seconds_before = 0.0
+        self._started: float | None = None
+        self._loggers: list[RunLogger] = []
+        self._lines: list[str] = []
+        self._is_better = False
+        # The state of the best, until its file is written.
+        self._best_state: State | None = None
+        self._stages: dict[str, int] = {}
+        self.saved = "no checkpoint was saved before it"
+
+    # --- what learns ---
+
+    def learn(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+        self.optimizer, self.schedule = optimizer, schedule
+        self.update = DirectStep(optimizer)
+        self.parameters = [one for one in self.network.parameters() if one.requires_grad]
+
+    @property
+    def monitor(self) -> str | None:
+        monitor: str | None = self.plain["monitor"]
+        return monitor
+
+    @property
+    def watches_training(self) -> bool:
+        return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of training so far, before a resume included: of the whole stack."""
+        return self.seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def begin(self) -> None:
+        """Training begins."""
+        self._started = time.monotonic()
+        for logger in self._loggers:
+            logger.purge(self.step + 1)
+
+    def pause(self) -> None:
+        """Training ends; the clock stands still."""
+        self.seconds_before, self._started = self.seconds, None
+
+    # --- what is written ---
+
+    def open_loggers(self, description: Description) -> None:
+        offers = {"directory": str(self.directory), "save_dir": str(self.directory)}
+        for name, node in self.plain["logger"].items():
+            key = f"logger.{name}"
+            logger = made(partial(construct, node, key=key, allow=self.plain["security"]["allow"], **offers), name=key)
+            if isinstance(logger, RunLogger) and has_begun(logger, name=key):
+                self._loggers.append(logger)
+        for logger in self._loggers:
+            logger.describe(description)
+
+    def write(self, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
+        """Write what optimizer step `index` gave, by tag."""
+        self.latest.update(values)
+        for logger in self._loggers:
+            logger.log_metrics(dict(values), index)
+            if panels:
+                logger.log_panels({tag: panel.drawn() for tag, panel in panels.items()}, index)
+
+    def write_step(self, values: Mapping[str, Any], index: int) -> None:
+        """Write a step, of whose values some may be panels, and tensors."""
+        if all(type(value) is float for value in values.values()):
+            self.write(values, index)
+        else:
+            self.write(*_by_kind(values, index))
+
+    def write_stage(self, stage: Stage, values: Mapping[str, float], index: int) -> None:
+        """Write what a stage gave, once an optimizer step."""
+        if values and self._stages.get(stage) != index:
+            self._stages[stage] = index
+            self.write(values, index)
+
+    def flush(self) -> None:
+        """Let loggers write what they hold back, and close their files: a stack has many."""
+        for logger in self._loggers:
+            logger.finalize("")
+
+    def say(self, message: str, *, level: int = logging.INFO, name: str = __name__) -> None:
+        """A line of its train.log, written with the next checkpoint or at the end."""
+        now = datetime.datetime.now()
+        stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+        self._lines.append(f"{stamp} {LEVELS[level]:<7} {name}: {message}")
+
+    def say_epoch(self, epoch: int, epochs: int) -> None:
+        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.latest.items() if is_shown(tag))
+        self.say(f"epoch {epoch}/{epochs}  step {self.step}  {shown}")
+
+    def write_log(self) -> None:
+        if self._lines:
+            with (self.directory / "train.log").open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines = []
+
+    # --- the best ---
+
+    def compare(self) -> None:
+        """Note whether the monitored value, which has just come, is the best.
+
+        Raises: RunError where nothing gives it.
+        """
+        if not self.plain["checkpoint"]["save_best"] or self.monitor is None:
+            return
+        if self.monitor not in self.metrics:
+            raise RunError(
+                f"monitor is {self.monitor}, which nothing gives; expected one of {among(sorted(self.metrics))}"
+            )
+        value, mode = float(self.metrics[self.monitor]), self.plain["mode"]
+        if not math.isfinite(value):
+            self.say(f"{self.monitor} is {value} at step {self.step}: not the best", level=logging.WARNING)
+            return
+        best = None if self.best is None else self.best["value"]
+        if best is None or (value < best if mode == "min" else value > best):
+            path = str(self.checkpoints / "best.ckpt")
+            self.best = {"metric": self.monitor, "value": value, "step": self.step, "checkpoint": path}
+            self._is_better = True
+
+    def hold_best(self, position: Position, loops: State, shared: Shared) -> None:
+        """Keep the state of a best that has just been found, at the clean point behind it, until it is written."""
+        if self._is_better:
+            self._is_better = False
+            self._best_state = on_host(self.state(position, loops, shared))
+
+    def best_weights(self) -> Mapping[str, Tensor] | None:
+        """What the test stage evaluates, by the network's names; None where there is no best."""
+        if self.best is None:
+            return None
+        state = self._best_state
+        if state is None:
+            state = read_checkpoint(self.checkpoints / "best.ckpt")
+        return {name.removeprefix("network."): tensor for name, tensor in state["state_dict"].items()}
+
+    # --- checkpoints ---
+
+    def state(self, position: Position, loops: State, shared: Shared) -> State:
+        """What a checkpoint holds at a clean point, its tensors those that are trained on."""
+        values, train_values = self.network.state_dict(), self.train_values
+        found: State = {
+            "epoch": self.epochs,
+            "global_step": self.step,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": type(values)((f"network.{name}", tensor) for name, tensor in values.items()),
+            "loops": loops,
+            "callbacks": {},
+            "optimizer_states": [self.optimizer.state_dict()],
+            "lr_schedulers": [] if self.schedule is None else [self.schedule.state_dict()],
+            **shared.fitted,
+            LATEST: dict(self.latest),
+            STATE: {"metrics": dict(self.metrics), "epoch_sum": self.epoch_sum, "epoch_size": self.epoch_size},
+            POSITION: dataclasses.asdict(position),
+            BEST: self.best and {key: self.best[key] for key in ("metric", "value", "step")},
+            KEPT: [],
+            CONFIG: self.text,
+            SECONDS: self.seconds,
+        }
+        if train_values is not None:
+            found[TRAIN_LOSSES] = train_values.totals(HERE)
+        self._require_finite(found, shared)
+        return found
+
+    def _require_finite(self, state: State, shared: Shared) -> None:
+        found = broken_entries(state, shared.by_design)
+        if found:
+            raise NonFiniteError(
+                f"not finite after step {self.step}: {among(found, count=6)}. Nothing of it is saved; "
+                f"{self.saved}. {CURES}"
+            )
+
+    def save(self, position: Position, loops: State, shared: Shared) -> None:
+        """Write last.ckpt and, where a better one came, best.ckpt; then what loggers and the log hold back.
+
+        Raises: NonFiniteError; RunError where they cannot be written.
+        """
+        self.flush()
+        self.write_log()
+        state = on_host(self.state(position, loops, shared))
+        best, last = self.checkpoints / "best.ckpt", self.checkpoints / "last.ckpt"
+        saves_last = self.plain["checkpoint"]["save_last"]
+        is_one = self._best_state is not None and self.best is not None and self.best["step"] == self.step
+        if saves_last:
+            shared.io.save_checkpoint(state, last)
+        if is_one and saves_last:
+            copy_checkpoint(last, best)
+        elif self._best_state is not None:
+            shared.io.save_checkpoint(self._best_state, best)
+        self.saved = f"checkpoints/last.ckpt is of step {position.step}, and good"
+
+    def restore(self, state: State) -> Position:
+        """Go on from a checkpoint of its own, of a stack or of a run alone."""
+        lay_out_optimizer_states(state, self.network)
+        own = {name.removeprefix("network."): tensor for name, tensor in state["state_dict"].items()}
+        self.network.load_state_dict(own)
+        self.optimizer.load_state_dict(state["optimizer_states"][0])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["lr_schedulers"][0])
+        self.step, self.epochs = state["global_step"], state["epoch"]
+        recorded = state[STATE]
+        self.metrics.update(recorded["metrics"])
+        self.latest.update(state[LATEST])
+        self.epoch_sum, self.epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
+        self.epoch_has_loss = bool(self.epoch_size)
+        self.seconds_before = state[SECONDS]
+        if self.train_values is not None and TRAIN_LOSSES in state:
+            self.train_values.restore_losses(state[TRAIN_LOSSES])
+        found = state[BEST]
+        path = self.checkpoints / "best.ckpt"
+        if found is not None and found["metric"] == self.monitor:
+            if path.is_file() and (read_checkpoint(path)[BEST] or {}).get("step") == found["step"]:
+                self.best = {**found, "checkpoint": str(path)}
+            elif found["step"] == self.step:
+                # A kill has kept the last from being copied.
+                copy_checkpoint(self.checkpoints / "last.ckpt", path)
+                self.best = {**found, "checkpoint": str(path)}
+            else:
+                line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
+                self.say(line, level=logging.WARNING)
+        return Position(**state[POSITION])
+
+    # --- the end ---
+
+    def end(self, status: Status, *, error: BaseException | None = None) -> Report | ExpError:
+        """Write the report, tell the loggers, and give what a run alone would have returned or raised."""
+        if error is not None:
+            self._say_how(error)
+            self.say(f"the run {status}: {type(error).__name__}: {error}")
+        report = self.report(status, error=error)
+        try:
+            self.flush()
+            self.write_log()
+            write_report(report)
+            for logger in self._loggers:
+                logger.end(status)
+        except (OSError, RunError) as second:
+            told = second if isinstance(second, RunError) else RunError(f"{self.directory}: {second}")
+            return told if error is None else _as_known(error)
+        return report if error is None else _as_known(error)
+
+    def report(self, status: Status, *, error: BaseException | None = None) -> Report:
+        from exp.hooks.memory_peaks import peak_of_run
+
+        ended = self.ongoing.ended(status, error=error)
+        return dataclasses.replace(
+            ended,
+            metrics=dict(self.latest),
+            best=self.best,
+            steps=self.step,
+            epochs=self.epochs,
+            step_ms=1000.0 * self.seconds / self.step if self.step else None,
+            peak_memory_mib=peak_of_run().so_far() / 2**20,
+        )
+
+    def _say_how(self, error: BaseException) -> None:
+        last = self.checkpoints / "last.ckpt"
+        if isinstance(error, Interrupted | UserCodeError) and last.is_file():
+            error.command = self.ongoing.resume_command(str(last))
+
+
+def _as_known(error: BaseException) -> ExpError:
+    return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")
+
+
+def _by_kind(values: Mapping[str, Any], index: int) -> tuple[dict[str, float], int, dict[str, Panel]]:
+    numbers, panels = on_host_values(values)
+    return numbers, index, panels

@@ -1,0 +1,715 @@
+"""Jobs of a sweep trained together in one process: one vmap for all gradients, one update after the other.
+
+    each member     its run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
+    all together    the data, the forward and the backward, the clock
+
+Each member is what it would have been alone. What a run alone does at a step stands in exp.engine.recording and
+exp.engine.checkpointing; the order here is theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from exp.check.plan import Plan, plan, refuse_other_data, resolve
+from exp.config.freeze import COMPOSITION, freeze, provenance, read_overrides
+from exp.config.yaml_files import yaml_text
+from exp.construct import (
+    build_network,
+    build_objective,
+    build_optimization,
+    build_run_precision,
+    build_starting_network,
+    plain_config,
+)
+from exp.data.in_memory import EpochDependent, IndexedLoader
+from exp.data.loader import GlobalBatches, ShareSampler
+from exp.engine.checkpoint import AtomicCheckpointIO, State, read_checkpoint
+from exp.engine.checkpointing import POSITION
+from exp.engine.datamodule import RunData
+from exp.engine.forward import forward_by_name
+from exp.engine.module import TrainingModule
+from exp.engine.non_finite import kinds_by_design, refuse_lost
+from exp.engine.progress import Position, fit_loop_state
+from exp.engine.runtime import set_threads
+from exp.errors import ExpError, Interrupted, NonFiniteError, RunError
+from exp.launch.launcher import last_checkpoint
+from exp.loggers.run_logger import description_of
+from exp.nested import mapped
+from exp.objectives.objective import Objective
+from exp.optim.phase import rate_names
+from exp.run_report import Ongoing, Report, explain
+from exp.signals import SignalFlag
+from exp.sweeps.member import HERE, Member, Shared
+from exp.sweeps.stacked_evaluation import StackedEvaluation
+from exp.sweeps.stacked_hooks import StackedHooks
+from exp.sweeps.stacked_network import Losses, StackedNetwork, Unstackable, examine
+from exp.sweeps.stacking import obstacle
+from exp.types import EPOCH_LOSS, Batch, Stage
+
+log = logging.getLogger(__name__)
+
+Outcome = tuple[int, Report | ExpError]
+# Between two times at which all members save at the end of an epoch, and by what multiple of the time it took.
+SAVE_SECONDS, SAVE_SHARE = 30.0, 20.0
+
+
+def train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
+    """Train jobs together, each into a run directory of its own; members at another position are trained behind.
+
+    configs: composed and checked; `groups` of exp.sweeps.stacking has put them together. A directory that holds a
+        config.yaml already is gone on with, from its last checkpoint.
+    Yields: the place of a member that has ended, and its report, or the error that a run alone would have raised.
+    Raises: Unstackable, before any directory is made, where the built parts of the jobs do not go together.
+    """
+    with torch.random.fork_rng(devices=[]):
+        yield from _train(configs)
+
+
+def _train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
+    decided = plan(resolve(configs[0]))
+    _refuse(decided)
+    refuse_other_data(decided)
+    members, ended = _made(configs, decided)
+    yield from ended
+    by_position: dict[Position | None, list[Member]] = {}
+    states: dict[int, State] = {}
+    for member in members:
+        position = None
+        if (path := last_checkpoint(member.directory)) is not None:
+            states[member.place] = read_checkpoint(path)
+            position = Position(**states[member.place][POSITION])
+        by_position.setdefault(position, []).append(member)
+    flag = SignalFlag()
+    flag.install()
+    try:
+        for position, together in by_position.items():
+            stack = Stack(decided, together, flag=flag)
+            if position is not None:
+                for member in together:
+                    member.restore(states[member.place])
+            yield from stack.run(position or Position(epoch=0, batch=0, step=0, batches=0))
+    finally:
+        flag.restore()
+
+
+def _refuse(decided: Plan) -> None:
+    """Raises: Unstackable where the key of the config, or what it makes, forbids a stack."""
+    reason = obstacle(decided.plain)
+    if reason is not None:
+        raise Unstackable(reason)
+    if decided.placement.accelerator != "cpu" or decided.placement.world_size != 1:
+        raise Unstackable("launch.accelerator cannot be stacked: jobs are stacked on a CPU alone, in one process")
+    if decided.objective.needs:
+        raise Unstackable(f"objective cannot be stacked: its terms need {', '.join(sorted(decided.objective.needs))}")
+    if any(True for _ in decided.objective.parameters()):
+        raise Unstackable("objective cannot be stacked: it has parameters")
+    for stage in decided.data.stages:
+        loader = decided.data.loader(stage)
+        if not isinstance(loader, IndexedLoader) or type(loader.batches) is not GlobalBatches:
+            raise Unstackable(f"data cannot be stacked: the {stage} part is not taken by index from memory")
+        if loader.batches.draw is not None or decided.data.transforms_batches(stage):
+            raise Unstackable(f"data cannot be stacked: the {stage} part is drawn or transformed for one run")
+    network = build_network(decided.plain, decided.spec)
+    run = forward_by_name(network, tuple(decided.spec.inputs))
+    examine(network, next(iter(decided.data.loader("train"))), run=run, objective=decided.objective)
+
+
+def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], list[Outcome]]:
+    """A member of each config, with its directory and its network; and those that came to no beginning."""
+    origin = provenance([])
+    members: list[Member] = []
+    ended: list[Outcome] = []
+    filled = _filled_in(configs[0], decided)
+    for place, config in enumerate(configs):
+        if filled:
+            config = cast(DictConfig, OmegaConf.merge(config, filled))
+        plain = {name: value for name, value in plain_config(config).items() if name != COMPOSITION}
+        text = yaml_text(plain)
+        try:
+            directory = Path(config[COMPOSITION].directory)
+            if not (directory / "config.yaml").is_file():
+                directory = freeze(config, text=text, origin=origin, is_synced=False)
+            ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=1)
+            goes_on = last_checkpoint(directory) is not None
+            network = (build_network if goes_on else build_starting_network)(plain, decided.spec)
+        except ExpError as error:
+            ended.append((place, error))
+            continue
+        members.append(Member(place, plain=plain, text=text, directory=directory, ongoing=ongoing, network=network))
+    return members, ended
+
+
+def _filled_in(config: DictConfig, decided: Plan) -> dict[str, Any]:
+    """What the check of the first config took from the data, and from the weights that it names."""
+    found = {}
+    for name in ("data", "weights"):
+        own, whole = (OmegaConf.to_container(one[name], resolve=False) for one in (config, decided.resolved.config))
+        if own != whole:
+            found[name] = whole
+    return found
+
+
+@dataclass
+class _Step:
+    """A step that waits to be written: losses `[T, M]`, and values of each member by tag."""
+
+    index: int
+    size: int
+    losses: Tensor
+    values: list[dict[str, Any]]
+
+
+class Stack:
+    """Members that stand at one position of their runs, and go on together."""
+
+    def __init__(self, decided: Plan, members: Sequence[Member], *, flag: SignalFlag) -> None:
+        self._decided, self._members, self._flag = decided, list(members), flag
+        plain = decided.plain
+        trainer = plain["trainer"]
+        self._epochs: int = trainer["max_epochs"]
+        self._max_steps: int = trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else 0
+        self._window: int = trainer["accumulate_grad_batches"]
+        self._log_every: int = trainer["log_every_n_steps"] or 50
+        self._seeds = [member.plain["seed"] for member in members]
+        self._precision = build_run_precision(plain, device_type="cpu")
+        self._loader = self._loader_of(decided.data.seed)
+        self._is_shuffled = decided.data.shuffle
+        self._objectives = objectives = [build_objective(member.plain) for member in members]
+        self._module = self._represented(members, objectives)
+        self._objective: Objective = self._module.objective
+        self._run = forward_by_name(members[0].network, tuple(decided.spec.inputs))
+        self._network = StackedNetwork(
+            [member.network for member in members],
+            run=self._run,
+            objectives=objectives,
+            autocast=self._precision.forward_context,
+            seeds=self._seeds,
+        )
+        self._learn()
+        self._hooks = StackedHooks(
+            decided.hooks,
+            networks=[member.network for member in members],
+            optimizers=[member.optimizer for member in members],
+            run=self._run,
+            objective=self._objective,
+            autocast=self._precision.forward_context,
+            clips=[bool(member.plain["trainer"]["gradient_clip_val"]) for member in members],
+        )
+        fitted = decided.data.fitted
+        self._shared = Shared(
+            io=AtomicCheckpointIO(is_synced=False),
+            fitted={RunData.__qualname__: dict(fitted)} if fitted else {},
+            by_design=kinds_by_design(self._module),
+        )
+        self._bare = Trainer(
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            devices=1,
+            max_epochs=self._epochs,
+        )
+        self._waiting: list[_Step] = []
+        self._step = self._first = self._batches_done = 0
+        self._size = 0
+        self._sums: list[Tensor] = []
+        self._gradients: dict[str, Tensor] = {}
+        self._failed: dict[int, ExpError] = {}
+        self._saved_at, self._save_seconds = time.monotonic(), 0.0
+
+    def _represented(self, members: Sequence[Member], objectives: Sequence[Objective]) -> TrainingModule:
+        """The first member's training module, in the precision's dtypes, as all networks are."""
+        plain = self._decided.plain
+        module = TrainingModule(
+            network=members[0].network,
+            objective=objectives[0],
+            optimization=build_optimization(plain),
+            metrics=self._decided.metrics,
+            metric_stages=plain["metric_stages"],
+            seed=plain["seed"],
+            inputs=tuple(self._decided.spec.inputs),
+        )
+        self._precision.represent(module)
+        for member, objective in zip(members[1:], objectives[1:], strict=True):
+            self._precision.represent(member.network)
+            self._precision.represent(objective)
+        return module
+
+    def _learn(self) -> None:
+        """Make each member's optimizer and schedule, of its own network, whose tensors are rows of the stack."""
+        batches = len(self._loader)
+        steps = -(-batches // self._window) * self._epochs
+        steps = min(steps, self._max_steps) if self._max_steps else steps
+        for member in self._members:
+            optimization = build_optimization(member.plain)
+            member.learn(*optimization.make(member.network, total_steps=steps, total_epochs=self._epochs))
+            member.interval, member.plateau = optimization.interval, optimization.monitor
+            if self._objective.weighed:
+                member.train_values = self._new_train_values()
+
+    def _new_train_values(self) -> Any:
+        from exp.engine.buffer import EpochValues
+
+        return EpochValues(stage="train", terms=self._objective.terms, measures=[])
+
+    # --- the run ---
+
+    def run(self, position: Position) -> Iterator[Outcome]:
+        """Train from a position to the end, and test: yields members as they end."""
+        plain = self._decided.plain
+        try:
+            self._begin(position)
+            yield from self._fit(position)
+            if self._members and plain["test"]:
+                self._test()
+            for member in self._members:
+                yield member.place, member.end("completed")
+        except _Stopped as stopped:
+            yield from self._interrupted(stopped.position)
+        except Exception as error:
+            for member in self._members:
+                told = explain(error, member.ongoing, parts=None)
+                yield member.place, member.end("failed", error=told)
+            if not isinstance(error, ExpError | OSError):
+                log.exception("the stack failed")
+        finally:
+            self._hooks.detach()
+
+    def _begin(self, position: Position) -> None:
+        decided, plain = self._decided, self._decided.plain
+        set_threads(
+            plain["runtime"]["threads"],
+            network=self._members[0].network,
+            positions=decided.spec.positions,
+            batch_size=plain["data"]["batch_size"],
+        )
+        self._step = self._first = position.step
+        self._batches_done = position.batches
+        for member in self._members:
+            member.open_loggers(description_of(member.plain, member.directory, trace=_no_trace))
+            for note in decided.notes:
+                member.say(note, level=logging.WARNING)
+            member.say(f"trained in a stack of {len(self._members)} jobs, in process {_process()}")
+            member.begin()
+
+    def _fit(self, position: Position) -> Iterator[Outcome]:
+        if position.epoch >= self._epochs or (self._max_steps and position.step >= self._max_steps):
+            for member in self._members:
+                member.say(f"nothing is left to train: {member.step} steps are done", level=logging.WARNING)
+                member.pause()
+            return
+        for epoch in range(position.epoch, self._epochs):
+            start = position.batch if epoch == position.epoch else 0
+            if not (position.validation_due and epoch == position.epoch and position.epoch_complete):
+                yield from self._train_epoch(epoch, start)
+            if not self._members:
+                return
+            yield from self._end_epoch(epoch)
+            if not self._members:
+                return
+            if self._is_over(epoch):
+                break
+            place = Position(epoch=epoch + 1, batch=0, step=self._step, batches=self._batches_done)
+            self._hold_best(place)
+            if self._flag.received is not None:
+                raise _Stopped(place)
+            self._save_sometimes(place)
+        yield from self._end_fit()
+
+    def _is_over(self, epoch: int) -> bool:
+        return epoch + 1 == self._epochs or (self._max_steps > 0 and self._step >= self._max_steps)
+
+    def _train_epoch(self, epoch: int, start: int) -> Iterator[Outcome]:
+        self._epoch, self._batch = epoch, start
+        for member in self._members:
+            member.epochs = epoch
+        batches = len(self._loader)
+        waited = time.perf_counter()
+        for index, (batch, is_shared) in enumerate(self._batches(epoch, start), start):
+            self._hooks.seconds_waited += time.perf_counter() - waited
+            if self._flag.received is not None and index % self._window == 0:
+                self._flush()
+                yield from self._drop_failed()
+                raise _Stopped(self._position(index))
+            is_last = index + 1 == batches
+            self._do_batch(batch, is_shared, epoch, index, is_last=is_last)
+            self._batch = index + 1
+            if is_last:
+                self._move_schedules("epoch")
+            if self._failed:
+                yield from self._drop_failed()
+                if not self._members:
+                    return
+            if self._max_steps and self._step >= self._max_steps:
+                break
+            waited = time.perf_counter()
+        self._flush()
+        yield from self._drop_failed()
+
+    def _position(self, index: int) -> Position:
+        return Position(epoch=self._epoch, batch=index, step=self._step, batches=self._batches_done)
+
+    def _end_epoch(self, epoch: int) -> Iterator[Outcome]:
+        trainer = self._decided.plain["trainer"]
+        self._hooks.pause()
+        validated = (epoch + 1) % trainer["check_val_every_n_epoch"] == 0 and "val" in self._decided.data.stages
+        if validated:
+            found = self._evaluate("val")
+            for member, values in zip(self._members, found, strict=True):
+                self._given(member, "val", values)
+                if not member.watches_training:
+                    self._try(member, member.compare)
+        for member in self._members:
+            self._end_train_epoch(member)
+        is_complete = self._batch == len(self._loader)
+        for member in self._members:
+            member.epochs = epoch + 1
+            if is_complete:
+                self._move_on_plateau(member, epoch)
+            member.say_epoch(epoch + 1, self._epochs)
+        yield from self._drop_failed()
+
+    def _given(self, member: Member, stage: Stage, values: dict[str, float]) -> None:
+        if f"loss/{stage}" not in values:
+            self._failed[member.place] = RunError(
+                f"loss/{stage} has no value: no target of the {stage} samples counts; expected one at least that is "
+                "not ignored, of a class with a weight above 0. Look at ignore_index and class_weights"
+            )
+            return
+        member.write_stage(stage, values, member.step)
+        member.metrics.update(values)
+
+    def _end_train_epoch(self, member: Member) -> None:
+        metrics: dict[str, float] = {}
+        if member.train_values is not None:
+            found = member.train_values.finish(HERE)
+            if "loss/train" in found:
+                metrics[EPOCH_LOSS] = found["loss/train"]
+        elif member.epoch_has_loss:
+            metrics[EPOCH_LOSS] = member.epoch_sum / member.epoch_size
+        member.epoch_sum, member.epoch_size, member.epoch_has_loss = 0.0, 0, False
+        member.write_stage("train", metrics, member.step)
+        if EPOCH_LOSS in metrics:
+            metrics = {**metrics, "loss/train": metrics[EPOCH_LOSS]}
+        member.metrics.update(metrics)
+        if member.watches_training:
+            self._try(member, member.compare)
+
+    def _end_fit(self) -> Iterator[Outcome]:
+        """Save the last state of each member, and its best."""
+        complete = self._batch == len(self._loader)
+        place = Position(
+            epoch=self._epoch + complete,
+            batch=0 if complete else self._batch - self._batch % self._window,
+            step=self._step,
+            batches=self._batches_done - (0 if complete else self._batch % self._window),
+        )
+        self._hold_best(place)
+        loops = self._loops(place)
+        for member in self._members:
+            member.pause()
+            self._try(member, functools.partial(member.save, place, loops, self._shared))
+        yield from self._drop_failed()
+
+    # --- a step ---
+
+    def _do_batch(self, batch: Batch, is_shared: bool, epoch: int, index: int, *, is_last: bool) -> None:
+        one = batch if is_shared else batch._replace(data=mapped(batch.data, lambda tensor: tensor[0]))
+        self._size += batch.global_size
+        self._hooks.start_batch(one, index=self._step + 1, epoch=epoch, batch_idx=index)
+        gradients, losses = self._network.gradients(
+            batch, is_shared=is_shared, epoch=epoch, index=index, window=self._window
+        )
+        self._batches_done += 1
+        self._add_train_values(losses, batch)
+        if self._gradients:
+            torch._foreach_add_(list(self._gradients.values()), [gradients[name] for name in self._gradients])
+        else:
+            self._gradients = gradients
+        accumulates = not is_last and (index + 1) % self._window != 0
+        is_alone = not accumulates and not self._sums
+        found = [losses.total, *losses.parts.values()] if len(losses.parts) > 1 else [losses.total]
+        if not is_alone:
+            weighted = [loss * batch.global_size for loss in found]
+            self._sums = [a + b for a, b in zip(self._sums, weighted, strict=True)] if self._sums else weighted
+        if accumulates:
+            return
+        if not is_alone:
+            found = [total / self._size for total in self._sums]
+        self._update(torch.stack(found))
+
+    def _update(self, losses: Tensor) -> None:
+        """One step of each member's optimizer, with the gradients of its window."""
+        rows = zip(*(self._gradients[name].unbind(0) for name in self._network.trained), strict=True)
+        for member, own in zip(self._members, rows, strict=True):
+            for parameter, gradient in zip(member.parameters, own, strict=True):
+                parameter.grad = gradient
+        self._hooks.after_backward()
+        index = self._step + 1
+        values = self._hooks.before_update()
+        is_flush = self._is_flush(index)
+        for member, found in zip(self._members, values, strict=True):
+            rates = [group["lr"] for group in member.optimizer.param_groups]
+            if is_flush or rates != member.rates:
+                member.rates = rates
+                found |= zip(
+                    (f"optimizer/lr/{n}" for n in rate_names(member.optimizer, phase=None)), rates, strict=True
+                )
+            trainer = member.plain["trainer"]
+            if trainer["gradient_clip_val"]:
+                _clip(member.parameters, trainer["gradient_clip_val"], trainer["gradient_clip_algorithm"])
+        for found, more in zip(values, self._hooks.after_clipping(), strict=True):
+            found |= more
+        for member in self._members:
+            member.update()
+            member.step = index
+        for found, more in zip(values, self._hooks.after_step(), strict=True):
+            found |= more
+        self._step = index
+        self._move_schedules("step")
+        self._waiting.append(_Step(index, self._size, losses, values))
+        self._gradients, self._sums, self._size = {}, [], 0
+        if is_flush:
+            self._flush()
+
+    def _move_schedules(self, interval: str) -> None:
+        for member in self._members:
+            schedule = member.schedule
+            if schedule is not None and member.interval == interval and not isinstance(schedule, ReduceLROnPlateau):
+                schedule.step()
+
+    def _move_on_plateau(self, member: Member, epoch: int) -> None:
+        schedule, every = member.schedule, 1
+        if not isinstance(schedule, ReduceLROnPlateau):
+            return
+        if "val" in (member.plateau or "").split("/"):
+            every = self._decided.plain["trainer"]["check_val_every_n_epoch"] or 1
+        if (epoch + 1) % every == 0:
+            schedule.step(torch.tensor(member.metrics[str(member.plateau)], dtype=torch.float64))
+
+    def _add_train_values(self, losses: Losses, batch: Batch) -> None:
+        """What weighed terms divide by is summed over the epoch, as TrainingModule does."""
+        for place, member in enumerate(self._members):
+            if member.train_values is None:
+                return
+            means = []
+            for name, part in losses.parts.items():
+                divisor = losses.divisors[name] if name in self._objective.weighed else None
+                if isinstance(divisor, Tensor):
+                    divisor = divisor[place] if divisor.dim() else divisor
+                means.append((part[place], batch.global_size if divisor is None else divisor))
+            member.train_values.add(means)
+
+    # --- what is written ---
+
+    def _is_flush(self, index: int) -> bool:
+        """As Recording has it."""
+        done, every = index - self._first, self._log_every
+        return index % every == 0 or (done < every and done & (done - 1) == 0)
+
+    def _flush(self) -> None:
+        """Write the steps that wait; a member whose loss is lost has failed."""
+        steps, self._waiting = self._waiting, []
+        terms = list(self._objective.terms)
+        for step in steps:
+            for place, (member, losses) in enumerate(zip(self._members, step.losses.T.tolist(), strict=True)):
+                if member.place in self._failed:
+                    continue
+                try:
+                    refuse_lost(losses[0], step.index, is_scaled=False, saved=member.saved)
+                except NonFiniteError as error:
+                    self._failed[member.place] = error
+                    continue
+                member.epoch_sum += losses[0] * step.size
+                member.epoch_size += step.size
+                member.epoch_has_loss = True
+                values = step.values[place]
+                values["loss/train"] = losses[0]
+                values |= {f"loss/train/{term}": part for term, part in zip(terms, losses[1:], strict=False)}
+                member.write_step(values, step.index)
+
+    def _try(self, member: Member, work: Any) -> None:
+        """Do something for a member, which has failed where that fails."""
+        try:
+            work()
+        except ExpError as error:
+            self._failed[member.place] = error
+        except OSError as error:
+            told = explain(error, member.ongoing, parts=None)
+            self._failed[member.place] = told if isinstance(told, ExpError) else RunError(str(told))
+
+    def _drop_failed(self) -> Iterator[Outcome]:
+        """Members that have failed leave the stack."""
+        failed, self._failed = self._failed, {}
+        if not failed:
+            return
+        leaving = [member for member in self._members if member.place in failed]
+        stay = [place for place, member in enumerate(self._members) if member.place not in failed]
+        for member in leaving:
+            yield member.place, member.end("failed", error=failed[member.place])
+        self._members = [self._members[place] for place in stay]
+        if stay:
+            self._network.keep(stay)
+            self._hooks.keep(stay)
+            self._objectives = [self._objectives[place] for place in stay]
+            self._seeds = [self._seeds[place] for place in stay]
+            index = torch.tensor(stay)
+            self._gradients = {name: one.index_select(0, index) for name, one in self._gradients.items()}
+            self._sums = [one.index_select(0, index) for one in self._sums]
+
+    def _loops(self, place: Position) -> dict[str, Any]:
+        """The states of Lightning's loops, which a run that goes on makes anew from the position."""
+        trainer = self._bare
+        loops = {"validate_loop": trainer.validate_loop, "test_loop": trainer.test_loop}
+        # Of the loader, which knows nothing but the position.
+        fit_loop = {**fit_loop_state(trainer, place), "state_dict": {"combined_loader": [{}]}}
+        found: dict[str, Any] = {"fit_loop": fit_loop}
+        found |= {name: loop.state_dict() for name, loop in loops.items()}
+        return {**found, "predict_loop": trainer.predict_loop.state_dict()}
+
+    def _hold_best(self, place: Position) -> None:
+        loops = self._loops(place)
+        for member in self._members:
+            self._try(member, functools.partial(member.hold_best, place, loops, self._shared))
+
+    def _save_sometimes(self, place: Position) -> None:
+        """Save all members where the last time is long enough ago."""
+        now = time.monotonic()
+        if now - self._saved_at < max(SAVE_SECONDS, SAVE_SHARE * self._save_seconds):
+            return
+        loops = self._loops(place)
+        for member in self._members:
+            self._try(member, functools.partial(member.save, place, loops, self._shared))
+        self._saved_at, self._save_seconds = time.monotonic(), time.monotonic() - now
+
+    def _interrupted(self, place: Position) -> Iterator[Outcome]:
+        """Save each member where it stands, and leave."""
+        signum = self._flag.received
+        assert signum is not None
+        loops = self._loops(place)
+        for member in self._members:
+            if place.step:
+                self._try(member, functools.partial(member.save, place, loops, self._shared))
+        yield from self._drop_failed()
+        for member in self._members:
+            saved = last_checkpoint(member.directory)
+            error = Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
+            yield member.place, member.end("interrupted", error=error)
+
+    # --- data ---
+
+    def _loader_of(self, seed: int) -> IndexedLoader:
+        """The batches of training in the order of a seed."""
+        loader = self._decided.data.loader("train")
+        assert isinstance(loader, IndexedLoader)
+        assert isinstance(loader.batches, GlobalBatches)
+        batches = replace(loader.batches, seed=seed)
+        loader.batches, loader.sampler = batches, ShareSampler(batches=batches, rank=0, world_size=1)
+        return loader
+
+    def _batches(self, epoch: int, start: int) -> Iterator[tuple[Batch, bool]]:
+        """The batches of an epoch from one on: with the data of each member `[M, B, ...]`, or one that all share."""
+        distinct = list(dict.fromkeys(self._seeds))
+        is_random = self._is_shuffled or isinstance(self._loader.dataset, EpochDependent)
+        if len(distinct) == 1 or not is_random:
+            loader = self._loader_of(distinct[0])
+            loader.set_position(epoch, start)
+            for batch in loader:
+                yield self._precision_batch(batch), True
+            return
+        loaders = [self._loader_of(seed) for seed in distinct]
+        for loader in loaders:
+            loader.set_position(epoch, start)
+        for found in zip(*loaders, strict=True):
+            rows = {seed: place for place, seed in enumerate(distinct)}
+            index = torch.tensor([rows[seed] for seed in self._seeds])
+            each = [self._precision_batch(batch) for batch in found]
+            yield each[0]._replace(data=_stacked([batch.data for batch in each], index)), False
+
+    def _precision_batch(self, batch: Batch) -> Batch:
+        converted: Batch = self._precision.convert_input(batch)
+        return converted
+
+    # --- evaluation ---
+
+    def _evaluate(self, stage: Stage) -> list[dict[str, float]]:
+        evaluation = StackedEvaluation(
+            stage=stage, objectives=self._objectives, measures=self._module.values_of(stage).measures
+        )
+        for batch in self._decided.data.loader(stage):
+            batch = self._precision_batch(batch)
+            values = self._network.evaluate(batch)
+            with torch.no_grad(), self._precision.forward_context():
+                evaluation.add(values, batch)
+        return evaluation.finish()
+
+    def _test(self) -> None:
+        """Evaluate the best weights of each member on the test part."""
+        if "test" not in self._decided.data.stages:
+            for member in self._members:
+                member.say("the data has no test part: the test stage is left out", level=logging.WARNING)
+            return
+        with torch.no_grad():
+            for member in self._members:
+                self._take_best(member)
+        found = self._evaluate("test")
+        for member, values in zip(self._members, found, strict=True):
+            step = member.step if member.best is None else member.best["step"]
+            member.write_stage("test", values, step)
+
+    def _take_best(self, member: Member) -> None:
+        weights = member.best_weights()
+        if weights is None:
+            if member.plain["checkpoint"]["save_best"] and member.monitor is not None:
+                line = f"{member.monitor} was never measured, so no best.ckpt: the last weights are tested"
+                member.say(line, level=logging.WARNING)
+            return
+        member.network.load_state_dict(weights)
+
+
+class _Stopped(Exception):
+    """A signal came, and the stack stands at a position from which its members go on."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()
+        self.position = position
+
+
+def _clip(parameters: Sequence[nn.Parameter], value: float, algorithm: str | None) -> None:
+    """As exp.engine.module.clip does on one device."""
+    if algorithm == "value":
+        nn.utils.clip_grad_value_(parameters, value)
+    else:
+        nn.utils.clip_grad_norm_(parameters, value)
+
+
+def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
+    """Batches' data of one form as one, and of each member its own row."""
+    first = entries[0]
+    if isinstance(first, Mapping):
+        return {name: torch.stack([one[name] for one in entries])[index] for name in first}
+    return tuple(torch.stack(columns)[index] for columns in zip(*entries, strict=True))
+
+
+def _no_trace() -> tuple[None, Sequence[str]]:
+    return None, ("the graph is not drawn of a stack",)
+
+
+def _process() -> int:
+    import os
+
+    return os.getpid()

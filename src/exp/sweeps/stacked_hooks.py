@@ -1,0 +1,256 @@
+"""The hooks gradients, memory and throughput of the members of a stack.
+
+What a member's gradients are, its own hook says; where it gives norms alone, those of all members are taken by one
+call. Parts of the memory are each member's as if it ran alone; the resident set and the times are the stack's, for
+there is one process, and one step of all. Its forward and backward are one call, as a pipeline's are, and have one tag.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from exp.engine.forward import Forward
+from exp.hooks.gradients import Gradients
+from exp.hooks.hook import Hook, has_come
+from exp.hooks.memory import MIB, Memory
+from exp.hooks.memory_peaks import HOST
+from exp.hooks.norms import norms
+from exp.hooks.saved_tensors import Kept, SavedTensors
+from exp.hooks.step import Step
+from exp.hooks.throughput import Throughput
+from exp.nested import tensors_in
+from exp.objectives.objective import Objective
+from exp.types import Batch
+
+CPU = torch.device("cpu")
+Found = list[dict[str, Any]]
+
+
+class StackedHooks:
+    """The hooks of M members, told of their steps in the order in which a run alone tells them.
+
+    hooks: by name, not attached to anything. networks, optimizers: of each member. run, objective, autocast: of a
+    forward. clips: whether each member's gradients are clipped.
+    """
+
+    def __init__(
+        self,
+        hooks: Mapping[str, Hook],
+        *,
+        networks: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        run: Forward,
+        objective: Objective,
+        autocast: Callable[[], AbstractContextManager[object]],
+        clips: Sequence[bool],
+    ) -> None:
+        self._networks, self._optimizers = list(networks), list(optimizers)
+        self._run, self._objective, self._autocast = run, objective, autocast
+        self._clips = list(clips)
+        self._gradients: list[list[Gradients]] = []
+        self._throughput: list[Throughput] = []
+        self._memory: list[Memory] = []
+        for name, hook in hooks.items():
+            if isinstance(hook, Gradients):
+                each = [copy.deepcopy(hook) for _ in networks]
+                for one, network in zip(each, networks, strict=True):
+                    one.attach(network, name=name)
+                self._gradients.append(each)
+            elif isinstance(hook, Throughput):
+                hook.attach(networks[0], name=name)
+                self._throughput.append(hook)
+            else:
+                self._memory.append(cast(Memory, hook))
+        self._activations: dict[int, int] = {}
+        self._peaks: dict[str, float] = {}
+        self._process = psutil.Process()
+        self._index = self._size = self._samples = 0
+        self._step: Step | None = None
+        self._window: list[Batch] = []
+        self.seconds_waited = 0.0
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with these members alone."""
+        for place in {*range(len(self._networks))} - {*places}:
+            for each in self._gradients:
+                each[place].detach()
+        self._networks = [self._networks[place] for place in places]
+        self._optimizers = [self._optimizers[place] for place in places]
+        self._clips = [self._clips[place] for place in places]
+        self._gradients = [[each[place] for place in places] for each in self._gradients]
+
+    def detach(self) -> None:
+        for hook in [*(one for each in self._gradients for one in each), *self._throughput]:
+            hook.detach()
+
+    def pause(self) -> None:
+        """Training pauses behind a step."""
+        for hook in self._throughput:
+            hook.pause()
+
+    # --- a step ---
+
+    def start_batch(self, batch: Batch, *, index: int, epoch: int, batch_idx: int) -> None:
+        """A micro-batch of optimizer step `index`; its data is one member's."""
+        if index != self._index:
+            self._index, self._size, self._window = index, 0, []
+            self._step = None
+        self._size += batch.global_size
+        self._samples += batch.global_size
+        self._window.append(batch)
+        self._position = epoch, batch_idx
+        if self._step is not None:
+            self._bring_up(self._step)
+        if self._is_measured:
+            HOST.restart()
+
+    def after_backward(self) -> None:
+        """The gradients of a micro-batch are there."""
+        for hook in self._throughput:
+            if hook.due(self._index):
+                hook.passed("backward", self._step_of(0))
+        if self._is_measured and HOST.can_restart:
+            self._note_peak("forward_backward")
+
+    def before_update(self) -> Found:
+        """What the hooks give for true gradients, of each member."""
+        index = self._index
+        found: Found = [{} for _ in self._networks]
+        for each in self._gradients:
+            if not each[0].due(index):
+                continue
+            if each[0].norms_alone(index):
+                for values, norms_of_one in zip(found, self._norms(each), strict=True):
+                    values |= norms_of_one
+                continue
+            for place, hook in enumerate(each):
+                found[place] |= hook.after_backward(self._step_of(place)) or {}
+        if self._is_measured:
+            size = sum(one.nbytes for one in self._networks[0].parameters() if one.requires_grad)
+            for values in found:
+                values["memory/gradients_mib"] = size / MIB
+        return found
+
+    def after_clipping(self) -> Found:
+        """What they give for the gradients as the optimizers take them."""
+        found: Found = [{} for _ in self._networks]
+        for each in self._gradients if any(self._clips) else ():
+            if each[0].due(self._index):
+                for place, hook in enumerate(each):
+                    found[place] |= hook.after_clipping(self._step_of(place)) or {}
+        return found
+
+    def after_step(self) -> Found:
+        """What they give for updated parameters."""
+        index = self._index
+        found: Found = [{} for _ in self._networks]
+        for hook in self._throughput:
+            if hook.due(index):
+                hook.passed("optimizer", self._step_of(0))
+        for each in self._gradients:
+            if each[0].due(index):
+                for place, one in enumerate(each):
+                    found[place] |= one.after_step(self._step_of(place)) or {}
+        if self._is_measured:
+            self._note_peak("step")
+            shared = self._memory_parts()
+            for values in found:
+                values |= shared
+        for hook in self._throughput:
+            if hook.due(index):
+                given = hook.after_step(self._step_of(0)) or {}
+                for values in found:
+                    values |= given
+        self._window = []
+        return found
+
+    def _norms(self, each: Sequence[Gradients]) -> Found:
+        """Of each member, by one call for all of their gradients."""
+        gradients = [one.grad for hook in each for one in hook.parameters]
+        numbers = torch.stack(norms([gradient for gradient in gradients if gradient is not None])).tolist()
+        count = len(each[0].parameters)
+        return [dict(hook.named(numbers[n * count : (n + 1) * count])) for n, hook in enumerate(each)]
+
+    # --- memory ---
+
+    @property
+    def _is_measured(self) -> bool:
+        return any(has_come(hook.every_n_steps, self._index) for hook in self._memory)
+
+    def _note_peak(self, phase: str) -> None:
+        if HOST.can_restart:
+            tag = f"memory/host_peak_{phase}_mib"
+            self._peaks[tag] = max(self._peaks.get(tag, 0.0), HOST.restart() / MIB)
+
+    def _memory_parts(self) -> dict[str, float]:
+        """The figures of one member, and of the process."""
+        network, optimizer = self._networks[0], self._optimizers[0]
+        peaks, self._peaks = self._peaks, {}
+        return {
+            "memory/parameters_mib": sum(one.nbytes for one in network.parameters()) / MIB,
+            "memory/optimizer_mib": sum(one.nbytes for one in tensors_in([optimizer.state])) / MIB,
+            "memory/activations_mib": max(self._kept(batch) for batch in self._window) / MIB,
+            "memory/host_rss_mib": self._process.memory_info().rss / MIB,
+            **peaks,
+        }
+
+    def _kept(self, batch: Batch) -> int:
+        """What the forward of one member keeps for its backward: run once for each size of a batch.
+
+        Members without a dropout keep less, and count as the first.
+        """
+        if batch.size not in self._activations:
+            network = self._networks[0]
+            buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+            given: Counter[int] = Counter()
+            for tensor in tensors_in(batch.data):
+                given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+            sizes: list[int] = []
+
+            def keep(kept: Kept, failed: bool) -> None:
+                sizes.append(kept.size)
+
+            is_training = network.training
+            network.train()
+            own = SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, keep)
+            with own, self._autocast():
+                self._objective(self._run(network, batch.data), batch)
+            network.train(is_training)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            self._activations[batch.size] = sizes[0]
+        return self._activations[batch.size]
+
+    # --- what a hook sees ---
+
+    def _step_of(self, place: int) -> Step:
+        step = self._step
+        if step is None:
+            step = self._step = Step(
+                index=self._index,
+                network=self._networks[0],
+                optimizers=[],
+                batch_size=0,
+                device=CPU,
+                accumulated=1,
+            )
+            self._bring_up(step)
+        step.network, step.optimizers = self._networks[place], [self._optimizers[place]]
+        step.clips = self._clips[place]
+        return step
+
+    def _bring_up(self, step: Step) -> None:
+        step.epoch, step.batch_idx = self._position
+        step.batch_size, step.samples_seen = self._size, self._samples
+        step.seconds_waited = self.seconds_waited
+        step.data = self._window[-1].data

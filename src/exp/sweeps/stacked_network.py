@@ -1,0 +1,372 @@
+"""Networks of one architecture as one: tensors stacked, gradients by one vmap, each one's random draws its own.
+
+A member's parameters and buffers are rows of the stack, so that its own network, optimizer and state dict see what the
+stack computes, and the stack what they change.
+
+Private of torch (2.13), and tested: torch.nn.functional's dropouts draw `empty_like(input).bernoulli_(1 - p)` on a CPU
+and divide by 1 - p; with p of 0 they draw nothing, and with p of 1 neither. Fused attention on a CPU has no rule for
+vmap: the plain one is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from exp.data.randomness import step_seed
+from exp.engine.forward import Forward, Values
+from exp.nested import mapped
+from exp.objectives.objective import Objective, Term
+from exp.types import Batch
+
+Tensors = dict[str, Tensor]
+# Of torch's functions, whether they leave out whole channels.
+DROPOUTS: Mapping[Callable[..., Any], bool] = {
+    functional.dropout: False,
+    functional.dropout1d: True,
+    functional.dropout2d: True,
+    functional.dropout3d: True,
+}
+
+
+class Unstackable(Exception):
+    """What the parts of a run tell only once they are built, and why it forbids a stack, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One call of a dropout in a forward. like: of its input's shape, strides and dtype, on meta."""
+
+    rate: float
+    like: Tensor
+    by_channel: bool
+
+    def mask(self, rate: float) -> Tensor:
+        """What the input is multiplied by, drawn from torch's default generator as torch draws it."""
+        like = self.like
+        if self.by_channel:
+            shape = [*like.shape[:2], *[1] * (like.dim() - 2)]
+            noise = torch.empty(shape, dtype=like.dtype)
+        else:
+            noise = torch.empty_like(like, device="cpu")
+        if rate in (0.0, 1.0):
+            return noise.fill_(1.0 - rate)
+        return noise.bernoulli_(1 - rate).div_(1 - rate)
+
+
+class _Watching(TorchFunctionMode):
+    """Notes the dropouts of a forward, which draw nothing meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Drawn] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in DROPOUTS:
+            return func(*args, **(kwargs or {}))
+        input, rate, training = _of_dropout(*args, **(kwargs or {}))
+        if training:
+            like = torch.empty_like(input, device="meta")
+            self.found.append(Drawn(rate=float(rate), like=like, by_channel=DROPOUTS[func]))
+        return input
+
+
+class _Masking(TorchFunctionMode):
+    """Multiplies by masks that were drawn already, one after the other, where a dropout would draw."""
+
+    def __init__(self, masks: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._masks = iter(masks)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in DROPOUTS:
+            return func(*args, **(kwargs or {}))
+        input, _, training = _of_dropout(*args, **(kwargs or {}))
+        return input * next(self._masks) if training else input
+
+
+def _of_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    return input, p, training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Of one batch and of each of M members: the objective and its terms `[M]`, and by what each divided its sum.
+
+    divisors: None is the number of samples; a tensor is `[M]` or 0-d, and a float the same for all.
+    """
+
+    total: Tensor
+    parts: Mapping[str, Tensor]
+    divisors: Mapping[str, Tensor | float | None]
+
+
+class StackedNetwork:
+    """M networks that are one.
+
+    networks: of one architecture, each with its own numbers. run: of `forward_by_name` for the first of them.
+    objectives: of each member, alike but for weights and label smoothing.
+    autocast: the context of a step's forward.
+    seeds: of each member's run.
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        *,
+        run: Forward,
+        objectives: Sequence[Objective],
+        autocast: Callable[[], Any],
+        seeds: Sequence[int],
+    ) -> None:
+        self.networks, self.seeds = list(networks), list(seeds)
+        self._template, self._run, self._autocast = networks[0], run, autocast
+        self._objective = objectives[0]
+        self._weights = {
+            name: torch.tensor([one.terms[name].weight for one in objectives], dtype=torch.float64)
+            for name in self._objective.terms
+        }
+        self._has_weights = any(bool((weights != 1.0).any()) for weights in self._weights.values())
+        self._smoothing = _differing_smoothing(objectives)
+        self._trained = [name for name, one in self._template.named_parameters() if one.requires_grad]
+        self._tensors: Tensors = {}
+        # Of each member the rates of the dropouts in the order of a forward; by batch size what they draw.
+        self._rates: list[list[float]] | None = None
+        self._draws: dict[int, list[Drawn]] = {}
+        own = [_tensors_of(network) for network in networks]
+        for name, first in own[0].items():
+            rows = [one[name] for one in own]
+            if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
+                raise Unstackable(f"model cannot be stacked: {name} has another shape in another member")
+            self._tensors[name] = torch.stack(rows)
+        self._bind()
+
+    def __len__(self) -> int:
+        return len(self.networks)
+
+    @property
+    def trained(self) -> Sequence[str]:
+        """The names of the parameters that learn, in the network's order."""
+        return self._trained
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with these members alone; the networks of the others keep the numbers that they have."""
+        index = torch.tensor(places, dtype=torch.int64)
+        self._tensors = {name: tensor.index_select(0, index) for name, tensor in self._tensors.items()}
+        self._weights = {name: weights.index_select(0, index) for name, weights in self._weights.items()}
+        self._smoothing = {name: one.index_select(0, index) for name, one in self._smoothing.items()}
+        self.networks = [self.networks[place] for place in places]
+        self.seeds = [self.seeds[place] for place in places]
+        self._rates = self._rates and [self._rates[place] for place in places]
+        self._bind()
+
+    def _bind(self) -> None:
+        """Let each member's network have rows of the stack for its tensors."""
+        rows = {name: tensor.unbind(0) for name, tensor in self._tensors.items()}
+        for place, network in enumerate(self.networks):
+            for name, parameter in network.named_parameters():
+                parameter.data = rows[name][place]
+            for name, _ in list(network.named_buffers()):
+                path, _, leaf = name.rpartition(".")
+                setattr(network.get_submodule(path), leaf, rows[name][place])
+
+    # --- a step ---
+
+    def gradients(
+        self, batch: Batch, *, is_shared: bool, epoch: int, index: int, window: int
+    ) -> tuple[Tensors, Losses]:
+        """The gradient of each trained parameter `[M, ...]`, of the objective over `window`, and the losses.
+
+        batch: with data `[M, B, ...]`, or `[B, ...]` where all members have the same one, which `is_shared`.
+        epoch, index: of the batch: what is random in it is a function of them.
+        """
+        self._template.train()
+        tensors = dict(self._tensors)
+        trained = {name: tensors.pop(name) for name in self._trained}
+        masks = self._masks(batch, is_shared=is_shared, epoch=epoch, index=index)
+        found: dict[str, Any] = {}
+
+        def objective(trained: Tensors, fixed: Tensors, given: Any, data: Any) -> tuple[Tensor, Any]:
+            masks, weights, smoothing = given
+            with _Masking(masks):
+                values = self._run(functools.partial(_called, self._template, {**fixed, **trained}), data)
+                total, parts, divisors = self._losses(values, batch, weights, smoothing)
+            found.update({name: divisor for name, divisor in divisors.items() if not isinstance(divisor, Tensor)})
+            taken = {name: divisor for name, divisor in divisors.items() if isinstance(divisor, Tensor)}
+            return (total if window == 1 else total / window), (total.detach(), parts, taken)
+
+        axis = None if is_shared else 0
+        with self._autocast(), sdpa_kernel(SDPBackend.MATH):
+            stepped = vmap(grad_and_value(objective, has_aux=True), in_dims=(0, 0, 0, axis))
+            gradients, (_, (total, parts, divisors)) = stepped(
+                trained, tensors, (masks, self._weights_as(trained), self._smoothing), batch.data
+            )
+        laid_out = {name: _like(gradients[name], trained[name]) for name in self._trained}
+        return laid_out, Losses(total=total, parts=parts, divisors={**found, **divisors})
+
+    def evaluate(self, batch: Batch) -> list[Values]:
+        """The values by name of one batch that all members look at, of each member."""
+        self._template.eval()
+        shared: dict[str, Any] = {}
+        data: Any = batch.data
+        entries = data if isinstance(data, Mapping) else dict(zip(("input", "target"), data, strict=False))
+
+        def forward(tensors: Tensors) -> dict[str, Any]:
+            values = self._run(functools.partial(_called, self._template, tensors), batch.data)
+            shared.update({name: value for name, value in entries.items() if values[name] is value})
+            return {name: value for name, value in values.items() if name not in shared}
+
+        with torch.no_grad(), self._autocast(), sdpa_kernel(SDPBackend.MATH):
+            stacked = vmap(forward)(self._tensors)
+        rows = {name: _rows(value, len(self)) for name, value in stacked.items()}
+        return [{**shared, **{name: each[place] for name, each in rows.items()}} for place in range(len(self))]
+
+    def _losses(
+        self, values: Values, batch: Batch, weights: Tensors, smoothing: Tensors
+    ) -> tuple[Tensor, Tensors, dict[str, Tensor | float | None]]:
+        """What an Objective computes, of one member, with numbers of its own for weights and label smoothing."""
+        # Autocast is off in the objective, as in Objective.forward.
+        with torch.autocast("cpu", enabled=False):
+            total: Tensor | None = None
+            parts: Tensors = {}
+            divisors: dict[str, Tensor | float | None] = {}
+            weighed = self._objective.weighed
+            for name, term in self._objective.terms.items():
+                if name in smoothing:
+                    loss, divisor = _smoothed(term, values, batch, smoothing[name])
+                elif name in weighed:
+                    loss, divisor = term.weighed(values, batch, None)
+                else:
+                    loss, divisor = term(values, batch), None
+                divisors[name] = divisor if name in weighed else term.divisor(values)
+                parts[name] = loss.detach()
+                weighted = loss * weights[name] if self._has_weights else loss
+                total = weighted if total is None else total + weighted
+            assert total is not None
+            return total, parts, divisors
+
+    def _weights_as(self, tensors: Tensors) -> Tensors:
+        """The terms' weights in the precision in which they are multiplied."""
+        is_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+        dtype = torch.float64 if is_double else torch.float32
+        return {name: weights.to(dtype) for name, weights in self._weights.items()}
+
+    def _masks(self, batch: Batch, *, is_shared: bool, epoch: int, index: int) -> list[Tensor]:
+        """Of each dropout in the order of a forward what it multiplies by, `[M, ...]`: each member's own draws."""
+        draws = self._draws.get(batch.size)
+        if draws is None:
+            first = batch if is_shared else batch._replace(data=mapped(batch.data, operator.itemgetter(0)))
+            draws = self._draws[batch.size] = self._watched(self._template, first)
+            if self._rates is None:
+                self._rates = self._rates_of_all(first) if draws else [[] for _ in self.networks]
+        if not draws:
+            return []
+        assert self._rates is not None
+        drawn = []
+        for seed, rates in zip(self.seeds, self._rates, strict=True):
+            torch.default_generator.manual_seed(step_seed(seed=seed, rank=0, epoch=epoch, batch=index))
+            drawn.append([draw.mask(rate) for draw, rate in zip(draws, rates, strict=True)])
+        return [torch.stack(masks) for masks in zip(*drawn, strict=True)]
+
+    def _rates_of_all(self, batch: Batch) -> list[list[float]]:
+        """Of each member the rates of its dropouts, in the order of a forward."""
+        found = []
+        for network in self.networks:
+            network.train()
+            found.append([one.rate for one in self._watched(network, batch)])
+        return found
+
+    def _watched(self, network: nn.Module, batch: Batch) -> list[Drawn]:
+        with torch.no_grad(), self._autocast():
+            return _watched(network, batch, run=self._run, objective=self._objective)[0]
+
+
+def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> None:
+    """Run a step's forward and backward of a network once, which leave no trace.
+
+    Raises: Unstackable where something else than a dropout draws random numbers, or a parameter gets no gradient.
+    """
+    network.train()
+    state = torch.default_generator.get_state()
+    loss = _watched(network, batch, run=run, objective=objective)[1]
+    if not torch.equal(state, torch.default_generator.get_state()):
+        raise Unstackable("model cannot be stacked: something beside its dropouts draws random numbers in a step")
+    named = {name: one for name, one in network.named_parameters() if one.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    for name, gradient in zip(named, gradients, strict=True):
+        if gradient is None:
+            raise Unstackable(f"model cannot be stacked: {name} gets no gradient, and its optimizer leaves it alone")
+
+
+def _watched(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> tuple[list[Drawn], Tensor]:
+    """The dropouts of a training forward, which draw nothing, and the objective; buffers are left as they are."""
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    with _Watching() as watching:
+        values = run(functools.partial(_called, network, buffers), batch.data)
+        loss, _ = objective(values, batch)
+    return watching.found, loss
+
+
+def _called(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **named: Any) -> Any:
+    return functional_call(network, dict(tensors), inputs, named)
+
+
+def _tensors_of(network: nn.Module) -> Tensors:
+    return {name: one.detach() for name, one in (*network.named_parameters(), *network.named_buffers())}
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient in its parameter's layout: a fused optimizer walks through both in the order of their memory."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def _differing_smoothing(objectives: Sequence[Objective]) -> Tensors:
+    """Of each term whose label smoothing differs from member to member all of them, `[M]`."""
+    found = {}
+    for name, term in objectives[0].terms.items():
+        if isinstance(term, Term) and isinstance(getattr(term.loss, "label_smoothing", None), float | int):
+            each = [float(vars(vars(one.terms[name])["_modules"]["loss"])["label_smoothing"]) for one in objectives]
+            if len(set(each)) > 1:
+                found[name] = torch.tensor(each, dtype=torch.float64)
+    return found
+
+
+def _smoothed(term: Any, values: Values, batch: Batch, share: Tensor) -> tuple[Tensor, Tensor | float | None]:
+    """A term with a label smoothing of the member's own: a cross entropy is linear in it."""
+    settings = vars(term.loss)
+    before = settings["label_smoothing"]
+    ends = []
+    try:
+        for end in (0.0, 1.0):
+            settings["label_smoothing"] = end
+            ends.append(term.weighed(values, batch, None) if term.is_weighed else (term(values, batch), None))
+    finally:
+        settings["label_smoothing"] = before
+    (none, divisor), (whole, _) = ends
+    share = share.to(none.dtype)
+    return none * (1 - share) + whole * share, divisor
+
+
+def _rows(value: Any, members: int) -> list[Any]:
+    """Of tensors `[M, ...]`, nested as they are, those of each member."""
+    if isinstance(value, Tensor):
+        return list(value.unbind(0))
+    return [mapped(value, operator.itemgetter(place)) for place in range(members)]

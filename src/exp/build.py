@@ -47,10 +47,11 @@ from exp.models.freezing import held_norms
 from exp.precision.plugin import RunPrecision
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
-from exp.types import STAGES
+from exp.types import STAGES, compared_tag
 
 if TYPE_CHECKING:
     from exp.engine.step_watch import StepWatch
+    from exp.sweeps.pruning import Pruning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Parts:
     stopping: Stopping
     lower_rates: LowerRates
     watch: StepWatch | None = None
+    pruning: Pruning | None = None
 
 
 def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: Path | None = None) -> Parts:
@@ -93,6 +95,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
     watched = [] if watch is None else [watch]
+    pruning = _pruning(plain, directory)
     precision = build_run_precision(plain, device_type=placement.accelerator)
     precision.is_whole = plan.own is not None
     trainer = _trainer(
@@ -109,6 +112,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
             *own,
             checkpointing,
             stopping,
+            *([] if pruning is None else [pruning]),
             *watched,
         ],
     )
@@ -129,6 +133,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         stopping=stopping,
         lower_rates=lower_rates,
         watch=watch,
+        pruning=pruning,
     )
 
 
@@ -219,6 +224,22 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
     # In the one log that all ranks share.
     path, hang = directory / "train.log", hang_path(directory, rank=rank)
     return StepWatch(seconds=seconds, path=path, hang_path=hang, rank=rank.global_rank)
+
+
+def _pruning(plain: Mapping[str, Any], directory: Path) -> Pruning | None:
+    """What ends a job of a search that falls behind; None of any other run."""
+    sweep, monitor = plain["sweep"], plain["monitor"]
+    if sweep["trial"] is None or sweep["pruner"] == "none" or monitor is None:
+        return None
+    from exp.sweeps.pruning import Pruning
+
+    return Pruning(
+        trial=sweep["trial"]["number"],
+        monitor=compared_tag(monitor),
+        pruner=sweep["pruner"],
+        sweep=(directory / sweep["trial"]["sweep"]).resolve(),
+        storage=sweep["storage"],
+    )
 
 
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, Any]]:

@@ -56,6 +56,28 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
     """
     decided, directory = prepare(config)
     start = None if begin is None else begin(directory)
+    return _started(directory, decided, start)
+
+
+def go_on(directory: Path) -> Report:
+    """Go on with a run that was broken off, in its own directory, from its newest whole checkpoint.
+
+    Returns, raises: as `fit`; RunError where there is no such checkpoint.
+    """
+    decided = plan(frozen(directory))
+    found = newest_of(directory)
+    if found.path is None:
+        raise RunError(f"{directory} has no whole checkpoint to go on from")
+    with run_log(directory, rank=ALONE):
+        for note in (*found.notes, f"goes on from {found.path}"):
+            log.warning("%s", note)
+    # What was reported of its end is not what it will have done.
+    (directory / "report.json").unlink(missing_ok=True)
+    return _started(directory, decided, found.path)
+
+
+def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
+    """Run a frozen config in as many processes as it asks for. start: a checkpoint to go on from."""
     placement, plain = decided.placement, decided.plain
     settings = plain["launch"]
     if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
@@ -137,7 +159,7 @@ def run(
                 _tell_rewind(decided, lost, resume, rewinds)
                 parts = None  # nothing of what is lost stays
                 decided, parts = _built_again(resolved, directory, rank=rank, rewinds=rewinds, resume=resume)
-            report = ongoing.ended("completed", parts=parts)
+            report = ongoing.ended("pruned" if _is_pruned(parts) else "completed", parts=parts)
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
@@ -210,6 +232,8 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
             # Rank 0 may still be writing what all ranks are to go back to.
             parts.checkpointing.settle(trainer)
             return str(error)
+    if _is_pruned(parts):
+        return None
     if plain["test"] and "test" not in parts.stages:
         if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
             log.warning("the data has no test part: the test stage is left out")
@@ -217,6 +241,10 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
         weights = _best_weights(decided, parts) if plain["train"] else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
     return None
+
+
+def _is_pruned(parts: Parts) -> bool:
+    return parts.pruning is not None and parts.pruning.has_pruned
 
 
 def _built_again(

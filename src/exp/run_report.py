@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
-Status = Literal["completed", "failed", "interrupted"]
+# Pruned: ended early by the search that it is a job of, and well.
+Status = Literal["completed", "failed", "interrupted", "pruned"]
 
 
 @dataclass(frozen=True, kw_only=True)

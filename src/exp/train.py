@@ -64,11 +64,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
 
     # What starts processes comes in after the faults of the composition.
-    from exp.sweeps.job import JobProcesses
+    from exp.sweeps.job import InTurn, JobProcesses
     from exp.train import fit, validate  # not of this module, which has another name where it is the program
 
     with contextlib.closing(JobProcesses(fit, validate)) as jobs:
-        return sweep(master, run=jobs, check=jobs.check)
+        return sweep(master, executor=InTurn(jobs), check=jobs.check)
 
 
 # torch and lightning come in with these, after every fault of the composition.
@@ -90,6 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
+    _refuse_sweep_settings(arguments.overrides)
     if config.print_config:
         print_tree(config)
 
@@ -99,6 +100,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
     print_report(report)
     return 0 if report.status == "completed" else 1
+
+
+def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
+    """One run has no sampler: whoever sets one has left out -m."""
+    keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
+    of_sweep = [key for key in keys if key.startswith("sweep.")]
+    if of_sweep:
+        cure = "Put -m in front of the overrides"
+        raise ConfigError([
+            Fault(key=key, got="set for one run", expected="a sweep, of which it is a setting", cure=cure)
+            for key in of_sweep
+        ])  # fmt: skip
 
 
 if __name__ == "__main__":

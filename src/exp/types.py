@@ -35,6 +35,18 @@ INPUT: tuple[str, ...] = ("input",)
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
+def span_seconds(span: str) -> float:
+    """The seconds of a time such as 1h30m.
+
+    Raises: ValueError for another text.
+    """
+    found = SPAN.fullmatch(span.strip()) if span.strip() else None
+    if found is None:
+        raise ValueError(f"{span!r} is no time such as 1h30m")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+
+
 def compared_tag(monitor: str) -> str:
     """The tag whose values a monitor compares."""
     return EPOCH_LOSS if monitor == "loss/train" else monitor

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,33 +13,54 @@ import pytest
 
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
-from exp.errors import ConfigError, Fault, Interrupted, RunError
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.run_report import Report
-from exp.sweeps.sweep import Sweep, compose_sweep, sweep
+from exp.sweeps.executor import End
+from exp.sweeps.jobs import Jobs
+from exp.sweeps.sweep import compose_sweep, sweep
 
 
 class Runs:
     """Stands for training: makes the directory, and gives the seed for a loss."""
 
+    slots = 1
+
     def __init__(self):
         self.configs = []
+        self._ends = []
 
-    def __call__(self, config):
-        self.configs.append(config)
+    def start(self, work):
+        for number, config in zip(work.jobs, work.configs, strict=True):
+            self.configs.append(config)
+            try:
+                self._ends.append(End(job=number, outcome=self._trained(config)))
+            except ExpError as error:
+                self._ends.append(End(job=number, outcome=error))
+
+    def ends(self, timeout):
+        ends, self._ends = self._ends, []
+        return ends
+
+    def end(self, signum):
+        pass
+
+    def close(self):
+        pass
+
+    def _trained(self, config):
         directory = Path(config[COMPOSITION].directory)
         directory.mkdir()
         if config.seed == 66:
             raise RunError("the loss is nan at step 3\nand more")
         if config.seed == 67:
-            raise ZeroDivisionError("a bug in a layer")
+            raise RunError("ZeroDivisionError: a bug in a layer")
         if config.seed == 68:
             return Report(status="failed", directory=str(directory), error={"type": "X", "message": "told"})
         if config.seed == 99:
             raise Interrupted(signum=15, checkpoint="last.ckpt")
         if config.seed == 98:
-            raise KeyboardInterrupt
-        if config.seed == 97:
-            raise SystemExit(3)
+            signal.raise_signal(signal.SIGINT)
+            raise Interrupted(signum=signal.SIGINT, checkpoint=None)
         value = config.seed / 10
         return Report(
             status="completed",
@@ -60,7 +82,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def run_sweep(*overrides: str) -> tuple[int, Runs]:
     runs = Runs()
-    return sweep(compose_sweep(overrides), run=runs, check=valid), runs
+    return sweep(compose_sweep(overrides), executor=runs, check=valid), runs
 
 
 def sweep_directories() -> list[Path]:
@@ -98,28 +120,27 @@ def test_the_table_holds_what_differs_and_what_came_of_it():
 
 
 def test_a_failing_job_is_told_and_the_sweep_goes_on(capsys):
-    status, runs = run_sweep("seed=66,67,68,97,5")
+    status, runs = run_sweep("seed=66,67,68,99,5")
     assert status == 1
-    assert [config.seed for config in runs.configs] == [66, 67, 68, 97, 5]
+    assert [config.seed for config in runs.configs] == [66, 67, 68, 99, 5]
     table = rows()
-    assert [row["status"] for row in table] == ["failed", "failed", "failed", "failed", "completed"]
-    assert [row["error"] for row in table[:4]] == [
-        "the loss is nan at step 3", "ZeroDivisionError: a bug in a layer", "told", "SystemExit: 3",
+    assert [row["status"] for row in table] == ["failed", "failed", "failed", "interrupted", "completed"]
+    assert [row["error"] for row in table[:3]] == [
+        "the loss is nan at step 3", "ZeroDivisionError: a bug in a layer", "told",
     ]  # fmt: skip
-    captured = capsys.readouterr()
-    assert "ZeroDivisionError" in captured.err
-    assert "best       job 4" in captured.out
+    shown = capsys.readouterr().out
+    assert "job 1: ZeroDivisionError: a bug in a layer" in shown
+    assert "best       job 4" in shown
 
 
 @pytest.mark.parametrize("launcher", ["exp", "basic"])
-@pytest.mark.parametrize(("seed", "status"), [(99, 143), (98, 130)])
-def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status, launcher, capsys):
-    done, runs = run_sweep(f"seed=1,{seed},2", f"hydra/launcher={launcher}")
-    assert done == status
+def test_a_signal_ends_the_sweep_with_its_table_written(launcher, capsys):
+    done, runs = run_sweep("seed=1,98,2", f"hydra/launcher={launcher}")
+    assert done == 130
     assert len(runs.configs) == 2
     table, shown = rows(), capsys.readouterr().out
     # A launcher of Hydra's own knows alone what it has not started.
-    expected = [("1", "completed"), (str(seed), "interrupted"), ("2", "not started")]
+    expected = [("1", "completed"), ("98", "interrupted"), ("2", "not started")]
     assert [(row["seed"], row["status"]) for row in table] == expected[: 3 if launcher == "exp" else 2]
     assert [row["best loss/val"] for row in table[:3]] == ["0.1", "", ""][: len(table)]
     assert ("not started: job 2" in shown) == (launcher == "exp")
@@ -130,7 +151,7 @@ def test_an_interruption_ends_the_sweep_with_its_table_written(seed, status, lau
 def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind():
     runs = Runs()
     with pytest.raises(ConfigError) as caught:
-        sweep(compose_sweep(["seed=1,13,2", "optimizer.lr=0.1,0.2"]), run=runs, check=valid)
+        sweep(compose_sweep(["seed=1,13,2", "optimizer.lr=0.1,0.2"]), executor=runs, check=valid)
     assert runs.configs == []
     (fault,) = caught.value.faults
     assert fault.source == "jobs 2, 3, command line"
@@ -139,18 +160,18 @@ def test_every_job_is_checked_before_the_first_starts_and_nothing_stays_behind()
 
 def test_the_faults_of_different_jobs_are_told_with_their_overrides():
     with pytest.raises(ConfigError) as caught:
-        sweep(compose_sweep(["seed=1,13", "model.layers.nope.x=1,2"]), run=Runs(), check=valid)
+        sweep(compose_sweep(["seed=1,13", "model.layers.nope.x=1,2"]), executor=Runs(), check=valid)
     text = str(caught.value)
     assert "model.layers.nope.x" in text
     assert len(text.splitlines()) <= 12
     with pytest.raises(ConfigError) as caught:
-        sweep(compose_sweep(["seed=1,13"]), run=Runs(), check=valid)
+        sweep(compose_sweep(["seed=1,13"]), executor=Runs(), check=valid)
     assert "job 1 (seed=13)" in str(caught.value)
 
 
 def test_a_fault_of_the_whole_command_is_told_once_and_makes_no_directory():
     with pytest.raises(ConfigError) as caught:
-        sweep(compose_sweep(["seed=1,2", "optimzer.lr=3", "optimizer=adamw,adamm"]), run=Runs(), check=valid)
+        sweep(compose_sweep(["seed=1,2", "optimzer.lr=3", "optimizer=adamw,adamm"]), executor=Runs(), check=valid)
     assert [fault.key for fault in caught.value.faults] == ["optimzer.lr", "optimizer"]
     assert list(Path.cwd().iterdir()) == []
 
@@ -187,7 +208,7 @@ def test_a_sweep_of_one_job_and_a_swept_group_of_entries():
 
 
 def test_batches_of_the_sweeper_are_one_sweep():
-    status, runs = run_sweep("seed=1,66,3,13", "hydra.sweeper.max_batch_size=2")
+    status, runs = run_sweep("seed=1,66,3,13", "hydra/sweeper=basic", "hydra.sweeper.max_batch_size=2")
     assert status == 1
     assert [config.seed for config in runs.configs] == [1, 66, 3]
     table = rows()
@@ -197,7 +218,7 @@ def test_batches_of_the_sweeper_are_one_sweep():
 
 def test_a_sweep_kind_that_the_sweeper_does_not_know_is_a_fault():
     with pytest.raises(ConfigError, match="INTERVAL"):
-        run_sweep("optimizer.lr=interval(0,1)")
+        run_sweep("optimizer.lr=interval(0,1)", "hydra/sweeper=basic")
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -270,17 +291,24 @@ import json, sys
 from pathlib import Path
 from exp.errors import RunError
 from exp.run_report import Report
+from exp.sweeps.executor import End
 from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
-def run(config):
-    directory = Path(config._composition_.directory)
-    directory.mkdir()
-    print("RAN", config.optimizer.lr)
-    if directory.name == "1":
-        raise RunError("no")
-    return Report(status="completed", directory=str(directory), metrics={"loss/val": config.optimizer.lr})
+class Runs:
+    slots = 1
 
-print("STATUS", sweep(compose_sweep(sys.argv[1:]), run=run, check=lambda configs: [None] * len(configs)))
+    def start(self, work):
+        (config,) = work.configs
+        directory = Path(config._composition_.directory)
+        directory.mkdir()
+        print("RAN", config.optimizer.lr)
+        done = Report(status="completed", directory=str(directory), metrics={"loss/val": config.optimizer.lr})
+        self.ended = [End(job=work.jobs[0], outcome=RunError("no") if directory.name == "1" else done)]
+
+    def ends(self, timeout):
+        return self.ended
+
+print("STATUS", sweep(compose_sweep(sys.argv[1:]), executor=Runs(), check=lambda configs: [None] * len(configs)))
 """
 
 
@@ -358,9 +386,9 @@ def test_a_job_may_not_open_the_wall_that_the_command_line_did_not():
 
 def test_overrides_of_a_sweeper_that_name_security_are_refused_where_they_were_not_typed(tmp_path):
     master = composition_of(["seed=0,1", "security.allow=[json]"], multirun=True)
-    jobs = Sweep(master=master, directory=tmp_path / "sweep", run=Runs(), check=valid)
+    jobs = Jobs(master=master, directory=tmp_path / "sweep", check=valid)
     values = ("[json]", "[subprocess]", "[json,os]")
-    right, *wrong = jobs.composed([["seed=0", f"security.allow={value}"] for value in values], first=0)
+    right, *wrong = [jobs.composed(0, ["seed=0", f"security.allow={value}"]) for value in values]
     assert right.error is None
     assert [job.error.faults[0].key for job in wrong] == ["security.allow"] * 2
     assert "os" in str(wrong[1].error)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError, exit_status
 
@@ -82,25 +82,10 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from hydra.errors import HydraException
 
-    from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
-    from exp.sweeps.job import JobProcesses
-    from exp.sweeps.sweep import Sweep, compose_sweep, job_faults
+    from exp.config.hydra_adapter import fault_of, run_sweeper
+    from exp.sweeps.job import InTurn, JobProcesses
+    from exp.sweeps.sweep import Sweep, compose_sweep
     from exp.train import fit, validate
-
-    class Checked(Sweep):
-        """Composes and checks its jobs, and reports each as done with the value 0."""
-
-        count = 0
-
-        def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Any]:
-            jobs = self.composed(batch, first=first)
-            if any(job.error for job in jobs):
-                raise ConfigError(job_faults(jobs))
-            self.count += len(jobs)
-            return [
-                job_return(overrides=job.overrides, config=job.config, directory=str(self.directory), value=0.0)
-                for job in jobs
-            ]
 
     # The command line's own launcher would start the jobs.
     overrides = [text for text in arguments.overrides if not text.lstrip("+").startswith("hydra/launcher=")]
@@ -112,11 +97,12 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     )
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
-    jobs = Checked(
+    jobs = Sweep(
         master=master,
         directory=Path.cwd() / "check",
-        run=processes,
+        executor=InTurn(processes),
         check=processes.check,
+        is_dry=True,
         everything=arguments.all,
     )
     # Hydra would compose every job by itself first, and stop at the first fault.
@@ -131,7 +117,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         raise RunError(
             f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a directory for small files"
         ) from error
-    return jobs.count
+    return len(jobs.planned)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from exp.config.reading import is_node
 from exp.files import can_be_a_path
-from exp.types import SPAN, Pruner, SampleDtype, Sampler, Stage
+from exp.types import SPAN, Mode, Pruner, SampleDtype, Sampler, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 
@@ -169,11 +169,14 @@ SCHEMA: dict[str, Any] = {
         "jobs": Literal["auto"] | Processes,
         "devices_per_job": Literal["auto"] | Count | Annotated[float, Interval(gt=0, lt=1)],
         "stack": Literal["auto"] | bool,
+        "when": dict[str, dict[str, Any]],
+        "monitor": dict[str, Mode] | None,
         "repeat_over": Text | None,
         "storage": Text | None,
         "resume": Text | None,
+        "retry_failed": bool,
         "dry_run": bool,
-        "trial": Index | None,
+        "trial": dict[str, Any] | None,
     },
     "security": {"allow": list[Text]},
     "launch": {

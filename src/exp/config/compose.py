@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
@@ -104,6 +106,19 @@ def expanded(
     for line in changes.lines(run):
         print(line, file=sys.stderr)
     return [*overrides[: len(overrides) - len(now)], *changes.overrides(), *now]
+
+
+def with_values(composition: Composition, changed: Sequence[Override], *, overrides: Sequence[str]) -> Composition:
+    """The composition of the same overrides but for some plain values, without composing again.
+
+    changed: the overrides with other values; each sets a key that the composition has set. overrides: all of them.
+    """
+    config = copy.deepcopy(composition.config)
+    for override in changed:
+        composition.loader.apply(override, config)
+    texts = [text for text in overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    config.hydra.overrides.task = list(map(literal, texts))
+    return replace(composition, config=config, overrides=tuple(overrides))
 
 
 @secrets_kept()

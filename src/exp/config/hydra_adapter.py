@@ -13,7 +13,6 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 import re
 import traceback
 import warnings
@@ -36,7 +35,7 @@ from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, OverrideType, RangeSweep
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException, MissingConfigException
@@ -56,6 +55,7 @@ from exp.spelling import among, did_you_mean, is_slip
 HYDRA_VERSION = hydra.__version__
 VERSION_BASE = "1.3"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+OUR_SWEEPER = "hydra_plugins.exp.sweeper.ExpSweeper"
 # What Hydra and OmegaConf raise on a faulty config or override, by intent, or out of an assert or a conversion.
 HYDRA_ERRORS = (
     HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
@@ -585,29 +585,13 @@ def run_sweeper(config: DictConfig, loader: Loader, task: Any, *, directory: Pat
         sweeper.sweep(arguments=task_overrides(config))
 
 
-def values_by_key(config: DictConfig, loader: Loader) -> dict[str, int] | None:
-    """How many values Hydra's own sweeper will combine of each key, none of them made; None of another sweeper."""
+def swept_texts(config: DictConfig) -> list[str] | None:
+    """The overrides that Hydra's own sweeper or exp's will combine; None of another one, which may have others."""
     sweeper = config.hydra.sweeper
-    if sweeper._target_ != BASIC_SWEEPER:
+    if sweeper._target_ not in (BASIC_SWEEPER, OUR_SWEEPER):
         return None
     params = sweeper.params if "params" in sweeper and sweeper.params is not None else {}
-    texts = [*(f"{key}={params[key]}" for key in params), *task_overrides(config)]
-    lines = [line for line in map(parse_override, texts) if line.is_sweep_override()]
-    return {line.get_key_element(): _count_of_values(line, loader) for line in lines}
-
-
-def _count_of_values(line: Override, loader: Loader) -> int:
-    value = line.value()
-    if isinstance(value, RangeSweep):
-        numbers = value.range()
-        if isinstance(numbers, range):
-            return len(numbers)
-        return max(0, math.ceil((float(numbers.stop) - float(numbers.start)) / float(numbers.step)))
-    if isinstance(value, Glob):
-        return len(value.filter(loader.options(line.key_or_group)))
-    if isinstance(value, ChoiceSweep):
-        return len(value.list)
-    return 1  # an interval, which the sweeper refuses in words of its own
+    return [*(f"{key}={params[key]}" for key in params), *task_overrides(config)]
 
 
 def task_overrides(config: DictConfig) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from exp.errors import ConfigError, Fault
-from exp.types import SPAN
+from exp.types import span_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,11 @@ def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float
         elif isinstance(max_time, Mapping):
             time = timedelta(**max_time)
         elif isinstance(max_time, str):
-            found = SPAN.fullmatch(max_time.strip()) if max_time else None
-            parts = [part or 0 for part in found.groups()] if found else max_time.strip().split(":")
-            days, hours, minutes, seconds = map(int, parts)
-            time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            if ":" in max_time:
+                days, hours, minutes, seconds = map(int, max_time.strip().split(":"))
+                time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            else:
+                time = timedelta(seconds=span_seconds(max_time))
         elif isinstance(max_time, bool):
             raise TypeError("a truth value is no time")
         else:

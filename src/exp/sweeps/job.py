@@ -125,10 +125,24 @@ def _ended(how: str) -> ConfigError:
     return ConfigError([fault])
 
 
+def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report:
+    """Run a job, or go on with it where a sweep that was broken off had begun it."""
+    directory = Path(config[COMPOSITION].directory)
+    if (directory / "config.yaml").is_file():
+        from exp.check.starting_point import newest_of
+        from exp.run import go_on
+
+        if newest_of(directory).path is not None:
+            return go_on(directory)
+    # Nothing that a run could go on from: it begins anew.
+    shutil.rmtree(directory, ignore_errors=True)
+    return fit(config)
+
+
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
     """What came of one job, in its process. What ended it is given back, for the sweep to tell."""
     try:
-        return fit(config)
+        return run_job(fit, config)
     except ExpError as error:
         error.__cause__ = error.__context__ = None
         return error

@@ -1,62 +1,129 @@
-"""A sweep, `python -m exp.train -m ...`: its jobs, all checked before the first starts, then run one after another."""
+"""A sweep, `python -m exp.train -m ...`: its jobs, all checked before the first starts, and run several at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import platform
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf, open_dict
 
-from exp.check.stages import config_faults, early_faults, refuse_early
-from exp.config.compose import Composition, composition_of, job_config
+from exp.check.stages import config_faults, early_faults
+from exp.config.compose import Composition, composition_of
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
-from exp.config.hydra_adapter import (
-    fault_of,
-    hydra_config,
-    job_return,
-    parse_override,
-    run_sweeper,
-    task_overrides,
-    values_by_key,
-)
+from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
-from exp.files import write_whole
+from exp.files import holding, write_whole
+from exp.launch.supervision import collected_signals
 from exp.secrets import redacted
+from exp.sweeps.executor import End, Executor, Work
+from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
+from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, found_sweep, identity_of, wait_for_dead
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
+from exp.sweeps.search import DEFAULT_TRIALS, JOURNAL, Search
+from exp.sweeps.space import Combination, Space, sizes, space_of
+from exp.types import Mode, Sampler, span_seconds
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from exp.run_report import Report
 
-MAX_FAULTS = 30
 MAX_JOBS = 10_000
 ROW_FILES = ".row.*.json"
-OUR_LAUNCHER = "hydra_plugins.exp.launcher.ExpLauncher"
-# Of the configs of several jobs, the faults of each; None where there is none.
-Check = Callable[[Sequence[DictConfig]], Sequence[ConfigError | None]]
+# Of launchers whose jobs an Executor of exp runs.
+OUR_LAUNCHERS = "hydra_plugins.exp."
+# Who ended and need not be run again.
+FINISHED = ("completed", "pruned")
+WAIT_SECONDS = 0.5
+# The table of more jobs than these is written so often at most.
+TABLE_SECONDS, TABLE_ROWS = 2.0, 50
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One job of a batch. error: why it cannot be run; None where config can."""
+class Queue(Protocol):
+    """The jobs that are still to come, and who waits for their ends."""
 
-    number: int
-    overrides: tuple[str, ...]
-    config: DictConfig | None
-    error: ConfigError | None
+    def next(self) -> Job | None:
+        """A job to start now; None where there is none, or none yet."""
+        ...
+
+    def end(self, row: Row) -> None:
+        """Hear how a job has ended."""
+        ...
+
+    def rest(self) -> Sequence[Job]:
+        """The known jobs that were not started."""
+        ...
+
+
+class Listed:
+    """Jobs that are all known."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = deque(jobs)
+
+    def next(self) -> Job | None:
+        return self._jobs.popleft() if self._jobs else None
+
+    def end(self, row: Row) -> None:
+        """Nothing follows from it."""
+
+    def rest(self) -> Sequence[Job]:
+        return list(self._jobs)
+
+
+class Searched:
+    """Jobs that a search proposes, one a trial, or several that repeat it with other values of one key.
+
+    make: a job of a number, a trial and the values of its axes. repeats: the values of the key, the key's name.
+    """
+
+    def __init__(
+        self, search: Search, *, make: Callable[[int, int, Combination], Job], repeats: Sequence[Combination]
+    ) -> None:
+        self._search, self._make, self._repeats = search, make, repeats
+        self._waiting: deque[Job] = deque()
+        self._rows: dict[int, list[Row]] = {}
+
+    def next(self) -> Job | None:
+        if not self._waiting:
+            proposal = self._search.ask()
+            if proposal is None:
+                return None
+            self._rows[proposal.number] = []
+            for place, repeat in enumerate(self._repeats):
+                number = proposal.number * len(self._repeats) + place
+                self._waiting.append(self._make(number, proposal.number, {**proposal.values, **repeat}))
+        return self._waiting.popleft()
+
+    def end(self, row: Row) -> None:
+        trial = row.job // len(self._repeats)
+        self._rows[trial].append(row)
+        if len(self._rows[trial]) == len(self._repeats):
+            rows = self._rows.pop(trial)
+            values = [_mean(_objective(row, tag) for row in rows) for tag in self._search.objectives]
+            statuses = {row.status for row in rows}
+            if statuses == {"completed"} and all(map(math.isfinite, values)):
+                self._search.tell(trial, "completed", values)
+            elif "interrupted" not in statuses:  # that one goes on another time
+                self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
+
+    def rest(self) -> Sequence[Job]:
+        return list(self._waiting)
 
 
 class Sweep:
@@ -64,7 +131,8 @@ class Sweep:
 
     Plain data, so that a launcher of other processes can carry it.
 
-    run: what runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
+    executor: runs the jobs. check: the faults of each of several configs.
+    is_dry: list and check the jobs, run none; `planned` has them.
     everything: where a job has faults that need no torch, look for the others, too.
     """
 
@@ -73,51 +141,344 @@ class Sweep:
         *,
         master: Composition,
         directory: Path,
-        run: Callable[[DictConfig], Report],
+        executor: Executor,
         check: Check,
+        is_dry: bool = False,
         everything: bool = False,
     ) -> None:
-        self.directory, self.run, self.check, self.everything = directory, run, check, everything
-        self.config_dir, self.config_name = master.config_dir, master.config_name
-        self.hydra_overrides = unresolved(master.config.hydra.overrides.hydra)
-        fixed = [parse_override(text) for text in task_overrides(master.config)]
-        fixed = [line for line in fixed if not line.is_sweep_override()]
-        self.fixed = {line.get_key_element() for line in fixed}
-        self.typed_security = [_setting(line) for line in fixed if _is_security(line)]
+        self.directory, self.executor, self.is_dry = directory, executor, is_dry
+        self.jobs = Jobs(master=master, directory=directory, check=check, everything=everything)
         self.monitor, self.mode = master.config.monitor, master.config.mode
-        self.repeat_over: str | None = master.config.sweep.repeat_over
-        self.rows: list[Row] = []
+        self.settings: dict[str, Any] = OmegaConf.to_container(master.config.sweep, resolve=True)  # type: ignore[assignment]
+        self.seed = int(master.config.seed)
+        self.launcher = str(master.config.hydra.launcher._target_)
+        self.rows: dict[int, Row] = {}
+        self.planned: list[Job] = []
+        self._space = space_of(master.config, master.loader, seed=self.seed)
+        typed = task_overrides(master.config)
+        self._typed = [text for text in typed if not text.startswith(("sweep.resume=", "sweep.retry_failed="))]
+        self._ledger = Ledger(directory)
+        self._taken: set[Path] = set()
         self._home = _process()
+        self._written = -math.inf
 
     @property
-    def has_failures(self) -> bool:
-        return any(row.status != "completed" for row in self.rows)
+    def is_whole(self) -> bool:
+        """Whether all ended well."""
+        return all(row.status in FINISHED for row in self.rows.values())
+
+    # --- which jobs ---
+
+    def go_over_space(self, launcher: Launcher) -> None:
+        """Run what the overrides ask for: a grid, or a search. launcher: Hydra's, where another one runs the jobs.
+
+        Raises: ConfigError before the first job of the sweep where any has a fault; Interrupted.
+        """
+        if self.is_search:
+            self._search(launcher)
+        else:
+            combinations = [self._space.overrides(values) for values in self._space.grid()]
+            if self.launcher.startswith(OUR_LAUNCHERS):
+                self._run_all(combinations, first=0)
+            else:
+                launcher.launch(combinations, initial_job_idx=0)
 
     def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[JobReturn]:
-        """Runs a batch of jobs, numbered from `first`.
+        """Run a batch of jobs of another sweeper, numbered from `first`.
 
         Returns: Hydra's JobReturn of each: its monitored value, nan where it failed.
         Raises: ConfigError before the first job of the sweep where any has a fault; Interrupted.
         """
-        jobs = self.composed(batch, first=first)
-        if not self.rows and any(job.error for job in jobs):
-            raise ConfigError(job_faults(jobs))
+        jobs = self._run_all(batch, first=first)
         results = []
         for job in jobs:
-            shown = " ".join(f"{key}={value}" for key, value in self._swept(job.overrides).items())
-            print(f"\njob {job.number} ({job.number - first + 1} of {len(jobs)})  {shown}".rstrip(), flush=True)
-            try:
-                row = self._run(job)
-            except (Interrupted, KeyboardInterrupt):
-                self._leave_out(jobs[job.number - first + 1 :])
-                raise
-            directory = str(self.directory / row.directory)
-            results.append(job_return(overrides=job.overrides, config=job.config, directory=directory, value=row.value))
+            row = self.rows.get(job.number)
+            value, directory = (0.0, "") if row is None else (row.value, str(self.directory / row.directory))
+            results.append(job_return(overrides=job.overrides, config=job.config, directory=directory, value=value))
         return results
 
-    def composed(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Job]:
-        """The jobs of a batch, numbered from `first`, each composed and checked, none started."""
-        return self._checked([self._composed(first + count, overrides) for count, overrides in enumerate(batch)])
+    @property
+    def is_search(self) -> bool:
+        """Whether values are drawn, and not combined."""
+        sampler = self.settings["sampler"]
+        return sampler != "grid" and (sampler != "auto" or self._space.has_intervals)
+
+    def _run_all(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Job]:
+        jobs = [self._known(self.jobs.composed(first + place, overrides)) for place, overrides in enumerate(batch)]
+        # What needs torch is looked at when the sweep might start.
+        if self.rows or self.jobs.everything or not any(job.error for job in jobs):
+            jobs = self.jobs.checked(jobs)
+        if not self.rows and any(job.error for job in jobs):
+            raise ConfigError(job_faults(jobs))
+        self.planned += jobs
+        if not self.is_dry:
+            self._work_off(Listed(jobs))
+        return jobs
+
+    def _search(self, launcher: Launcher) -> None:
+        """Draw the jobs, each when it can be run."""
+        settings = self.settings
+        over = settings["repeat_over"]
+        repeated = [axis for axis in self._space.axes if axis.name == over]
+        drawn = replace(self._space, axes=tuple(axis for axis in self._space.axes if axis not in repeated))
+        repeats = [{axis.key: text} for axis in repeated for text in axis.texts] or [{}]
+        self._refuse_drawing(drawn)
+        corners = [
+            self.jobs.composed(place, self._space.overrides(values))
+            for place, values in enumerate(_corners(self._space))
+        ]
+        if not any(job.error for job in corners):
+            corners = self.jobs.checked(corners)
+        if any(job.error for job in corners):
+            raise ConfigError(job_faults(corners))
+        if self.is_dry:
+            self.planned = corners
+            return
+        sampler: Sampler = "tpe" if settings["sampler"] == "auto" else settings["sampler"]
+        slots = self.executor.slots
+        search = Search(
+            drawn,
+            sampler=sampler,
+            trials=settings["trials"] or DEFAULT_TRIALS,
+            seed=self.seed,
+            width=self._kept("width", 1 if slots == 1 else 2 * slots),
+            objectives=self._objectives(),
+            directory=self.directory,
+            storage=settings["storage"],
+        )
+
+        def make(number: int, trial: int, values: Combination) -> Job:
+            job = self.jobs.composed(number, self._space.overrides(values))
+            if job.config is not None:
+                sweep = os.path.relpath(self.directory, job.config[COMPOSITION].directory)
+                with open_dict(job.config):
+                    job.config.sweep.trial = {"number": trial, "sweep": sweep}
+                (job,) = self.jobs.checked([job])
+            return self._known(job)
+
+        queue = Searched(search, make=make, repeats=repeats)
+        if self.launcher.startswith(OUR_LAUNCHERS):
+            self._work_off(queue)
+            return
+        while batch := list(iter(queue.next, None)):
+            launcher.launch([job.overrides for job in batch], initial_job_idx=batch[0].number)
+            self.collect()
+            for job in batch:
+                queue.end(self.rows[job.number])
+
+    def _refuse_drawing(self, drawn: Space) -> None:
+        settings, faults = self.settings, []
+        if settings["repeat_over"] is not None and len(drawn.axes) == len(self._space.axes):
+            got, expected = f"{settings['repeat_over']}, which is not swept", "a swept key, such as seed=0,1,2"
+            faults.append(Fault(key="sweep.repeat_over", got=got, expected=expected))
+        if any(axis.is_interval and axis not in drawn.axes for axis in self._space.axes):
+            faults.append(Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2"))
+        if settings["pruner"] != "none" and settings["repeat_over"] is not None:
+            got, expected = f"{settings['pruner']} beside sweep.repeat_over", "one of the two: a mean has no steps"
+            faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
+        if settings["pruner"] != "none" and len(self._objectives()) > 1:
+            got, expected = f"{settings['pruner']} beside several tags in sweep.monitor", "one tag to compare"
+            faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
+        if faults:
+            raise ConfigError(faults)
+
+    def _objectives(self) -> Mapping[str, Mode]:
+        """What the search looks for, by tag."""
+        if self.settings["monitor"] is not None:
+            return dict(self.settings["monitor"])
+        if self.monitor is None:
+            cure = "Write monitor=loss/val"
+            raise ConfigError([Fault(key="monitor", got="null", expected="the tag that a search compares", cure=cure)])
+        return {self.monitor: self.mode}
+
+    # --- what is known of them ---
+
+    def begin(self) -> None:
+        """Keep in the sweep's directory what it was started with; of one that is gone on with, hold it against that.
+
+        Raises: ConfigError where a search is gone on with by another one.
+        """
+        before, search = self._ledger.settings(), None
+        if self.is_search:
+            search = {name: self.settings[name] for name in ("sampler", "repeat_over")}
+            search |= {"axes": [repr(axis) for axis in self._space.axes], "seed": self.seed}
+        if before is not None:
+            if (before["search"] is None) != (search is None):
+                got = f"{'a search' if self.is_search else 'a grid'}, where a sweep of the other kind was"
+                raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
+            other = [key for key, value in (search or {}).items() if before["search"][key] != value]
+            if other:
+                got = f"another {other[0]} than {self.directory} was begun with: {' '.join(before['overrides'])}"
+                expected = "the same search, of more trials if you like"
+                raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
+            search = None if search is None else {**before["search"], **search}
+        self._ledger.keep_settings({"overrides": self._typed, "search": search})
+
+    def _kept(self, key: str, value: Any) -> Any:
+        """A value of the search that stays what it was when the search was begun, whatever machine goes on with it."""
+        settings = dict(self._ledger.settings() or {"search": {}})
+        if key not in settings["search"]:
+            settings["search"][key] = value
+            self._ledger.keep_settings(settings)
+        return settings["search"][key]
+
+    def _known(self, job: Job) -> Job:
+        """The job, under the number and in the directory that it has from an earlier sweep of this directory."""
+        if job.config is None or not self._ledger.has_jobs:
+            return job
+        entry = self._ledger.claimed(identity_of(job.config))
+        if entry is None:
+            if self.is_search:
+                return job
+            return self.jobs.composed(self._ledger.next_number(), job.overrides)
+        job.config[COMPOSITION].directory = str(self.directory / entry.directory)
+        return replace(job, number=entry.job, is_known=True)
+
+    def _ended_before(self, job: Job) -> Row | None:
+        """The row of a job that an earlier sweep of this directory has finished."""
+        from exp.run_report import find_report
+
+        if not job.is_known or job.config is None:
+            return None
+        directory = Path(job.config[COMPOSITION].directory)
+        if not (directory / "config.yaml").is_file():
+            return None
+        wait_for_dead(directory)
+        report = find_report(directory)
+        if report is None or report.status == "interrupted":
+            return None
+        if report.status == "failed" and self.settings["retry_failed"]:
+            return None
+        return self._finished(job, report, seconds=report.wall_seconds)
+
+    # --- running them ---
+
+    def _work_off(self, queue: Queue) -> None:
+        """Start jobs as places come free, until none is left or the sweep is to end.
+
+        Raises: Interrupted behind a signal, when the running jobs have ended.
+        """
+        executor, begun = self.executor, time.monotonic()
+        running: dict[int, tuple[Job, float]] = {}
+        with collected_signals() as received:
+            passed_on = 0
+            while True:
+                while not received and len(running) < executor.slots and self._goes_on(begun):
+                    job = queue.next()
+                    if job is None:
+                        break
+                    started = time.perf_counter()
+                    row = self._start(job)
+                    if row is None:
+                        running[job.number] = (job, started)
+                    else:
+                        self._record(row)
+                        queue.end(row)
+                if not running:
+                    break
+                for end in executor.ends(WAIT_SECONDS):
+                    job, started = running.pop(end.job)
+                    row = self._row_of(job, end, seconds=time.perf_counter() - started)
+                    self._record(row)
+                    queue.end(row)
+                if len(received) > passed_on:
+                    passed_on = len(received)
+                    executor.end(received[-1])
+        for job in queue.rest():
+            self._record(replace(self._row(job, status=NOT_STARTED), directory=""))
+        self._write()
+        if received:
+            raise Interrupted(signum=received[0], checkpoint=None)
+
+    def _goes_on(self, begun: float) -> bool:
+        """Whether more jobs are started."""
+        failures, timeout = self.settings["max_failures"], self.settings["timeout"]
+        if failures is not None and sum(row.status == "failed" for row in self.rows.values()) >= failures:
+            return False
+        seconds = math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
+        return time.monotonic() - begun < seconds
+
+    def _start(self, job: Job) -> Row | None:
+        """Start a job; its row, where there is nothing to start."""
+        if job.config is None:
+            assert job.error is not None
+            print(redacted(str(job.error)), flush=True)
+            return replace(self._row(job, status="failed"), error=_first_line(job.error))
+        before = self._ended_before(job)
+        if before is not None:
+            return before
+        if not job.is_known:
+            self._move_aside(job.config)
+            self._ledger.write([Entry(job=job.number, identity=identity_of(job.config), directory=self._shown(job))])
+        self.executor.start(Work(jobs=(job.number,), configs=(job.config,)))
+        return None
+
+    def _move_aside(self, config: DictConfig) -> None:
+        """Give a new job another directory where hydra.sweep.subdir gives it that of a job before."""
+        wanted = Path(config[COMPOSITION].directory)
+        names = itertools.chain([wanted.name], (f"{wanted.name}-{count}" for count in itertools.count(2)))
+        free = next(path for path in map(wanted.with_name, names) if path not in self._taken and not path.exists())
+        self._taken.add(free)
+        config[COMPOSITION].directory = str(free)
+
+    def _row_of(self, job: Job, end: End, *, seconds: float) -> Row:
+        error = end.outcome
+        if not isinstance(error, ExpError):
+            return self._finished(job, error, seconds=seconds)
+        if not isinstance(error, Interrupted):
+            print(redacted(f"job {job.number}: {error}"), flush=True)
+        status = "interrupted" if isinstance(error, Interrupted) else "failed"
+        return replace(self._row(job, status=status), error=_first_line(error), seconds=seconds)
+
+    def _row(self, job: Job, *, status: str) -> Row:
+        """The row of a job without a result."""
+        monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
+        return Row(
+            job=job.number,
+            swept=job.swept,
+            status=status,
+            value=math.nan,
+            monitor=monitor,
+            mode=mode,
+            directory=self._shown(job),
+        )
+
+    def _finished(self, job: Job, report: Report, *, seconds: float) -> Row:
+        error = report.error["message"].strip().splitlines() if report.error else []
+        return replace(
+            self._row(job, status=report.status),
+            value=report.monitored if report.status in FINISHED else math.nan,
+            step=None if report.best is None else report.best["step"],
+            metrics=report.metrics,
+            peak_memory_mib=report.peak_memory_mib,
+            directory=os.path.relpath(report.directory, self.directory),
+            error=error[0] if error else "",
+            seconds=seconds,
+        )
+
+    def _record(self, row: Row) -> None:
+        if _process() != self._home:
+            # A launcher's copy of this sweep in a process of its own, whose rows nobody sees.
+            write_whole(self.directory / ROW_FILES.replace("*", str(row.job)), json.dumps(asdict(row)))
+            return
+        self.rows[row.job] = row
+        if time.monotonic() - self._written > TABLE_SECONDS or len(self.rows) < TABLE_ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        if self.rows:
+            write_table(self.directory, self.sorted_rows, repeat_over=self.settings["repeat_over"])
+
+    @property
+    def sorted_rows(self) -> list[Row]:
+        return [self.rows[number] for number in sorted(self.rows)]
+
+    def _shown(self, job: Job) -> str:
+        """The job's directory as the table shows it: relative to the sweep's."""
+        return "" if job.config is None else os.path.relpath(job.config[COMPOSITION].directory, self.directory)
+
+    # --- the jobs of a launcher that is not ours ---
 
     def __call__(self, config: DictConfig) -> float:
         """One job of a launcher that is not ours, such as joblib's, which has made the directory already.
@@ -131,165 +492,57 @@ class Sweep:
         directory = Path(hydra.runtime.output_dir)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-        (job,) = self._checked([self._composed(hydra.job.num, unresolved(hydra.overrides.task))])
+        overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+        assert isinstance(overrides, list)
+        (job,) = self.jobs.checked([self.jobs.composed(hydra.job.num, overrides)])
         if job.config is not None:
             job.config[COMPOSITION].directory = str(directory)
         try:
-            return self._run(job).value
+            self._work_off(Listed([job]))
         except Interrupted as error:
             # A launcher takes any Exception for a job that failed, and starts the next one.
             raise KeyboardInterrupt from error
+        return self.rows[job.number].value if job.number in self.rows else math.nan
 
     def collect(self) -> None:
-        """Takes in the rows of jobs that ran in other processes, and writes the table."""
+        """Take in the rows of jobs that ran in other processes, and write the table."""
         files = [*self.directory.glob(ROW_FILES)]
-        if not files:
-            return
-        self.rows += [Row(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
-        self.rows.sort(key=lambda row: row.job)
-        write_table(self.directory, self.rows, repeat_over=self.repeat_over)
+        for file in files:
+            row = Row(**json.loads(file.read_text(encoding="utf-8")))
+            self.rows[row.job] = row
+        self._write()
         for file in files:
             file.unlink()
 
-    def _composed(self, number: int, overrides: Sequence[str]) -> Job:
-        try:
-            self._refuse_security(overrides)
-            composition = composition_of(
-                [*self.hydra_overrides, *overrides],
-                config_dir=self.config_dir,
-                config_name=self.config_name,
-                check=config_faults if self.everything else early_faults,
-            )
-            config = job_config(composition, job=number, sweep=str(self.directory))
-            if not self.everything:
-                refuse_early(config)
-        except ConfigError as error:
-            return Job(number=number, overrides=tuple(overrides), config=None, error=error)
-        return Job(number=number, overrides=tuple(overrides), config=config, error=None)
 
-    def _checked(self, jobs: Sequence[Job]) -> list[Job]:
-        """The same jobs; those with a fault have it in the place of a config."""
-        configs = {job.number: job.config for job in jobs if job.config is not None}
-        if len(configs) < len(jobs) and not self.rows and not self.everything:
-            return list(jobs)  # the sweep does not start, and what needs torch is looked at when it might
-        errors = dict(zip(configs, self.check(list(configs.values())), strict=True))
-        found = ((job, errors.get(job.number)) for job in jobs)
-        return [job if error is None else replace(job, config=None, error=error) for job, error in found]
-
-    def _refuse_security(self, overrides: Sequence[str]) -> None:
-        """Rejects security keys in a job that were not typed: a sweeper may have read them in a file."""
-        for line in map(parse_override, overrides):
-            if _is_security(line) and _setting(line) not in self.typed_security:
-                key, value = _setting(line)
-                cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-                fault = Fault(key=key, got=f"{value} in a job", expected="one value for the whole sweep", cure=cure)
-                raise ConfigError([fault])
-
-    def _run(self, job: Job) -> Row:
-        started = time.perf_counter()
-        row = self._row(job, status="failed")
-        try:
-            row = self._finished(row, self._report(job))
-        except (Interrupted, KeyboardInterrupt) as error:
-            self._record(replace(row, status="interrupted", error=_first_line(error)), started)
-            raise
-        except ExpError as error:
-            print(redacted(str(error)), flush=True)
-            row = replace(row, error=_first_line(error))
-        except (Exception, SystemExit) as error:
-            # A bug in one job, or in a user's own layer, must not cost the other jobs.
-            print(redacted(traceback.format_exc()), file=sys.stderr)
-            row = replace(row, error=f"{type(error).__name__}: {_first_line(error)}")
-        return self._record(row, started)
-
-    def _row(self, job: Job, *, status: str) -> Row:
-        """The row of a job without a result."""
-        monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
-        return Row(
-            job=job.number,
-            swept=self._swept(job.overrides),
-            status=status,
-            value=math.nan,
-            monitor=monitor,
-            mode=mode,
-            directory=self._shown(job),
-        )
-
-    def _leave_out(self, jobs: Sequence[Job]) -> None:
-        """The jobs that an interruption left: rows without a directory, which was never made."""
-        if jobs:
-            self.rows += [replace(self._row(job, status=NOT_STARTED), directory="") for job in jobs]
-            write_table(self.directory, self.rows, repeat_over=self.repeat_over)
-
-    def _report(self, job: Job) -> Report:
-        if job.config is None:
-            raise job.error or AssertionError("a job has a config or an error")
-        return self.run(job.config)
-
-    def _finished(self, row: Row, report: Report) -> Row:
-        error = report.error["message"].strip().splitlines() if report.error else []
-        return replace(
-            row,
-            status=report.status,
-            value=report.monitored if report.status == "completed" else math.nan,
-            step=None if report.best is None else report.best["step"],
-            metrics=report.metrics,
-            peak_memory_mib=report.peak_memory_mib,
-            directory=os.path.relpath(report.directory, self.directory),
-            error=error[0] if error else "",
-        )
-
-    def _record(self, row: Row, started: float) -> Row:
-        row = replace(row, seconds=time.perf_counter() - started)
-        if _process() == self._home:
-            self.rows.append(row)
-            write_table(self.directory, self.rows, repeat_over=self.repeat_over)
-        else:
-            # A launcher's copy of this sweep in a process of its own, whose rows nobody sees.
-            write_whole(self.directory / ROW_FILES.replace("*", str(row.job)), json.dumps(asdict(row)))
-        return row
-
-    def _swept(self, overrides: Sequence[str]) -> dict[str, str]:
-        parsed = [(parse_override(text), text) for text in overrides]
-        swept = [(line, text) for line, text in parsed if line.get_key_element() not in self.fixed]
-        return {line.key_or_group: text.partition("=")[2] for line, text in swept}
-
-    def _shown(self, job: Job) -> str:
-        """The job's directory as the table shows it: relative to the sweep's."""
-        return "" if job.config is None else os.path.relpath(job.config[COMPOSITION].directory, self.directory)
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found)
 
 
-def unresolved(overrides: object) -> list[str]:
-    """Overrides as they were typed, interpolations in them left alone."""
-    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
+def _objective(row: Row, tag: str) -> float:
+    """The value of a tag that a search compares: the best of the monitored one, the last of any other."""
+    if tag == row.monitor:
+        return row.value
+    return float(row.metrics[tag]) if tag in row.metrics else math.nan
 
 
-def job_faults(jobs: Sequence[Job]) -> list[Fault]:
-    """The faults of all jobs, one that several share told once, with the numbers of those jobs."""
-    where: dict[Fault, list[int]] = {}
-    for job in jobs:
-        for fault in job.error.faults if job.error else ():
-            where.setdefault(fault, []).append(job.number)
-    faults = []
-    for fault, numbers in where.items():
-        many = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
-        label = "every job" if len(numbers) == len(jobs) > 1 else many if len(numbers) > 1 else f"job {numbers[0]}"
-        if len(numbers) == 1:
-            overrides = next(job.overrides for job in jobs if job.number == numbers[0])
-            label += f" ({' '.join(overrides)})"
-        faults.append(replace(fault, source=f"{label}, {fault.source}" if fault.source else label))
-    if len(faults) > MAX_FAULTS:
-        rest = len(faults) - MAX_FAULTS
-        faults = [*faults[:MAX_FAULTS], Fault(key="sweep", got=f"{rest} more faults", expected="none")]
-    return faults
-
-
-def _is_security(line: Override) -> bool:
-    return line.key_or_group.partition(".")[0] == "security"
-
-
-def _setting(line: Override) -> tuple[str, str]:
-    return line.key_or_group, "nothing" if line.is_delete() else str(line.value())
+def _corners(space: Space) -> list[Combination]:
+    """Combinations in which every value of every list, and both ends of every interval, are there once at least."""
+    found: list[Combination] = []
+    for varied in space.axes:
+        for text in varied.ends():
+            values: dict[str, str] = {}
+            for axis in space.by_condition():
+                if axis is varied:
+                    values[axis.key] = text
+                elif space.is_there(axis, values):
+                    # What the varied axis needs beside it.
+                    needed = (varied.when or {}).get(axis.name, ())
+                    values[axis.key] = next((one for one in axis.ends() if one in needed), axis.ends()[0])
+            if values not in found:
+                found.append(values)
+    return found
 
 
 def _process() -> tuple[str, int]:
@@ -306,15 +559,17 @@ def _first_line(error: BaseException) -> str:
 
 def refuse_size(master: Composition) -> None:
     """Reject a sweep without a job, and one of more jobs than anybody waits for, before they are listed."""
-    counts = values_by_key(master.config, master.loader)
+    counts = sizes(master.config, master.loader)
     if counts is None:
         return
     faults = [_no_job(key) for key, count in counts.items() if count == 0]
     jobs = math.prod(counts.values())
-    if jobs > MAX_JOBS:
+    if jobs > MAX_JOBS and master.config.sweep.sampler in ("auto", "grid"):
         key = max(counts, key=lambda key: counts[key])
         got = f"{counts[key]:,} values, which makes {jobs:,} jobs"
-        cure = "Take fewer values, or make several sweeps of it; to draw from many is for a sweeper of another kind"
+        cure = (
+            "Take fewer values, make several sweeps of it, or draw some of them: sweep.sampler=random sweep.trials=100"
+        )
         faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", cure=cure))
     if faults:
         raise ConfigError(faults)
@@ -338,28 +593,36 @@ def compose_sweep(
     check = config_faults if everything else early_faults
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
     refuse_size(master)
+    lines = map(parse_override, filter(is_of_sweep, task_overrides(master.config)))
+    several = [line.key_or_group for line in lines if line.is_sweep_override()]
+    if several:
+        raise ConfigError([Fault(key=key, got="several values", expected="one for the whole sweep") for key in several])
     return master
 
 
-def sweep(master: Composition, *, run: Callable[[DictConfig], Report], check: Check) -> int:
-    """Runs every job that the sweeper names.
+def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
+    """Run every job that the sweeper names.
 
-    master: of `compose_sweep`.
-    run: runs one job, such as JobProcesses. check: the faults of each of several, such as JobProcesses.check.
-    Returns: the exit status: 0 where every job completed, else 1; 128 + n where signal n ended it.
+    master: of `compose_sweep`. executor: runs the jobs. check: the faults of each of several configs.
+    Returns: the exit status: 0 where every job ended well, else 1; 128 + n where signal n ended it.
     Raises: ConfigError before the first job, where any job of the first batch has a fault.
     """
-    with hydra_config(master.config):
-        wanted = Path(master.config.hydra.sweep.dir)
+    wanted, settings = _wanted_directory(master), master.config.sweep
+    resumed = None if settings.resume is None else found_sweep(settings.resume, beside=wanted)
     try:
         # Fixed before the first job: with `-m name=a,b` the name is another in every job.
-        directory = make_exclusively(wanted)
+        directory = make_exclusively(wanted) if resumed is None else resumed
     except OSError as error:
         raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
-    jobs = Sweep(master=master, directory=directory, run=run, check=check)
-    master.loader.tries_jobs = master.config.hydra.launcher._target_ != OUR_LAUNCHER
+    is_ours = str(master.config.hydra.launcher._target_).startswith(OUR_LAUNCHERS)
+    # Hydra's own sweeper composes every job for a try, and stops at the first fault.
+    master.loader.tries_jobs = not is_ours
+    jobs: Sweep | None = None
     try:
-        run_sweeper(master.config, master.loader, jobs, directory=directory)
+        jobs = Sweep(master=master, directory=directory, executor=executor, check=check, is_dry=settings.dry_run)
+        jobs.begin()
+        with holding(directory / SETTINGS):
+            run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
         return _finish(jobs, directory, error.exit_status)
@@ -371,25 +634,45 @@ def sweep(master: Composition, *, run: Callable[[DictConfig], Report], check: Ch
         if isinstance(error, HydraException):
             raise ConfigError([fault_of(error)]) from error
         raise
+    if jobs.is_dry:
+        _print_plan(jobs)
     status = _finish(jobs, directory, 0)
-    if not jobs.rows:
+    if not jobs.rows and not jobs.is_dry:
         raise ConfigError([_no_job("hydra.sweeper")])
     return status
 
 
-def _finish(jobs: Sweep, directory: Path, status: int) -> int:
-    jobs.collect()
-    if jobs.rows:
-        print()
-        print_table(directory, jobs.rows, repeat_over=jobs.repeat_over)
-    else:
+def _wanted_directory(master: Composition) -> Path:
+    with hydra_config(master.config):
+        return Path(master.config.hydra.sweep.dir)
+
+
+def _print_plan(jobs: Sweep) -> None:
+    """What a sweep would run."""
+    what = "of its space the ends, all checked" if jobs.is_search else "all checked"
+    for job in jobs.planned:
+        print(f"job {job.number}  {' '.join(f'{key}={value}' for key, value in job.swept.items())}".rstrip())
+    count = len(jobs.planned)
+    print(f"{count} job{'s' if count != 1 else ''}, {what}: none was run, for sweep.dry_run=true")
+
+
+def _finish(jobs: Sweep | None, directory: Path, status: int) -> int:
+    if jobs is not None:
+        jobs.collect()
+    if jobs is None or not jobs.rows:
         _remove_unused(directory)
-    return status or int(jobs.has_failures)
+        return status
+    print()
+    print_table(directory, jobs.sorted_rows, repeat_over=jobs.settings["repeat_over"])
+    return status or int(not jobs.is_whole)
 
 
 def _remove_unused(directory: Path) -> None:
     """Takes away the directory of a sweep of which nothing was started, and the empty ones above it."""
-    (directory / "multirun.yaml").unlink(missing_ok=True)
+    if (directory / JOBS).is_file():
+        return  # of an earlier sweep that this one would have gone on with
+    for name in ("multirun.yaml", SETTINGS, JOURNAL):
+        (directory / name).unlink(missing_ok=True)
     # Not empty, or gone already, where another sweep is at work beside this one.
     with contextlib.suppress(OSError):
         for path in (directory, *directory.parents):

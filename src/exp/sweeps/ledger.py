@@ -1,0 +1,150 @@
+"""What a sweep's directory remembers, so that the same command goes on with it: how it was started, which job is which.
+
+sweep.json     the command's overrides, and of a search what its proposals depend on; locked while the sweep runs
+jobs.jsonl     a line a job, written before it starts: its number, its identity, its directory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from exp.config.freeze import COMPOSITION
+from exp.config.reading import secrets_kept
+from exp.errors import ConfigError, Fault, RunError
+from exp.files import is_locked, write_whole
+
+SETTINGS = "sweep.json"
+JOBS = "jobs.jsonl"
+AUTO = "auto"
+# What does not tell one job from another: names, places, what is shown, and how the sweep goes about it.
+BESIDE = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
+# A killed sweep's jobs die with it, and need a moment for that.
+DEATH_SECONDS = 10.0
+
+
+@secrets_kept()
+def identity_of(config: DictConfig) -> str:
+    """What a job computes, in 16 hexadecimal digits: the same for the same resolved config, whatever it is called."""
+    left = {key: value for key, value in config.items_ex(resolve=False) if key not in BESIDE}
+    plain = {
+        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else config[key]
+        for key, node in left.items()
+    }
+    text = json.dumps(plain, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One job. directory: relative to the sweep's."""
+
+    job: int
+    identity: str
+    directory: str
+
+
+class Ledger:
+    """The record of one sweep; of a directory that another sweep left, with what that one wrote.
+
+    Raises: RunError where what is there cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        entries: list[Entry] = []
+        path = directory / JOBS
+        if path.is_file():
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]  # a killed sweep may have left half a line
+            if len(whole) < len(content):
+                os.truncate(path, len(whole))
+            try:
+                entries = [Entry(**json.loads(line)) for line in whole.splitlines()]
+            except (ValueError, TypeError) as error:
+                raise RunError(f"{path} is not as a sweep wrote it: {error}") from error
+        self._unclaimed: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            self._unclaimed[entry.identity].append(entry)
+        self.has_jobs = bool(entries)
+        self._next = max((entry.job for entry in entries), default=-1) + 1
+
+    def claimed(self, identity: str) -> Entry | None:
+        """The job of an earlier sweep here that computes this, each of them once; None where there is none."""
+        found = self._unclaimed[identity]
+        return found.pop(0) if found else None
+
+    def next_number(self) -> int:
+        """A number that no job of an earlier sweep has."""
+        self._next += 1
+        return self._next - 1
+
+    def unclaimed(self) -> list[Entry]:
+        """The jobs of an earlier sweep that this one does not ask for."""
+        return [entry for entries in self._unclaimed.values() for entry in entries]
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Add jobs that are about to start."""
+        lines = "".join(json.dumps(vars(entry)) + "\n" for entry in entries)
+        with (self.directory / JOBS).open("a", encoding="utf-8") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def settings(self) -> Mapping[str, Any] | None:
+        """What the sweep was started with; None where nothing was written."""
+        path = self.directory / SETTINGS
+        if not path.is_file():
+            return None
+        try:
+            return cast(Mapping[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise RunError(f"{path} is not as a sweep wrote it: {error}") from error
+
+    def keep_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write what the sweep is started with."""
+        write_whole(self.directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def found_sweep(wanted: str, *, beside: Path) -> Path | None:
+    """The directory of the sweep to go on with; None where `auto` finds none.
+
+    wanted: a directory, or auto. beside: where a new sweep of this name would be, <sweeps>/<date>/<time>.
+    Raises: ConfigError where it is none, or is still going on.
+    """
+    if wanted == AUTO:
+        root = beside.absolute().parent.parent
+        found = sorted(root.glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
+        if not found:
+            return None
+        directory = found[-1].parent
+    else:
+        directory = Path(wanted).absolute()
+        if not (directory / SETTINGS).is_file():
+            got, expected = f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto"
+            raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
+    if is_locked(directory / SETTINGS):
+        got = f"{directory}, where a sweep is still going on"
+        raise ConfigError([Fault(key="sweep.resume", got=got, expected="one that has ended, or was killed")])
+    return directory
+
+
+def wait_for_dead(directory: Path) -> None:
+    """Wait until no process of a killed sweep's job writes into a run directory any more.
+
+    Raises: RunError where one does not end.
+    """
+    end = time.monotonic() + DEATH_SECONDS
+    while is_locked(directory / "config.yaml"):
+        if time.monotonic() > end:
+            raise RunError(f"{directory} is still going on: a process of the sweep before holds it. End that first")
+        time.sleep(0.05)

@@ -1,0 +1,105 @@
+"""End a job of a search that falls behind: its monitored value goes to Optuna's record at each validation."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from exp.engine.checkpoint import State
+from exp.engine.checkpointing import POSITION
+from exp.engine.progress import is_epoch_complete, total_epochs
+from exp.sweeps.search import TrialOfJob
+from exp.types import Pruner
+
+log = logging.getLogger(__name__)
+
+
+class Pruning(Callback):
+    """A callback that ends fit, as a limit does, where the pruner says so. All ranks end at the same batch.
+
+    trial: number in the sweep's study. monitor: the tag. sweep: the sweep's directory. storage: of `sweep.storage`.
+    """
+
+    def __init__(self, *, trial: int, monitor: str, pruner: Pruner, sweep: Path, storage: str | None) -> None:
+        super().__init__()
+        self.trial, self.monitor, self.pruner = trial, monitor, pruner
+        self.sweep, self.storage = sweep, storage
+        self.has_pruned = False
+        self._trial: TrialOfJob | None = None
+        self._epochs_before = 0
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        position = checkpoint[POSITION]
+        self._epochs_before = position["epoch"] if position["batch"] == 0 else 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A job that was killed between its pruning and its report is not trained on.
+        done = self._epochs_before and self._epochs_before // (trainer.check_val_every_n_epoch or 1)
+        if done and self._agreed(trainer, lambda: self._is_pruned_at(done, trainer)):
+            self._stop(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or self.monitor not in trainer.callback_metrics:
+            return
+        if self._agreed(trainer, lambda: self._falls_behind(trainer)):
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        self.has_pruned = trainer.should_stop = True
+
+    def _agreed(self, trainer: Trainer, ask: Callable[[], bool]) -> bool:
+        """What rank 0 says, to all."""
+        said = trainer.is_global_zero and ask()
+        if trainer.world_size == 1:
+            return said
+        told = torch.tensor(int(said), device=trainer.strategy.root_device)
+        return bool(trainer.strategy.reduce(told, reduce_op="max"))
+
+    def _falls_behind(self, trainer: Trainer) -> bool:
+        value, step = float(trainer.callback_metrics[self.monitor]), _validation(trainer)
+        if not math.isfinite(value):
+            return False  # what becomes of it, runtime.non_finite says
+        is_pruned = self._record(trainer).report(value, step=step)
+        if is_pruned and is_epoch_complete(trainer) and trainer.current_epoch + 1 == total_epochs(trainer):
+            return False  # it has done all that it was to do
+        if is_pruned:
+            log.info("pruned by %s at validation %d, with %s %.6g", self.pruner, step, self.monitor, value)
+        return is_pruned
+
+    def _is_pruned_at(self, validations: int, trainer: Trainer) -> bool:
+        pruned_at = self._record(trainer).pruned_at
+        return pruned_at is not None and validations >= pruned_at
+
+    def _record(self, trainer: Trainer) -> TrialOfJob:
+        if self._trial is None:
+            self._trial = TrialOfJob(
+                self.trial, directory=self.sweep, storage=self.storage, pruner=self.pruner, epochs=_validations(trainer)
+            )
+        return self._trial
+
+
+def _validation(trainer: Trainer) -> int:
+    """Which validation of the run this is, counted from 1: not counted here, for a run may have been resumed."""
+    epochs, every, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch, trainer.num_training_batches
+    if not isinstance(every, int) or not isinstance(batches, int):
+        return (trainer.current_epoch + 1) // (epochs or 1)
+    if epochs is None:
+        return (trainer.fit_loop.total_batch_idx + 1) // every
+    if epochs > 1 or every >= batches:
+        return (trainer.current_epoch + 1) // epochs
+    return trainer.current_epoch * (batches // every) + (trainer.fit_loop.batch_idx + 1) // every
+
+
+def _validations(trainer: Trainer) -> int | None:
+    """How many validations the run has, where its epochs are limited."""
+    if trainer.max_epochs is None or trainer.max_epochs < 0 or trainer.check_val_every_n_epoch is None:
+        return None
+    every, batches = trainer.val_check_batch, trainer.num_training_batches
+    if trainer.check_val_every_n_epoch > 1 or not isinstance(every, int) or not isinstance(batches, int):
+        return trainer.max_epochs // trainer.check_val_every_n_epoch
+    return trainer.max_epochs * max(1, batches // every)

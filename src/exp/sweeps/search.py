@@ -1,0 +1,336 @@
+"""Draw the jobs of a search: Optuna proposes, behind a record of every trial that its own tools read.
+
+What is proposed depends on the seed and on the results before, never on which of two jobs ended first: a trial is
+proposed once all but the last few before it are told, and their results come to the sampler in their order. So a search
+that was killed goes on with the proposals that it would have made; it draws them all again and finds them as recorded.
+
+    proposals   an Optuna study in memory, which sees results in order
+    record      sweep.journal in the sweep's directory, or any storage of Optuna's: optuna-dashboard reads it, the jobs
+                report to it, and their pruners look at it
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+
+from exp.errors import ConfigError, Fault, MissingExtraError, RunError, one_line
+from exp.files import lock
+from exp.sweeps.space import Axis, Combination, Space
+from exp.types import Mode, Pruner, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optuna import Study, Trial
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+
+JOURNAL = "sweep.journal"
+STUDY = "sweep"
+DEFAULT_TRIALS = 20
+DIRECTIONS: Mapping[Mode, str] = {"min": "minimize", "max": "maximize"}
+End = Literal["completed", "pruned", "failed"]
+# What these samplers propose does not depend on results, so that no trial waits for one.
+BLIND = ("random", "qmc")
+# Of a trial: the report at which it was pruned.
+PRUNED_AT = "pruned_at"
+# Bytes of the journal's end in which its last line begins.
+MOST_OF_LINE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """number: of the trial. values: of the space's axes, as overrides end."""
+
+    number: int
+    values: Combination
+
+
+class Search:
+    """Propose trials, and be told what came of them, in any order.
+
+    width: how many trials are open at a time; a trial is proposed when that many before it may still be open.
+    directory: of the sweep. storage: a URL of Optuna's; None is the journal in the directory.
+    objectives: the tags whose values come back, and whether the smallest or the largest is the best.
+    Raises: MissingExtraError without Optuna; RunError where the storage cannot be opened.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        sampler: Sampler,
+        trials: int,
+        seed: int,
+        width: int,
+        objectives: Mapping[str, Mode],
+        directory: Path,
+        storage: str | None = None,
+    ) -> None:
+        optuna = _optuna()
+        self.space, self.trials, self.objectives = space, trials, objectives
+        self._width = trials if sampler in BLIND else width
+        self._asked = self._passed_on = 0
+        # By number of the trial: how it ended, its values, and what its job reported on the way.
+        self._results: dict[int, tuple[End, Sequence[float], Mapping[int, float]]] = {}
+        self._open: dict[int, Any] = {}
+        directions = [DIRECTIONS[mode] for mode in objectives.values()]
+        with _quiet():
+            self._proposing = optuna.create_study(
+                sampler=_sampler(sampler, seed=seed, width=width), directions=directions
+            )
+            self._record = optuna.create_study(
+                storage=opened(directory, storage),
+                study_name=study_name(directory, storage),
+                directions=directions,
+                sampler=optuna.samplers.RandomSampler(),
+                load_if_exists=True,
+            )
+            self._record.set_metric_names(list(objectives))
+        self._recorded = self._record.get_trials(deepcopy=False)
+
+    def ask(self) -> Proposal | None:
+        """The next trial; None where it waits for results, or where there is none left: see `is_exhausted`."""
+        if self.is_exhausted:
+            return None
+        number = self._asked
+        while self._passed_on <= number - self._width:
+            if self._passed_on not in self._results:
+                return None
+            self._pass_on(self._passed_on)
+            self._passed_on += 1
+        values: dict[str, str] = {}
+        with _quiet():
+            trial = self._open[number] = self._proposing.ask()
+            for axis in self.space.by_condition():
+                if self.space.is_there(axis, values):
+                    values[axis.key] = _drawn(trial, axis)
+        self._asked += 1
+        self._write_down(trial)
+        return Proposal(
+            number=number, values={axis.key: values[axis.key] for axis in self.space.axes if axis.key in values}
+        )
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every trial was proposed."""
+        return self._asked >= self.trials
+
+    def tell(self, number: int, end: End, values: Sequence[float]) -> None:
+        """What came of a trial. values: of the objectives; of a trial that was not completed none are read.
+
+        Where the record knows the end already, of before a resume, it stays.
+        """
+        from optuna.trial import TrialState
+
+        states = {"completed": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+        recorded = self._record.get_trials(deepcopy=False)[number]
+        if not recorded.state.is_finished():
+            with _quiet():
+                told = list(values) if end == "completed" else None
+                self._record.tell(number, values=told, state=states[end])
+        self._results[number] = (end, values, dict(recorded.intermediate_values))
+
+    def _pass_on(self, number: int) -> None:
+        """Tell the sampler the result of a trial, whose turn it is."""
+        from optuna.trial import TrialState
+
+        end, values, reported = self._results.pop(number)
+        trial = self._open.pop(number)
+        with _quiet():
+            for step, value in sorted(reported.items()):
+                if len(self.objectives) == 1:
+                    trial.report(value, step)
+            if end == "completed":
+                self._proposing.tell(trial, list(values))
+            elif end == "pruned" and reported:
+                self._proposing.tell(trial, state=TrialState.PRUNED)
+            else:
+                self._proposing.tell(trial, state=TrialState.FAIL)
+
+    def _write_down(self, trial: Trial) -> None:
+        """Record a proposal, or find it as it was recorded."""
+        from optuna.trial import TrialState, create_trial
+
+        if trial.number >= len(self._recorded):
+            self._record.add_trial(
+                create_trial(state=TrialState.RUNNING, params=trial.params, distributions=trial.distributions)
+            )
+            return
+        before = self._recorded[trial.number].params
+        if before != trial.params:
+            raise RunError(
+                f"trial {trial.number} of the search was recorded with {before}, and drawn again it is {trial.params}: "
+                "the space, the seed or Optuna is another. Repeat the command of that sweep, or begin a new one"
+            )
+
+
+def _drawn(trial: Trial, axis: Axis) -> str:
+    """A value of an axis, as an override ends."""
+    if not axis.is_interval:
+        return str(trial.suggest_categorical(axis.name, list(axis.texts)))
+    if axis.is_integer:
+        return axis.text(trial.suggest_int(axis.name, int(axis.low), int(axis.high), log=axis.is_log))
+    return axis.text(trial.suggest_float(axis.name, axis.low, axis.high, log=axis.is_log))
+
+
+def _sampler(name: Sampler, *, seed: int, width: int) -> BaseSampler:
+    from optuna import samplers
+
+    # A seed of NumPy's RandomState.
+    seed %= 2**32
+    startup = max(10, width)
+    if name == "random":
+        return samplers.RandomSampler(seed=seed)
+    if name == "qmc":
+        return samplers.QMCSampler(seed=seed, scramble=True)
+    if name == "gp":
+        return samplers.GPSampler(seed=seed)
+    if name == "cmaes":
+        return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+    if name == "nsga2":
+        return samplers.NSGAIISampler(seed=seed)
+    # Trials that are open count as bad ones, so that those proposed beside each other are not all the same.
+    return samplers.TPESampler(
+        seed=seed, n_startup_trials=startup, multivariate=True, group=True, constant_liar=width > 1
+    )
+
+
+def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
+    """Optuna's pruner of a name. Asynchronous successive halving is `asha`; both halvings keep a third at each rung.
+
+    epochs: reports that a job makes at most; None where nobody knows.
+    """
+    from optuna import pruners
+
+    if name == "median":
+        return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
+    if name == "asha":
+        return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+    if name == "hyperband":
+        most: Any = "auto" if epochs is None else max(1, epochs)
+        return pruners.HyperbandPruner(min_resource=1, max_resource=most, reduction_factor=3)
+    return pruners.NopPruner()
+
+
+class _JournalLock:
+    """The system's lock of the journal: it ends with the process that holds it, which Optuna's own do not.
+
+    Optuna calls these two methods of a lock (seen in 5.0).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def acquire(self) -> bool:
+        """Wait for the lock, and take away what a killed process left of a last line: the next would go on in it."""
+        self._file = self._path.open("rb+")
+        lock(self._file)
+        size = self._file.seek(0, os.SEEK_END)
+        start = max(0, size - MOST_OF_LINE)
+        self._file.seek(start)
+        self._file.truncate(start + self._file.read().rfind(b"\n") + 1)
+        return True
+
+    def release(self) -> None:
+        assert self._file is not None
+        self._file.close()
+
+
+def opened(directory: Path, url: str | None) -> BaseStorage:
+    """The storage of a sweep's trials.
+
+    Raises: ConfigError for a URL that Optuna cannot open.
+    """
+    from optuna import storages
+    from optuna.storages.journal import JournalFileBackend
+
+    if url is None:
+        path = directory / JOURNAL
+        path.touch()
+        return storages.JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _JournalLock(path))))
+    try:
+        return storages.get_storage(url)
+    except Exception as error:  # of SQLAlchemy, Redis or whatever else the URL names
+        raise ConfigError([
+            Fault(key="sweep.storage", got=f"{url}: {one_line(error)}", expected="a storage that Optuna can open")
+        ]) from error  # fmt: skip
+
+
+def study_name(directory: Path, url: str | None) -> str:
+    """The study's name in its storage: in one that several sweeps share, the sweep's directory."""
+    return STUDY if url is None else str(directory)
+
+
+class TrialOfJob:
+    """A trial as its job sees it: what it reports, and whether it had better end.
+
+    directory: of the sweep. Raises: MissingExtraError without Optuna.
+    """
+
+    def __init__(
+        self, number: int, *, directory: Path, storage: str | None, pruner: Pruner, epochs: int | None
+    ) -> None:
+        optuna = _optuna()
+        record, name = opened(directory, storage), study_name(directory, storage)
+        with _quiet():
+            study: Study = optuna.load_study(
+                study_name=name,
+                storage=record,
+                sampler=optuna.samplers.RandomSampler(),
+                pruner=_pruner(pruner, epochs=epochs),
+            )
+            known = record.get_trial_id_from_study_id_trial_number(record.get_study_id_from_name(name), number)
+            self._trial: Trial = optuna.trial.Trial(study, known)
+        before = record.get_trial(known)
+        self._reported = set(before.intermediate_values)
+        self.pruned_at: int | None = before.user_attrs.get(PRUNED_AT)
+
+    def report(self, value: float, *, step: int) -> bool:
+        """Report a value; whether the trial is to be pruned.
+
+        step: counted from 1. What is recorded already, of before a resume, stays: the value, and whether it was pruned.
+        """
+        if self.pruned_at is not None:
+            return step >= self.pruned_at
+        with _quiet():
+            if step not in self._reported:
+                self._trial.report(value, step)
+                self._reported.add(step)
+            elif step < max(self._reported):
+                return False
+            if self._trial.should_prune():
+                self.pruned_at = step
+                self._trial.set_user_attr(PRUNED_AT, step)
+        return self.pruned_at is not None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Optuna's lines on every trial, and its warnings of what is still experimental there."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise MissingExtraError(feature="a sweep that searches", package="optuna", extra="search") from error
+    return optuna

@@ -1,0 +1,43 @@
+"""hydra/sweeper=exp: a grid of lists, or a search of intervals, as the node sweep says. All of it is in exp.sweeps."""
+
+# No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
+# dataclasses cannot look names up.
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional  # noqa: UP035
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+@dataclass
+class ExpSweeperConf:
+    _target_: str = "hydra_plugins.exp.sweeper.ExpSweeper"
+    # Keys to their values as text, for an experiment's file.
+    params: Optional[Dict[str, str]] = field(default_factory=dict)  # noqa: UP006, UP045
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="exp", node=ExpSweeperConf, provider="exp")
+
+
+class ExpSweeper(Sweeper):
+    """Has the sweep that `python -m exp.train -m` started name its own jobs."""
+
+    def __init__(self, params: Any = None) -> None:
+        """params: read where the sweep reads the command line, exp.config.hydra_adapter.swept_texts."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from hydra.core.plugins import Plugins
+
+        from exp.sweeps.sweep import Sweep
+
+        if not isinstance(task_function, Sweep):
+            raise TypeError("hydra/sweeper=exp names the jobs of `python -m exp.train -m` alone")
+        self.sweep_of_exp = task_function
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: List[str]) -> Any:  # noqa: UP006
+        return self.sweep_of_exp.go_over_space(self.launcher)

@@ -50,8 +50,8 @@ from exp.strategies.strategy import Strategy, trainer_arguments
 from exp.types import STAGES, compared_tag
 
 if TYPE_CHECKING:
+    from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
-    from exp.sweeps.pruning import Pruning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def _pruning(plain: Mapping[str, Any], directory: Path) -> Pruning | None:
     sweep, monitor = plain["sweep"], plain["monitor"]
     if sweep["trial"] is None or sweep["pruner"] == "none" or monitor is None:
         return None
-    from exp.sweeps.pruning import Pruning
+    from exp.engine.pruning import Pruning
 
     return Pruning(
         trial=sweep["trial"]["number"],

@@ -26,7 +26,7 @@ from torch import nn
 from exp.build import Parts, build
 from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
-from exp.config.freeze import freeze, read_overrides
+from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, take_directory
 from exp.construct import build_network, build_objective, build_starting_network
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
@@ -74,6 +74,20 @@ def go_on(directory: Path) -> Report:
     # What was reported of its end is not what it will have done.
     (directory / "report.json").unlink(missing_ok=True)
     return _started(directory, decided, found.path)
+
+
+def fit_job(config: DictConfig) -> Report:
+    """Run a job of a sweep; or go on with it, where a sweep before has begun it in its directory.
+
+    Returns, raises: as `fit`.
+    """
+    directory = Path(config[COMPOSITION].directory)
+    if (directory / "config.yaml").is_file():
+        if newest_of(directory).path is not None:
+            return go_on(directory)
+        clear(directory)
+        take_directory(config, directory)
+    return fit(config)
 
 
 def _started(directory: Path, decided: Plan, start: Path | None) -> Report:

@@ -65,9 +65,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     # What starts processes comes in after the faults of the composition.
     from exp.sweeps.job import InTurn, JobProcesses
-    from exp.train import fit, validate  # not of this module, which has another name where it is the program
+    from exp.train import fit_job, validate  # not of this module, which has another name where it is the program
 
-    with contextlib.closing(JobProcesses(fit, validate)) as jobs:
+    with contextlib.closing(JobProcesses(fit_job, validate)) as jobs:
         return sweep(master, executor=InTurn(jobs), check=jobs.check)
 
 
@@ -76,6 +76,12 @@ def fit(config: DictConfig) -> Report:
     from exp import run
 
     return run.fit(config)
+
+
+def fit_job(config: DictConfig) -> Report:
+    from exp import run
+
+    return run.fit_job(config)
 
 
 def validate(config: DictConfig) -> None:

@@ -142,7 +142,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     config = composition.config
-    tasks = [text for text in composition.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    tasks = [text for text in composition.overrides if not text.lstrip("+~").startswith(BESIDE_THE_JOB)]
     OmegaConf.set_readonly(config, False)
     with open_dict(config):
         del config["hydra"]

@@ -92,6 +92,15 @@ def take_directory(config: DictConfig, directory: Path) -> None:
         composition[TAKEN] = True
 
 
+def clear(directory: Path) -> None:
+    """Take away what a run left that was killed before its first checkpoint, so that it can begin anew in its place."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != OUTPUT:
+            path.unlink()
+
+
 def make_exclusively(wanted: Path) -> Path:
     """Makes `wanted`, or `wanted-2`, `wanted-3`, ... where it stands already. Two at once never get the same one."""
     wanted = wanted.absolute()

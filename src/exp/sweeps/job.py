@@ -125,24 +125,10 @@ def _ended(how: str) -> ConfigError:
     return ConfigError([fault])
 
 
-def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report:
-    """Run a job, or go on with it where a sweep that was broken off had begun it."""
-    directory = Path(config[COMPOSITION].directory)
-    if (directory / "config.yaml").is_file():
-        from exp.check.starting_point import newest_of
-        from exp.run import go_on
-
-        if newest_of(directory).path is not None:
-            return go_on(directory)
-    # Nothing that a run could go on from: it begins anew.
-    shutil.rmtree(directory, ignore_errors=True)
-    return fit(config)
-
-
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
     """What came of one job, in its process. What ended it is given back, for the sweep to tell."""
     try:
-        return run_job(fit, config)
+        return fit(config)
     except ExpError as error:
         error.__cause__ = error.__context__ = None
         return error
@@ -154,8 +140,8 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
 class JobProcesses:
     """Checks jobs in a process beside this one, and runs one after another, each in a process of its own.
 
-    fit: runs a job, exp.run.fit; validate: checks one, exp.check.plan.validate. Functions that another process finds
-    by their names.
+    fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.plan.validate. Functions that another process
+    finds by their names.
 
     zygote: what starts the processes. asked: by `asks` of the jobs that were checked, their need, and the machine that
         meets it.

@@ -11,38 +11,25 @@ that was killed goes on with the proposals that it would have made; it draws the
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-from exp.errors import ConfigError, Fault, MissingExtraError, RunError, one_line
-from exp.files import lock
+from exp.engine.trial_record import opened, optuna_package, quiet, study_name
+from exp.errors import RunError
 from exp.sweeps.space import Axis, Combination, Space
-from exp.types import Mode, Pruner, Sampler
+from exp.types import Mode, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optuna import Study, Trial
-    from optuna.pruners import BasePruner
+    from optuna import Trial
     from optuna.samplers import BaseSampler
-    from optuna.storages import BaseStorage
 
-JOURNAL = "sweep.journal"
-STUDY = "sweep"
 DEFAULT_TRIALS = 20
 DIRECTIONS: Mapping[Mode, str] = {"min": "minimize", "max": "maximize"}
 End = Literal["completed", "pruned", "failed"]
 # What these samplers propose does not depend on results, so that no trial waits for one.
 BLIND = ("random", "qmc")
-# Of a trial: the report at which it was pruned.
-PRUNED_AT = "pruned_at"
-# Bytes of the journal's end in which its last line begins.
-MOST_OF_LINE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +61,7 @@ class Search:
         directory: Path,
         storage: str | None = None,
     ) -> None:
-        optuna = _optuna()
+        optuna = optuna_package()
         self.space, self.trials, self.objectives = space, trials, objectives
         self._width = trials if sampler in BLIND else width
         self._asked = self._passed_on = 0
@@ -82,7 +69,7 @@ class Search:
         self._results: dict[int, tuple[End, Sequence[float], Mapping[int, float]]] = {}
         self._open: dict[int, Any] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
-        with _quiet():
+        with quiet():
             self._proposing = optuna.create_study(
                 sampler=_sampler(sampler, seed=seed, width=width), directions=directions
             )
@@ -107,7 +94,7 @@ class Search:
             self._pass_on(self._passed_on)
             self._passed_on += 1
         values: dict[str, str] = {}
-        with _quiet():
+        with quiet():
             trial = self._open[number] = self._proposing.ask()
             for axis in self.space.by_condition():
                 if self.space.is_there(axis, values):
@@ -133,7 +120,7 @@ class Search:
         states = {"completed": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         recorded = self._record.get_trials(deepcopy=False)[number]
         if not recorded.state.is_finished():
-            with _quiet():
+            with quiet():
                 told = list(values) if end == "completed" else None
                 self._record.tell(number, values=told, state=states[end])
         self._results[number] = (end, values, dict(recorded.intermediate_values))
@@ -144,7 +131,7 @@ class Search:
 
         end, values, reported = self._results.pop(number)
         trial = self._open.pop(number)
-        with _quiet():
+        with quiet():
             for step, value in sorted(reported.items()):
                 if len(self.objectives) == 1:
                     trial.report(value, step)
@@ -201,136 +188,3 @@ def _sampler(name: Sampler, *, seed: int, width: int) -> BaseSampler:
     return samplers.TPESampler(
         seed=seed, n_startup_trials=startup, multivariate=True, group=True, constant_liar=width > 1
     )
-
-
-def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
-    """Optuna's pruner of a name. Asynchronous successive halving is `asha`; both halvings keep a third at each rung.
-
-    epochs: reports that a job makes at most; None where nobody knows.
-    """
-    from optuna import pruners
-
-    if name == "median":
-        return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
-    if name == "asha":
-        return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
-    if name == "hyperband":
-        most: Any = "auto" if epochs is None else max(1, epochs)
-        return pruners.HyperbandPruner(min_resource=1, max_resource=most, reduction_factor=3)
-    return pruners.NopPruner()
-
-
-class _JournalLock:
-    """The system's lock of the journal: it ends with the process that holds it, which Optuna's own do not.
-
-    Optuna calls these two methods of a lock (seen in 5.0).
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def acquire(self) -> bool:
-        """Wait for the lock, and take away what a killed process left of a last line: the next would go on in it."""
-        self._file = self._path.open("rb+")
-        lock(self._file)
-        size = self._file.seek(0, os.SEEK_END)
-        start = max(0, size - MOST_OF_LINE)
-        self._file.seek(start)
-        self._file.truncate(start + self._file.read().rfind(b"\n") + 1)
-        return True
-
-    def release(self) -> None:
-        assert self._file is not None
-        self._file.close()
-
-
-def opened(directory: Path, url: str | None) -> BaseStorage:
-    """The storage of a sweep's trials.
-
-    Raises: ConfigError for a URL that Optuna cannot open.
-    """
-    from optuna import storages
-    from optuna.storages.journal import JournalFileBackend
-
-    if url is None:
-        path = directory / JOURNAL
-        path.touch()
-        return storages.JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _JournalLock(path))))
-    try:
-        return storages.get_storage(url)
-    except Exception as error:  # of SQLAlchemy, Redis or whatever else the URL names
-        raise ConfigError([
-            Fault(key="sweep.storage", got=f"{url}: {one_line(error)}", expected="a storage that Optuna can open")
-        ]) from error  # fmt: skip
-
-
-def study_name(directory: Path, url: str | None) -> str:
-    """The study's name in its storage: in one that several sweeps share, the sweep's directory."""
-    return STUDY if url is None else str(directory)
-
-
-class TrialOfJob:
-    """A trial as its job sees it: what it reports, and whether it had better end.
-
-    directory: of the sweep. Raises: MissingExtraError without Optuna.
-    """
-
-    def __init__(
-        self, number: int, *, directory: Path, storage: str | None, pruner: Pruner, epochs: int | None
-    ) -> None:
-        optuna = _optuna()
-        record, name = opened(directory, storage), study_name(directory, storage)
-        with _quiet():
-            study: Study = optuna.load_study(
-                study_name=name,
-                storage=record,
-                sampler=optuna.samplers.RandomSampler(),
-                pruner=_pruner(pruner, epochs=epochs),
-            )
-            known = record.get_trial_id_from_study_id_trial_number(record.get_study_id_from_name(name), number)
-            self._trial: Trial = optuna.trial.Trial(study, known)
-        before = record.get_trial(known)
-        self._reported = set(before.intermediate_values)
-        self.pruned_at: int | None = before.user_attrs.get(PRUNED_AT)
-
-    def report(self, value: float, *, step: int) -> bool:
-        """Report a value; whether the trial is to be pruned.
-
-        step: counted from 1. What is recorded already, of before a resume, stays: the value, and whether it was pruned.
-        """
-        if self.pruned_at is not None:
-            return step >= self.pruned_at
-        with _quiet():
-            if step not in self._reported:
-                self._trial.report(value, step)
-                self._reported.add(step)
-            elif step < max(self._reported):
-                return False
-            if self._trial.should_prune():
-                self.pruned_at = step
-                self._trial.set_user_attr(PRUNED_AT, step)
-        return self.pruned_at is not None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Optuna's lines on every trial, and its warnings of what is still experimental there."""
-    import optuna
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingExtraError(feature="a sweep that searches", package="optuna", extra="search") from error
-    return optuna

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
@@ -26,6 +26,7 @@ from exp.config.compose import Composition, composition_of
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
+from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import holding, write_whole
 from exp.launch.supervision import collected_signals
@@ -34,7 +35,7 @@ from exp.sweeps.executor import End, Executor, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
 from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, found_sweep, identity_of, wait_for_dead
 from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
-from exp.sweeps.search import DEFAULT_TRIALS, JOURNAL, Search
+from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.types import Mode, Sampler, span_seconds
 
@@ -149,7 +150,7 @@ class Sweep:
         self.directory, self.executor, self.is_dry = directory, executor, is_dry
         self.jobs = Jobs(master=master, directory=directory, check=check, everything=everything)
         self.monitor, self.mode = master.config.monitor, master.config.mode
-        self.settings: dict[str, Any] = OmegaConf.to_container(master.config.sweep, resolve=True)  # type: ignore[assignment]
+        self.settings = cast(dict[str, Any], OmegaConf.to_container(master.config.sweep, resolve=True))
         self.seed = int(master.config.seed)
         self.launcher = str(master.config.hydra.launcher._target_)
         self.rows: dict[int, Row] = {}

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from exp.engine.checkpoint import State
 from exp.engine.checkpointing import POSITION
 from exp.engine.progress import is_epoch_complete, total_epochs
-from exp.sweeps.search import TrialOfJob
+from exp.engine.trial_record import TrialOfJob
 from exp.types import Pruner
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,11 @@ from exp.errors import ConfigError, Fault, exit_status
 from exp.output import outliving_output
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
 
+    from exp.check.plan import Plan
     from exp.run_report import Report
 
 
@@ -64,11 +67,13 @@ def _sweep(arguments: argparse.Namespace) -> int:
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
 
     # What starts processes comes in after the faults of the composition.
-    from exp.sweeps.job import InTurn, JobProcesses
-    from exp.train import fit_job, validate  # not of this module, which has another name where it is the program
+    from exp.sweeps.job import JobProcesses
+    from exp.sweeps.places import executor_of
+    from exp.train import fit_job, prepare, validate  # not of this module, which has another name as the program
 
-    with contextlib.closing(JobProcesses(fit_job, validate)) as jobs:
-        return sweep(master, executor=InTurn(jobs), check=jobs.check)
+    processes = JobProcesses(fit_job, validate)
+    with contextlib.closing(executor_of(master.config, processes, prepare=prepare)) as executor:
+        return sweep(master, executor=executor, check=processes.check)
 
 
 # torch and lightning come in with these, after every fault of the composition.
@@ -82,6 +87,12 @@ def fit_job(config: DictConfig) -> Report:
     from exp import run
 
     return run.fit_job(config)
+
+
+def prepare(config: DictConfig) -> tuple[Plan, Path]:
+    from exp import run
+
+    return run.prepare(config)
 
 
 def validate(config: DictConfig) -> None:

@@ -396,7 +396,8 @@ def test_what_a_file_sets_of_hydra_and_nobody_reads_is_refused_with_the_file(tex
 
 def test_what_a_file_may_set_of_hydra_is_not():
     write(
-        "conf/experiment/e.yaml", "# @package _global_\nhydra: {run: {dir: outputs/e}, sweeper: {max_batch_size: 2}}\n"
+        "conf/experiment/e.yaml",
+        "# @package _global_\nhydra: {run: {dir: outputs/e}, sweeper: {params: {seed: '0,1'}}}\n",
     )
     assert exp.compose(["experiment=e"])["_composition_"].directory.endswith("outputs/e")
     # A primary config of one's own begins as a copy of exp's, and may choose another launcher.

@@ -136,6 +136,9 @@ EXTRAS = {
     "vision": ["data.tv_tensors={input: image}"],
     "safetensors": ["weights.from=FILE"],
     "tokenizers": ["data=tokens"],
+    "search": [],  # of sweeps alone, as the next two
+    "slurm": [],
+    "ray": [],
     "fp8": [],  # its device is told first
     "env": [],  # needs a file .env
     "dev": [],

@@ -83,7 +83,8 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     from hydra.errors import HydraException
 
     from exp.config.hydra_adapter import fault_of, run_sweeper
-    from exp.sweeps.job import InTurn, JobProcesses
+    from exp.sweeps.job import JobProcesses
+    from exp.sweeps.local import LocalExecutor
     from exp.sweeps.sweep import Sweep, compose_sweep
     from exp.train import fit, validate
 
@@ -100,7 +101,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     jobs = Sweep(
         master=master,
         directory=Path.cwd() / "check",
-        executor=InTurn(processes),
+        executor=LocalExecutor(processes),
         check=processes.check,
         is_dry=True,
         everything=arguments.all,

@@ -21,6 +21,9 @@ from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignor
 from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 
+# Overrides that are not the job's own: of Hydra, and of how a sweep goes about its jobs.
+BESIDE_THE_JOB = ("hydra.", "hydra/", "sweep.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from exp.secrets import covered
 COMPOSITION = "_composition_"
 # In it, where the run directory stands already and is this config's own.
 TAKEN = "is_taken"
+# What a job of a sweep prints, which its process holds open.
+OUTPUT = "output.log"
 DISTRIBUTIONS = (
     "exp-framework",
     "torch",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION
+from exp.config.freeze import COMPOSITION, OUTPUT
 from exp.errors import ConfigError, ExpError, Fault, RunError
 from exp.launch.failure import Failure, death, first_cause, read_failure
 from exp.launch.supervision import end_of
@@ -29,7 +29,7 @@ from exp.launch.zygote import Died
 from exp.run_report import Report, find_report
 from exp.strategies.placement import Machine, Placement
 from exp.sweeps.executor import End, Work
-from exp.sweeps.job import OUTPUT, JobProcesses, dead_job, interrupted, report_bad_end
+from exp.sweeps.job import JobProcesses, dead_job, interrupted, report_bad_end
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan

@@ -41,12 +41,12 @@ class End:
 
 
 class Executor(Protocol):
-    """Runs works, several at a time, each job in a process that cannot harm another one.
+    """Runs works, several at a time, each job in a process that cannot harm another one."""
 
-    slots: how many works run at once here.
-    """
-
-    slots: int
+    @property
+    def slots(self) -> int:
+        """How many works run at once here."""
+        ...
 
     def start(self, work: Work) -> None:
         """Start a work and return at once. At most `slots` are running."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION, read_frozen, read_overrides
+from exp.config.freeze import COMPOSITION, OUTPUT, read_frozen, read_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
 from exp.launch.launcher import last_checkpoint
 from exp.launch.zygote import Died, Zygote
@@ -47,8 +47,7 @@ MODULES = (
     "exp.sweeps.job",
     "exp.tensorboard.logger",
 )
-# What the process of a job prints, in its run directory.
-OUTPUT = "output.log"
+# Of the output of a job, whose last words are told.
 TAIL_BYTES = 20_000
 # As faulthandler writes it, the innermost one first.
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)

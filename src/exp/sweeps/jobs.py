@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 
 from exp.check.stages import config_faults, early_faults, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, with_values
-from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.errors import ConfigError, Fault
 
@@ -72,8 +71,6 @@ class Jobs:
             self._refuse_security(lines)
             composition = self._composition(lines, [*self._hydra_overrides, *overrides])
             config = job_config(composition, job=number, sweep=str(self.directory))
-            # A job by itself has no sampler: its command trains the same.
-            config[COMPOSITION].overrides = [text for text in config[COMPOSITION].overrides if not is_of_sweep(text)]
             if not self.everything:
                 refuse_early(config)
         except ConfigError as error:

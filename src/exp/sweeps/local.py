@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION, make_exclusively, take_directory
+from exp.config.freeze import COMPOSITION, OUTPUT, make_exclusively, take_directory
 from exp.errors import ConfigError, ExpError, RunError, words_of
 from exp.launch.zygote import Died, Process
 from exp.sweeps.executor import End, Work
-from exp.sweeps.job import OUTPUT, JobProcesses, dead_job, ended, interrupted, report_bad_end
+from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_bad_end
 from exp.sweeps.slots import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 
 if TYPE_CHECKING:

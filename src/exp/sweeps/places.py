@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
 
 from exp.config.launchers import RAY, SLURM
 from exp.sweeps.cluster import Prepare
 from exp.sweeps.executor import Executor
 from exp.sweeps.job import JobProcesses
+from exp.sweeps.local import LocalExecutor
+
+
+def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare) -> Executor:
+    """The executor of the place that hydra/launcher names: a cluster, or this machine.
+
+    config: composed, with its hydra node. processes, prepare: as of `cluster_executor`.
+    """
+    jobs = config.sweep.jobs
+    launcher = cast(dict[str, Any], OmegaConf.to_container(config.hydra.launcher, resolve=True))
+    cluster = cluster_executor(launcher, processes=processes, prepare=prepare, jobs=None if jobs == "auto" else jobs)
+    return LocalExecutor(processes, jobs=jobs) if cluster is None else cluster
 
 
 def cluster_executor(

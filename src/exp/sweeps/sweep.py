@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 import time
 from collections import deque
@@ -389,7 +390,13 @@ class Sweep:
             self._record(replace(self._row(job, status=NOT_STARTED), directory=""))
         self._write()
         if received:
-            raise Interrupted(signum=received[0], checkpoint=None)
+            interrupted = Interrupted(signum=received[0], checkpoint=str(self.directory))
+            interrupted.command = self._resume_command()
+            raise interrupted
+
+    def _resume_command(self) -> str:
+        where = f"sweep.resume={os.path.relpath(self.directory)}"
+        return shlex.join(["python", "-m", "exp.train", "-m", *self._typed, where])
 
     def _goes_on(self, begun: float) -> bool:
         """Whether more jobs are started."""

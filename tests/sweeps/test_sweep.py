@@ -129,7 +129,7 @@ def test_a_failing_job_is_told_and_the_sweep_goes_on(capsys):
         "the loss is nan at step 3", "ZeroDivisionError: a bug in a layer", "told",
     ]  # fmt: skip
     shown = capsys.readouterr().out
-    assert "job 1: ZeroDivisionError: a bug in a layer" in shown
+    assert "job 1  failed  seed=67  " in shown
     assert "best       job 4" in shown
 
 

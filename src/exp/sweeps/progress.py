@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exp.config.freeze import OUTPUT
 from exp.secrets import redacted
-from exp.sweeps.job import OUTPUT, last_line
+from exp.sweeps.job import last_line
 
 if TYPE_CHECKING:
     from rich.table import Table

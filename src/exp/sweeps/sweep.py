@@ -31,11 +31,11 @@ from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import holding, write_whole
 from exp.launch.supervision import collected_signals
-from exp.secrets import redacted
 from exp.sweeps.executor import End, Executor, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
 from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, found_sweep, identity_of, wait_for_dead
-from exp.sweeps.results import NOT_STARTED, Row, print_table, write_table
+from exp.sweeps.progress import Progress
+from exp.sweeps.results import NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.types import Mode, Sampler, span_seconds
@@ -59,8 +59,10 @@ TABLE_SECONDS, TABLE_ROWS = 2.0, 50
 class Queue(Protocol):
     """The jobs that are still to come, and who waits for their ends."""
 
-    def next(self) -> Job | None:
-        """A job to start now; None where there is none, or none yet."""
+    total: int | None
+
+    def next(self) -> Sequence[Job]:
+        """The jobs that one process starts now; empty where there are none, or none yet."""
         ...
 
     def end(self, row: Row) -> None:
@@ -73,19 +75,20 @@ class Queue(Protocol):
 
 
 class Listed:
-    """Jobs that are all known."""
+    """Jobs that are all known, in groups of which each has a process."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._jobs = deque(jobs)
+    def __init__(self, groups: Iterable[Sequence[Job]]) -> None:
+        self._groups = deque(groups)
+        self.total: int | None = sum(map(len, self._groups))
 
-    def next(self) -> Job | None:
-        return self._jobs.popleft() if self._jobs else None
+    def next(self) -> Sequence[Job]:
+        return self._groups.popleft() if self._groups else ()
 
     def end(self, row: Row) -> None:
         """Nothing follows from it."""
 
     def rest(self) -> Sequence[Job]:
-        return list(self._jobs)
+        return [job for group in self._groups for job in group]
 
 
 class Searched:
@@ -98,19 +101,20 @@ class Searched:
         self, search: Search, *, make: Callable[[int, int, Combination], Job], repeats: Sequence[Combination]
     ) -> None:
         self._search, self._make, self._repeats = search, make, repeats
+        self.total: int | None = search.trials * len(repeats)
         self._waiting: deque[Job] = deque()
         self._rows: dict[int, list[Row]] = {}
 
-    def next(self) -> Job | None:
+    def next(self) -> Sequence[Job]:
         if not self._waiting:
             proposal = self._search.ask()
             if proposal is None:
-                return None
+                return ()
             self._rows[proposal.number] = []
             for place, repeat in enumerate(self._repeats):
                 number = proposal.number * len(self._repeats) + place
                 self._waiting.append(self._make(number, proposal.number, {**proposal.values, **repeat}))
-        return self._waiting.popleft()
+        return [self._waiting.popleft()]
 
     def end(self, row: Row) -> None:
         trial = row.job // len(self._repeats)
@@ -214,7 +218,7 @@ class Sweep:
             raise ConfigError(job_faults(jobs))
         self.planned += jobs
         if not self.is_dry:
-            self._work_off(Listed(jobs))
+            self._work_off(Listed([job] for job in jobs))
         return jobs
 
     def _search(self, launcher: Launcher) -> None:
@@ -262,7 +266,7 @@ class Sweep:
         if self.launcher.startswith(OUR_LAUNCHERS):
             self._work_off(queue)
             return
-        while batch := list(iter(queue.next, None)):
+        while batch := [job for jobs in iter(queue.next, ()) for job in jobs]:
             launcher.launch([job.overrides for job in batch], initial_job_idx=batch[0].number)
             self.collect()
             for job in batch:
@@ -362,27 +366,40 @@ class Sweep:
         """
         executor, begun = self.executor, time.monotonic()
         running: dict[int, tuple[Job, float]] = {}
-        with collected_signals() as received:
+        works: list[set[int]] = []
+        with contextlib.closing(Progress(total=queue.total)) as progress, collected_signals() as received:
             passed_on = 0
+
+            def ended(row: Row) -> None:
+                self._record(row)
+                queue.end(row)
+                progress.end(row, best=best_row(list(self.rows.values())))
+
             while True:
-                while not received and len(running) < executor.slots and self._goes_on(begun):
-                    job = queue.next()
-                    if job is None:
+                while not received and len(works) < executor.slots and self._goes_on(begun):
+                    jobs = queue.next()
+                    if not jobs:
                         break
-                    started = time.perf_counter()
-                    row = self._start(job)
-                    if row is None:
+                    started, left = time.perf_counter(), []
+                    for job in jobs:
+                        row = self._without_running(job)
+                        if row is None:
+                            left.append(job)
+                        else:
+                            ended(row)
+                    if left:
+                        self._start(left)
+                        works.append({job.number for job in left})
+                    for job in left:
                         running[job.number] = (job, started)
-                    else:
-                        self._record(row)
-                        queue.end(row)
+                        progress.begin(job.number, swept=job.swept, directory=self.directory / self._shown(job))
                 if not running:
                     break
                 for end in executor.ends(WAIT_SECONDS):
                     job, started = running.pop(end.job)
-                    row = self._row_of(job, end, seconds=time.perf_counter() - started)
-                    self._record(row)
-                    queue.end(row)
+                    ended(self._row_of(job, end, seconds=time.perf_counter() - started))
+                    works = [rest for work in works if (rest := work - {end.job})]
+                progress.refresh()
                 if len(received) > passed_on:
                     passed_on = len(received)
                     executor.end(received[-1])
@@ -406,20 +423,23 @@ class Sweep:
         seconds = math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
         return time.monotonic() - begun < seconds
 
-    def _start(self, job: Job) -> Row | None:
-        """Start a job; its row, where there is nothing to start."""
+    def _without_running(self, job: Job) -> Row | None:
+        """The row of a job that cannot be run, or need not be; None of the others."""
         if job.config is None:
             assert job.error is not None
-            print(redacted(str(job.error)), flush=True)
             return replace(self._row(job, status="failed"), error=_first_line(job.error))
-        before = self._ended_before(job)
-        if before is not None:
-            return before
-        if not job.is_known:
-            self._move_aside(job.config)
-            self._ledger.write([Entry(job=job.number, identity=identity_of(job.config), directory=self._shown(job))])
-        self.executor.start(Work(jobs=(job.number,), configs=(job.config,)))
-        return None
+        return self._ended_before(job)
+
+    def _start(self, jobs: Sequence[Job]) -> None:
+        """Start jobs that one process runs."""
+        configs = [job.config for job in jobs if job.config is not None]
+        entries = []
+        for job, config in zip(jobs, configs, strict=True):
+            if not job.is_known:
+                self._move_aside(config)
+                entries.append(Entry(job=job.number, identity=identity_of(config), directory=self._shown(job)))
+        self._ledger.write(entries)
+        self.executor.start(Work(jobs=tuple(job.number for job in jobs), configs=tuple(configs)))
 
     def _move_aside(self, config: DictConfig) -> None:
         """Give a new job another directory where hydra.sweep.subdir gives it that of a job before."""
@@ -433,8 +453,6 @@ class Sweep:
         error = end.outcome
         if not isinstance(error, ExpError):
             return self._finished(job, error, seconds=seconds)
-        if not isinstance(error, Interrupted):
-            print(redacted(f"job {job.number}: {error}"), flush=True)
         status = "interrupted" if isinstance(error, Interrupted) else "failed"
         return replace(self._row(job, status=status), error=_first_line(error), seconds=seconds)
 
@@ -506,7 +524,7 @@ class Sweep:
         if job.config is not None:
             job.config[COMPOSITION].directory = str(directory)
         try:
-            self._work_off(Listed([job]))
+            self._work_off(Listed([[job]]))
         except Interrupted as error:
             # A launcher takes any Exception for a job that failed, and starts the next one.
             raise KeyboardInterrupt from error

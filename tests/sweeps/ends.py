@@ -1,7 +1,9 @@
 """A callback of the user's own that ends the process of its job in the way that the config names."""
 
 import ctypes
+import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -48,8 +50,48 @@ class Ends(Callback):
     def no_memory(self):
         raise MemoryError("of the user's own")
 
+    def raises(self):
+        raise ValueError("of the user's own")
+
+    def limited_memory(self):
+        # As after `ulimit -v`, a little above what the process has.
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, size + 2**26))
+        self.kept = torch.ones(2**28)
+
+    def full_disk(self):
+        # As on a disk with no room for a checkpoint.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    def one_rank(self):
+        if os.environ.get("RANK") == "1":
+            os._exit(0)
+
+    def aborts(self):
+        print("a library's last words", flush=True)
+        os.abort()
+
+    def says(self):
+        # Threads of operators: of this process, and what its own children would take.
+        words = {"threads": torch.get_num_threads(), "variable": os.environ["OMP_NUM_THREADS"]}
+        Path(f"threads{os.environ.get('RANK', '')}.json").write_text(json.dumps(words))
+
+    def meets(self):
+        # Goes on only where another job is here at the same time.
+        Path(f"here{os.getpid()}").touch()
+        while len(list(Path().glob("here*"))) < 2:
+            time.sleep(0.01)
+
     def waits(self):
         FOUND.touch()
+        Path(f"waits{os.getpid()}").touch()
+
+    def waits_in_vain(self):
+        # A user's own code that answers no signal.
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+        self.waits()
+        time.sleep(600)
 
 
 class Layer(torch.nn.Module):

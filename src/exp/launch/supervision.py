@@ -99,6 +99,7 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
             return _after_signal(failures, received[0], hanging=hanging)
         if not failures:
             return None
+        failures += _left(ranks, failures)
         cause = first_cause(failures, silent=silent)
         if cause.rank in silent:
             return dataclasses.replace(cause, detail=_stacks([ranks[cause.rank]], exchange)[0])
@@ -168,6 +169,14 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
             failure = dataclasses.replace(failure, reason=gone)
         found.append(failure)
     return found
+
+
+def _left(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
+    """Return the ranks that ended as if all were done, where the others say no more than that a neighbour is gone."""
+    if any(failure.kind != "neighbour" for failure in failures):
+        return []
+    left = [rank for rank in ranks if rank.process.poll() == 0]
+    return [death(rank=rank.rank, returncode=0, detail=end_of(rank.log)) for rank in left]
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:

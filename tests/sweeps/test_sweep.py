@@ -23,7 +23,7 @@ from exp.sweeps.sweep import compose_sweep, sweep
 class Runs:
     """Stands for training: makes the directory, and gives the seed for a loss."""
 
-    slots = 1
+    slots, stacks = 1, False
 
     def __init__(self):
         self.configs = []
@@ -295,7 +295,7 @@ from exp.sweeps.executor import End
 from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
 class Runs:
-    slots = 1
+    slots, stacks = 1, False
 
     def start(self, work):
         (config,) = work.configs

@@ -127,6 +127,9 @@ class ClusterExecutor(ABC):
     poll_seconds: how often the run directories are looked at.
     """
 
+    # A node of a cluster is asked for by the job.
+    stacks = False
+
     def __init__(
         self, *, slots: int, processes: JobProcesses, prepare: Prepare, gpus: float | None, poll_seconds: float
     ) -> None:

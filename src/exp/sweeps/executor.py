@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from omegaconf import DictConfig
 
-from exp.errors import ExpError
+from exp.errors import ExpError, RunError
 
 if TYPE_CHECKING:
     from exp.run_report import Report
@@ -33,15 +33,24 @@ class End:
     """The end of one job.
 
     outcome: its report; or what ended it: RunError with the last words of a process that died, Interrupted where it was
-        ended by a signal.
+        ended by a signal, Unstacked where it has not begun, or was in the process of several that died.
     """
 
     job: int
     outcome: Report | ExpError
 
 
+class Unstacked(RunError):
+    """A job that was to be trained together with others and was not: it is to be run alone. The message says why."""
+
+
 class Executor(Protocol):
     """Runs works, several at a time, each job in a process that cannot harm another one."""
+
+    @property
+    def stacks(self) -> bool:
+        """Whether one process may train several jobs together here."""
+        ...
 
     @property
     def slots(self) -> int:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from exp.config.freeze import COMPOSITION, OUTPUT, make_exclusively, take_directory
 from exp.errors import ConfigError, ExpError, RunError, words_of
 from exp.launch.zygote import Died, Process
-from exp.sweeps.executor import End, Work
+from exp.sweeps.executor import End, Unstacked, Work
 from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_bad_end
 from exp.sweeps.slots import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 
@@ -45,8 +45,16 @@ def outcomes(
     each = min(most_threads, torch.get_num_threads())
     torch.set_num_threads(each)
     os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read it
-    for place, config in enumerate(configs):
-        yield place, ended(fit, config)
+    if len(configs) == 1:
+        yield 0, ended(fit, configs[0])
+        return
+    from exp.sweeps.stack import train
+    from exp.sweeps.stacked_network import Unstackable
+
+    try:
+        yield from train(configs)
+    except Unstackable as reason:
+        yield from ((place, Unstacked(str(reason))) for place in range(len(configs)))
 
 
 @dataclass(kw_only=True)
@@ -79,6 +87,11 @@ class LocalExecutor:
     def warm_up(self) -> None:
         """Start the process that jobs are forked from: it imports torch while this one composes them."""
         self._processes.start()
+
+    @property
+    def stacks(self) -> bool:
+        """Jobs may be trained together."""
+        return True
 
     def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
         """The faults of each job, as JobProcesses.check; and what each needs."""
@@ -179,6 +192,11 @@ class LocalExecutor:
             if self._devices is not None:
                 self._devices.give_back(one.gpus, one.need)
             for place in one.waiting:
+                if len(one.work.jobs) > 1 and not self._signals:
+                    # Which of them it was, nobody knows: each by itself has an end of its own.
+                    died = one.process.died or Died("gave no result")
+                    self._ended.append(End(job=one.work.jobs[place], outcome=Unstacked(f"their process {died}")))
+                    continue
                 outcome = self._bad_end(one.directories[place], one.process.died or Died("gave no result of it"))
                 self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
 

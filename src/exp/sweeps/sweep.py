@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,13 +31,14 @@ from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import holding, write_whole
 from exp.launch.supervision import collected_signals
-from exp.sweeps.executor import End, Executor, Work
+from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
 from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, found_sweep, identity_of, wait_for_dead
 from exp.sweeps.progress import Progress
 from exp.sweeps.results import NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
+from exp.sweeps.stacking import groups
 from exp.types import Mode, Sampler, span_seconds
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 MAX_JOBS = 10_000
 ROW_FILES = ".row.*.json"
+# Of fewer jobs a process each is faster.
+LEAST_STACKED = 4
 # Of launchers whose jobs an Executor of exp runs.
 OUR_LAUNCHERS = "hydra_plugins.exp."
 # Who ended and need not be run again.
@@ -63,6 +66,10 @@ class Queue(Protocol):
 
     def next(self) -> Sequence[Job]:
         """The jobs that one process starts now; empty where there are none, or none yet."""
+        ...
+
+    def again(self, job: Job) -> None:
+        """Take back a job that is to be run alone."""
         ...
 
     def end(self, row: Row) -> None:
@@ -83,6 +90,9 @@ class Listed:
 
     def next(self) -> Sequence[Job]:
         return self._groups.popleft() if self._groups else ()
+
+    def again(self, job: Job) -> None:
+        self._groups.append([replace(job, is_known=True)])
 
     def end(self, row: Row) -> None:
         """Nothing follows from it."""
@@ -115,6 +125,9 @@ class Searched:
                 number = proposal.number * len(self._repeats) + place
                 self._waiting.append(self._make(number, proposal.number, {**proposal.values, **repeat}))
         return [self._waiting.popleft()]
+
+    def again(self, job: Job) -> None:
+        self._waiting.append(replace(job, is_known=True))
 
     def end(self, row: Row) -> None:
         trial = row.job // len(self._repeats)
@@ -218,8 +231,24 @@ class Sweep:
             raise ConfigError(job_faults(jobs))
         self.planned += jobs
         if not self.is_dry:
-            self._work_off(Listed([job] for job in jobs))
+            self._work_off(Listed(self._grouped(jobs)))
         return jobs
+
+    def _grouped(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """The jobs, those together that one process trains together; and of the others, what forbids it, in lines."""
+        alone: list[Job] = []
+        left: list[Job] = []
+        for job in jobs:
+            (alone if job.error is not None or self._ended_before(job) is not None else left).append(job)
+        wanted = self.settings["stack"]
+        if wanted is False or not self.executor.stacks or len(left) < LEAST_STACKED:
+            return [[job] for job in jobs]
+        plains = [cast(dict[str, Any], OmegaConf.to_container(job.config, resolve=True)) for job in left]
+        found = groups(plains, most=math.ceil(len(left) / self.executor.slots))
+        for reason, count in Counter(found.reasons.values()).items():
+            print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
+        stacked = [[left[place] for place in places] for places in found.stacked]
+        return [*stacked, *([left[place]] for place in sorted(found.reasons)), *([job] for job in alone)]
 
     def _search(self, launcher: Launcher) -> None:
         """Draw the jobs, each when it can be run."""
@@ -344,7 +373,7 @@ class Sweep:
         """The row of a job that an earlier sweep of this directory has finished."""
         from exp.run_report import find_report
 
-        if not job.is_known or job.config is None:
+        if not job.is_known or job.config is None or job.number in self.rows:
             return None
         directory = Path(job.config[COMPOSITION].directory)
         if not (directory / "config.yaml").is_file():
@@ -397,8 +426,11 @@ class Sweep:
                     break
                 for end in executor.ends(WAIT_SECONDS):
                     job, started = running.pop(end.job)
-                    ended(self._row_of(job, end, seconds=time.perf_counter() - started))
                     works = [rest for work in works if (rest := work - {end.job})]
+                    if isinstance(end.outcome, Unstacked):
+                        queue.again(job)
+                        continue
+                    ended(self._row_of(job, end, seconds=time.perf_counter() - started))
                 progress.refresh()
                 if len(received) > passed_on:
                     passed_on = len(received)

@@ -21,7 +21,7 @@ from exp.errors import Interrupted
 from exp.launch.failure import UNWRITABLE, Failure, failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.output import outliving_output
-from exp.signals import SUPERVISED, heed
+from exp.signals import SUPERVISED, heed, heeded
 from exp.strategies.process_group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
 
@@ -130,6 +130,8 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
         raise early[-1]
 
     heed(leave)
+    # A process of Ray's starts others with SIGINT blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded())
 
 
 def _write_stack_on_request(rank: Rank) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, one_line
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, RunError, one_line
 from exp.launch.failure import Failure
 from exp.launch.launcher import launch
 from exp.launch.spawn import import_path
@@ -180,12 +180,16 @@ class RayExecutor(ClusterExecutor):
             return dead_job(submitted.frozen.directory, Died(f"ended in Ray with {one_line(problem)}"))
         if isinstance(error, Interrupted) and self._signum is not None:
             return Interrupted(signum=self._signum, checkpoint=error.checkpoint)
-        is_alone = submitted.frozen.placement.world_size == 1 and not isinstance(error, Interrupted | ConfigError)
-        if is_alone and report is not None and report.error is not None:
-            return RunError(report.error["message"])
-        if error is None and report is None and not self._is_late(submitted):
-            return None
-        return error if isinstance(error, ExpError) else RunError("the job ended without a report")
+        directory = submitted.frozen.directory
+        if error is None:
+            is_coming = report is None and not self._is_late(submitted)
+            return None if is_coming else dead_job(directory, Died("ended with status 0 without a word"))
+        if submitted.frozen.placement.world_size == 1 and isinstance(error, RankError):
+            # As of a job that has no process beside its own.
+            told = None if report is None else report.error
+            return dead_job(directory, Died(error.reason)) if told is None else RunError(told["message"])
+        assert isinstance(error, ExpError)
+        return error
 
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
         for submitted in jobs:

@@ -83,13 +83,17 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     from hydra.errors import HydraException
 
     from exp.config.hydra_adapter import fault_of, run_sweeper
+    from exp.config.launchers import PACKAGES
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.local import LocalExecutor
     from exp.sweeps.sweep import Sweep, compose_sweep
     from exp.train import fit, validate
 
-    # The command line's own launcher would start the jobs.
-    overrides = [text for text in arguments.overrides if not text.lstrip("+").startswith("hydra/launcher=")]
+    # Another's launcher would start the jobs.
+    ours = ("exp", *(word for word, _, _ in PACKAGES.values()))
+    others = [text for text in arguments.overrides if text.lstrip("+").startswith("hydra/launcher=")]
+    others = [text for text in others if text.partition("=")[2] not in ours]
+    overrides = [text for text in arguments.overrides if text not in others]
     master = compose_sweep(
         overrides,
         config_dir=arguments.config_dir,

@@ -38,7 +38,8 @@ def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
     from optuna import pruners
 
     if name == "median":
-        return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
+        # Steps are counted from 1 here, and from 0 there: the first report decides nothing.
+        return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
     if name == "asha":
         return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
     if name == "hyperband":

@@ -210,6 +210,7 @@ def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:
         # Hydra draws another order each time, and a sweep that is gone on with has to find its jobs again.
         value.shuffle = False
         texts = list(line.sweep_string_iterator())
+        value.shuffle = True  # whoever parses the same text has the same object
         random.Random(f"{seed} {line.key_or_group}").shuffle(texts)
         return tuple(texts)
     return tuple(line.sweep_string_iterator())

@@ -1,0 +1,93 @@
+"""A sweep that is killed with kill -9 at any moment, and gone on with, against one that nothing broke off."""
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from exp.engine.trial_record import STUDY, opened
+
+# At so many moments each sweep is killed; more with KILLS=20 pytest tests/sweeps/test_resumed_sweep.py.
+KILLS = int(os.environ.get("KILLS", "3"))
+EPOCHS = 4 + 2 * KILLS
+SMALL = ("model=mlp", "model.constants.width=16", "hooks=[]", "logger=[]", "test=false", f"trainer.max_epochs={EPOCHS}")
+# What differs by itself: the time it took, what it took, and by which processes.
+BESIDE = ("seconds", "peak_mib", "error")
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def table(directory: Path) -> list[dict[str, str]]:
+    rows = list(csv.DictReader((directory / "table.csv").read_text().splitlines()))
+    return [{key: value for key, value in row.items() if key not in BESIDE} for row in rows]
+
+
+def trials(directory: Path) -> list[tuple[object, ...]]:
+    """Of the record of a search: what was proposed, reported, and came of it."""
+    study = optuna.load_study(study_name=STUDY, storage=opened(directory, None))
+    return [
+        (trial.number, trial.params, trial.values, trial.intermediate_values, trial.state) for trial in study.trials
+    ]
+
+
+def killed_sweep(commands, *overrides: str, kills: int) -> Path:
+    """Run a sweep to its end, killed so often before; its directory."""
+    seconds = random.Random(5)
+    directory = Path("outputs/broken").absolute()
+    resume = [f"hydra.sweep.dir={directory}"]
+    done = 0
+    for _ in range(kills):
+        started = commands.start("-m", *overrides, *resume)
+        end = time.monotonic() + seconds.uniform(0.8, 2.5)
+        while time.monotonic() < end and started.process.is_alive():
+            time.sleep(0.01)
+        if not started.process.is_alive():
+            started.end()
+            break
+        os.kill(started.process.pid, signal.SIGKILL)
+        done += 1
+        started.end()
+        if directory.is_dir() and not (directory / "sweep.json").is_file():
+            shutil.rmtree(directory)  # nothing was begun
+        if directory.is_dir():
+            resume = [f"sweep.resume={directory}"]
+    print(done, "kills")
+    ended = commands.run("-m", *overrides, *resume)
+    assert ended.returncode == 0, ended.stderr
+    return directory
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("optimizer.lr=1e-4,1e-3,1e-2", "seed=0,1", "sweep.stack=false"), id="grid"),
+        pytest.param(("optimizer.lr=1e-4,1e-3,1e-2", "seed=0,1"), id="stack"),
+        pytest.param(
+            ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "optimizer.weight_decay=0,0.1", "sweep.trials=14",
+             "sweep.pruner=median", "sweep.jobs=1"),
+            id="search",
+        ),
+    ],
+)  # fmt: skip
+def test_none_is_lost_none_runs_twice_and_every_value_is_the_same(overrides, commands):
+    whole = Path("outputs/whole").absolute()
+    done = commands.run("-m", *SMALL, *overrides, f"hydra.sweep.dir={whole}")
+    assert done.returncode == 0, done.stderr
+    broken = killed_sweep(commands, *SMALL, *overrides, kills=KILLS)
+    assert table(broken) == table(whole)
+    jobs = [json.loads(line) for line in (broken / "jobs.jsonl").read_text().splitlines()]
+    assert sorted(job["job"] for job in jobs) == list(range(len(table(whole)))), "each is there once"
+    runs = sorted(path.parent.name for path in broken.glob("*/config.yaml"))
+    assert runs == sorted(str(job["job"]) for job in jobs)
+    if (whole / "sweep.journal").is_file():
+        assert trials(broken) == trials(whole)

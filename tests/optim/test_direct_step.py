@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from exp.optim.direct_step import DirectStep, is_known
+from exp.optim.direct_step import DirectStep, DirectSteps, is_known
 
 pytestmark = pytest.mark.numeric
 
@@ -113,3 +113,32 @@ def test_what_it_does_not_know_steps_as_ever(make):
     DirectStep(optimizer)()
     after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_steps_of_many_are_each_optimizers_own():
+    kinds = [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"lr": 0.01})]
+    pairs = []
+    for kind, options in kinds:
+        fused = {} if kind is torch.optim.RMSprop else {"fused": True}
+        modules = network(), network()
+        pairs.append((modules, [kind(grouped(module), **fused, **options) for module in modules]))
+    # In another order than that of the groups.
+    parameters = [list(reversed([*modules[1].parameters()])) for modules, _ in pairs]
+    steps = DirectSteps([optimizers[1] for _, optimizers in pairs], parameters)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(10):
+        inputs, gradients = torch.randn(16, 4, generator=generator), []
+        for (usual, direct), (first, _) in pairs:
+            usual.zero_grad()
+            usual(inputs).square().mean().backward()
+            first.step()
+            loss = direct(inputs).square().mean()
+            gradients.append(torch.autograd.grad(loss, list(reversed([*direct.parameters()]))))
+        steps(gradients)
+        if number == 5:
+            del pairs[1]
+            steps.keep([0, 2, 3, 4])
+        for (usual, direct), (first, second) in pairs:
+            assert all(torch.equal(a, b) for a, b in zip(usual.parameters(), direct.parameters(), strict=True))
+            for a, b in zip(first.state_dict()["state"].values(), second.state_dict()["state"].values(), strict=True):
+                assert all(torch.equal(a[key], b[key]) for key in a if a[key] is not None)

@@ -102,9 +102,9 @@ class Gradients(Hook):
         self._ratio.forget()
 
     @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Those that it looks at, once it is set up."""
-        return self._parameters
+    def names(self) -> Sequence[str]:
+        """The parameters that it looks at, once it is set up."""
+        return self._names
 
     def norms_alone(self, index: int) -> bool:
         """Whether norms before clipping are all that it gives at step `index`."""

@@ -8,6 +8,7 @@ which raises under hooks of anybody's. A compiled network runs as one function, 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from exp.hooks.hook import OBSERVING
+from exp.nested import tensors_in
 from exp.strategies.whole_state import local
 
 CALL = nn.Module._call_impl.__code__
@@ -104,6 +106,21 @@ class SavedTensors(saved_tensors_hooks):
             kept.half += size if dtype in HALVES else 0
             kept.by_module[module] = kept.by_module.get(module, 0) + size
         self._report(kept, error[0] is not None)
+
+
+def kept_by(forward: Callable[[], object], *, network: nn.Module, data: object) -> Kept:
+    """What one forward of a network keeps of a batch's data, as the hook `memory` counts it."""
+    given: Counter[int] = Counter()
+    for tensor in tensors_in(data):
+        given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    found: list[Kept] = []
+
+    def keep(kept: Kept, failed: bool) -> None:
+        found.append(kept)
+
+    with SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, keep):
+        forward()
+    return found[0]
 
 
 def _unpack(tensor: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ from exp.engine.non_finite import CURES, Kinds, broken_entries
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown
 from exp.engine.stopping import STATE as SECONDS
+from exp.engine.trial_record import TrialOfJob
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger, has_begun, made
-from exp.optim.direct_step import DirectStep
 from exp.run_report import Ongoing, Report, Status, write_report
 from exp.spelling import among
 from exp.types import EPOCH_LOSS, Stage
@@ -92,8 +92,8 @@ class Member:
         self.schedule: LRScheduler | None = None
         self.interval: str = "step"
         self.plateau: str | None = None
-        self.update: DirectStep
         self.parameters: list[nn.Parameter] = []
+        self.clip_value: float = plain["trainer"]["gradient_clip_val"] or 0.0
         self.latest: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
@@ -106,6 +106,8 @@ class Member:
         self._loggers: list[RunLogger] = []
         self._lines: list[str] = []
         self._is_better = False
+        self.is_pruned = False
+        self._trial: TrialOfJob | None = None
         # The state of the best, until its file is written.
         self._best_state: State | None = None
         self._stages: dict[str, int] = {}
@@ -115,7 +117,6 @@ class Member:
 
     def learn(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
         self.optimizer, self.schedule = optimizer, schedule
-        self.update = DirectStep(optimizer)
         self.parameters = [one for one in self.network.parameters() if one.requires_grad]
 
     @property
@@ -222,6 +223,38 @@ class Member:
             path = str(self.checkpoints / "best.ckpt")
             self.best = {"metric": self.monitor, "value": value, "step": self.step, "checkpoint": path}
             self._is_better = True
+
+    # --- a search ---
+
+    def ask_pruner(self, validation: int) -> None:
+        """Report the value of a validation, counted from 1, to the search: `is_pruned` is what it says."""
+        trial = self._trial_of_search()
+        value = self.metrics.get(str(self.monitor), math.nan)
+        if trial is not None and math.isfinite(value):
+            self.is_pruned = trial.report(value, step=validation)
+            if self.is_pruned:
+                pruner = self.plain["sweep"]["pruner"]
+                self.say(f"pruned by {pruner} at validation {validation}, with {self.monitor} {value:.6g}")
+
+    def was_pruned(self, validations: int) -> bool:
+        """Whether the search has given it up by then: it was killed between its pruning and its report."""
+        trial = self._trial_of_search()
+        return trial is not None and trial.pruned_at is not None and validations >= trial.pruned_at
+
+    def _trial_of_search(self) -> TrialOfJob | None:
+        sweep = self.plain["sweep"]
+        if sweep["trial"] is None or sweep["pruner"] == "none" or self.monitor is None:
+            return None
+        if self._trial is None:
+            trainer = self.plain["trainer"]
+            self._trial = TrialOfJob(
+                sweep["trial"]["number"],
+                directory=(self.directory / sweep["trial"]["sweep"]).resolve(),
+                storage=sweep["storage"],
+                pruner=sweep["pruner"],
+                epochs=trainer["max_epochs"] // trainer["check_val_every_n_epoch"],
+            )
+        return self._trial
 
     def hold_best(self, position: Position, loops: State, shared: Shared) -> None:
         """Keep the state of a best that has just been found, at the clean point behind it, until it is written."""

@@ -49,6 +49,7 @@ from exp.launch.launcher import last_checkpoint
 from exp.loggers.run_logger import description_of
 from exp.nested import mapped
 from exp.objectives.objective import Objective
+from exp.optim.direct_step import DirectSteps
 from exp.optim.phase import rate_names
 from exp.run_report import Ongoing, Report, explain
 from exp.signals import SignalFlag
@@ -260,6 +261,9 @@ class Stack:
             member.interval, member.plateau = optimization.interval, optimization.monitor
             if self._objective.weighed:
                 member.train_values = self._new_train_values()
+        self._optimizers = DirectSteps(
+            [member.optimizer for member in self._members], [member.parameters for member in self._members]
+        )
 
     def _new_train_values(self) -> Any:
         from exp.engine.buffer import EpochValues
@@ -312,7 +316,13 @@ class Stack:
                 member.say(f"nothing is left to train: {member.step} steps are done", level=logging.WARNING)
                 member.pause()
             return
+        if not position.batch:
+            for member in self._members:
+                member.is_pruned = position.epoch > 0 and member.was_pruned(self._validations(position.epoch))
+            yield from self._leave_pruned(position, is_saved=True)
         for epoch in range(position.epoch, self._epochs):
+            if not self._members:
+                return
             start = position.batch if epoch == position.epoch else 0
             if not (position.validation_due and epoch == position.epoch and position.epoch_complete):
                 yield from self._train_epoch(epoch, start)
@@ -325,6 +335,9 @@ class Stack:
                 break
             place = Position(epoch=epoch + 1, batch=0, step=self._step, batches=self._batches_done)
             self._hold_best(place)
+            yield from self._leave_pruned(place)
+            if not self._members:
+                return
             if self._flag.received is not None:
                 raise _Stopped(place)
             self._save_sometimes(place)
@@ -373,6 +386,8 @@ class Stack:
                 self._given(member, "val", values)
                 if not member.watches_training:
                     self._try(member, member.compare)
+                if member.place not in self._failed:
+                    self._try(member, functools.partial(member.ask_pruner, self._validations(epoch + 1)))
         for member in self._members:
             self._end_train_epoch(member)
         is_complete = self._batch == len(self._loader)
@@ -421,6 +436,7 @@ class Stack:
         self._hold_best(place)
         loops = self._loops(place)
         for member in self._members:
+            member.is_pruned = False  # it has done all that it was to do
             member.pause()
             self._try(member, functools.partial(member.save, place, loops, self._shared))
         yield from self._drop_failed()
@@ -454,37 +470,40 @@ class Stack:
 
     def _update(self, losses: Tensor) -> None:
         """One step of each member's optimizer, with the gradients of its window."""
-        rows = zip(*(self._gradients[name].unbind(0) for name in self._network.trained), strict=True)
-        for member, own in zip(self._members, rows, strict=True):
-            for parameter, gradient in zip(member.parameters, own, strict=True):
+        names, members, hooks = self._network.trained, self._members, self._hooks
+        rows = list(zip(*(self._gradients[name].unbind(0) for name in names), strict=True))
+        hooks.after_backward()
+        clipped = [place for place, member in enumerate(members) if member.clip_value]
+        for place in range(len(members)) if hooks.need_gradients() else clipped:
+            for parameter, gradient in zip(members[place].parameters, rows[place], strict=True):
                 parameter.grad = gradient
-        self._hooks.after_backward()
         index = self._step + 1
-        values = self._hooks.before_update()
+        values = hooks.before_update([dict(zip(names, row, strict=True)) for row in rows])
         is_flush = self._is_flush(index)
-        for member, found in zip(self._members, values, strict=True):
-            rates = [group["lr"] for group in member.optimizer.param_groups]
-            if is_flush or rates != member.rates:
-                member.rates = rates
-                found |= zip(
-                    (f"optimizer/lr/{n}" for n in rate_names(member.optimizer, phase=None)), rates, strict=True
-                )
-            trainer = member.plain["trainer"]
-            if trainer["gradient_clip_val"]:
-                _clip(member.parameters, trainer["gradient_clip_val"], trainer["gradient_clip_algorithm"])
-        for found, more in zip(values, self._hooks.after_clipping(), strict=True):
-            found |= more
-        for member in self._members:
-            member.update()
+        for member, found in zip(members, values, strict=True):
+            if is_flush or member.schedule is not None or member.rates is None:
+                self._note_rates(member, found, is_flush=is_flush)
+        for place in clipped:
+            member = members[place]
+            _clip(member.parameters, member.clip_value, member.plain["trainer"]["gradient_clip_algorithm"])
+        hooks.after_clipping(values)
+        self._optimizers(rows)
+        for member in members:
             member.step = index
-        for found, more in zip(values, self._hooks.after_step(), strict=True):
-            found |= more
+        hooks.after_step(values)
         self._step = index
         self._move_schedules("step")
         self._waiting.append(_Step(index, self._size, losses, values))
         self._gradients, self._sums, self._size = {}, [], 0
         if is_flush:
             self._flush()
+
+    def _note_rates(self, member: Member, found: dict[str, Any], *, is_flush: bool) -> None:
+        rates = [group["lr"] for group in member.optimizer.param_groups]
+        if is_flush or rates != member.rates:
+            member.rates = rates
+            names = rate_names(member.optimizer, phase=None)
+            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
 
     def _move_schedules(self, interval: str) -> None:
         for member in self._members:
@@ -558,18 +577,42 @@ class Stack:
         if not failed:
             return
         leaving = [member for member in self._members if member.place in failed]
-        stay = [place for place, member in enumerate(self._members) if member.place not in failed]
+        self._keep([number for number, member in enumerate(self._members) if member.place not in failed])
         for member in leaving:
             yield member.place, member.end("failed", error=failed[member.place])
+
+    def _keep(self, stay: Sequence[int]) -> None:
+        """Go on with these members alone, by their numbers in the stack."""
         self._members = [self._members[place] for place in stay]
         if stay:
             self._network.keep(stay)
             self._hooks.keep(stay)
+            self._optimizers.keep(stay)
             self._objectives = [self._objectives[place] for place in stay]
             self._seeds = [self._seeds[place] for place in stay]
             index = torch.tensor(stay)
             self._gradients = {name: one.index_select(0, index) for name, one in self._gradients.items()}
             self._sums = [one.index_select(0, index) for one in self._sums]
+
+    def _validations(self, epochs: int) -> int:
+        every: int = self._decided.plain["trainer"]["check_val_every_n_epoch"]
+        return epochs // every
+
+    def _leave_pruned(self, place: Position, *, is_saved: bool = False) -> Iterator[Outcome]:
+        """Members that a search has given up save, and leave; they are not tested."""
+        leaving = [member for member in self._members if member.is_pruned]
+        if not leaving:
+            return
+        loops = self._loops(place)
+        for member in leaving:
+            member.pause()
+            if not is_saved:
+                self._try(member, functools.partial(member.save, place, loops, self._shared))
+        yield from self._drop_failed()
+        leaving = [member for member in self._members if member.is_pruned]
+        self._keep([number for number, member in enumerate(self._members) if not member.is_pruned])
+        for member in leaving:
+            yield member.place, member.end("pruned")
 
     def _loops(self, place: Position) -> dict[str, Any]:
         """The states of Lightning's loops, which a run that goes on makes anew from the position."""

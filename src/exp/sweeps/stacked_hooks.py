@@ -8,14 +8,13 @@ there is one process, and one step of all. Its forward and backward are one call
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.engine.forward import Forward
@@ -24,7 +23,7 @@ from exp.hooks.hook import Hook, has_come
 from exp.hooks.memory import MIB, Memory
 from exp.hooks.memory_peaks import HOST
 from exp.hooks.norms import norms
-from exp.hooks.saved_tensors import Kept, SavedTensors
+from exp.hooks.saved_tensors import kept_by
 from exp.hooks.step import Step
 from exp.hooks.throughput import Throughput
 from exp.nested import tensors_in
@@ -121,15 +120,22 @@ class StackedHooks:
         if self._is_measured and HOST.can_restart:
             self._note_peak("forward_backward")
 
-    def before_update(self) -> Found:
-        """What the hooks give for true gradients, of each member."""
+    def need_gradients(self) -> bool:
+        """Whether a hook looks for them at the parameters of this step."""
+        index = self._index
+        return any(
+            each[0].due(index) and (any(self._clips) or not each[0].norms_alone(index)) for each in self._gradients
+        )
+
+    def before_update(self, rows: Sequence[Mapping[str, Tensor]]) -> Found:
+        """What the hooks give for true gradients, of each member. rows: the gradients by parameter, of each."""
         index = self._index
         found: Found = [{} for _ in self._networks]
         for each in self._gradients:
             if not each[0].due(index):
                 continue
             if each[0].norms_alone(index):
-                for values, norms_of_one in zip(found, self._norms(each), strict=True):
+                for values, norms_of_one in zip(found, self._norms(each, rows), strict=True):
                     values |= norms_of_one
                 continue
             for place, hook in enumerate(each):
@@ -140,24 +146,21 @@ class StackedHooks:
                 values["memory/gradients_mib"] = size / MIB
         return found
 
-    def after_clipping(self) -> Found:
-        """What they give for the gradients as the optimizers take them."""
-        found: Found = [{} for _ in self._networks]
+    def after_clipping(self, found: Found) -> None:
+        """Add what they give for the gradients as the optimizers take them."""
         for each in self._gradients if any(self._clips) else ():
             if each[0].due(self._index):
                 for place, hook in enumerate(each):
                     found[place] |= hook.after_clipping(self._step_of(place)) or {}
-        return found
 
-    def after_step(self) -> Found:
-        """What they give for updated parameters."""
+    def after_step(self, found: Found) -> None:
+        """Add what they give for updated parameters."""
         index = self._index
-        found: Found = [{} for _ in self._networks]
         for hook in self._throughput:
             if hook.due(index):
                 hook.passed("optimizer", self._step_of(0))
         for each in self._gradients:
-            if each[0].due(index):
+            if each[0].due(index) and not each[0].norms_alone(index):
                 for place, one in enumerate(each):
                     found[place] |= one.after_step(self._step_of(place)) or {}
         if self._is_measured:
@@ -171,13 +174,12 @@ class StackedHooks:
                 for values in found:
                     values |= given
         self._window = []
-        return found
 
-    def _norms(self, each: Sequence[Gradients]) -> Found:
+    def _norms(self, each: Sequence[Gradients], rows: Sequence[Mapping[str, Tensor]]) -> Found:
         """Of each member, by one call for all of their gradients."""
-        gradients = [one.grad for hook in each for one in hook.parameters]
-        numbers = torch.stack(norms([gradient for gradient in gradients if gradient is not None])).tolist()
-        count = len(each[0].parameters)
+        names = each[0].names
+        numbers = torch.stack(norms([row[name] for row in rows for name in names])).tolist()
+        count = len(names)
         return [dict(hook.named(numbers[n * count : (n + 1) * count])) for n, hook in enumerate(each)]
 
     # --- memory ---
@@ -211,24 +213,17 @@ class StackedHooks:
         if batch.size not in self._activations:
             network = self._networks[0]
             buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-            given: Counter[int] = Counter()
-            for tensor in tensors_in(batch.data):
-                given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-            sizes: list[int] = []
-
-            def keep(kept: Kept, failed: bool) -> None:
-                sizes.append(kept.size)
-
             is_training = network.training
             network.train()
-            own = SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, keep)
-            with own, self._autocast():
-                self._objective(self._run(network, batch.data), batch)
+            with self._autocast():
+                kept = kept_by(
+                    lambda: self._objective(self._run(network, batch.data), batch), network=network, data=batch.data
+                )
             network.train(is_training)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-            self._activations[batch.size] = sizes[0]
+            self._activations[batch.size] = kept.size
         return self._activations[batch.size]
 
     # --- what a hook sees ---

@@ -1,0 +1,148 @@
+"""Whether jobs are faster stacked than side by side, and how many of them fit: asked before a stack is made.
+
+What a stack saves is the time between operators; what it costs is that some operators, convolutions first of all, run
+slower for several networks at once than for one after the other. Which of the two is more is measured, in a tenth of a
+second, on the network itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from exp.check.plan import Plan
+from exp.construct import build_network, build_optimization
+from exp.engine.forward import forward_by_name
+from exp.hooks.saved_tensors import kept_by
+from exp.nested import tensors_in
+from exp.sweeps.stacked_network import StackedNetwork
+from exp.types import Batch
+
+# Members in the trial, and its rounds, of which the fastest counts: the machine may have other work.
+TRIED, ROUNDS = 8, 3
+# Of a step: what exp and Lightning take for one run, and what a member of a stack takes for itself (docs/stacking.md).
+ALONE_SECONDS, MEMBER_SECONDS = 0.25e-3, 0.1e-3
+# What takes longer has little to gain: not even the trial is made of such a step, nor of so many multiply-adds.
+LONG_SECONDS, LARGE_FORWARD = 10e-3, 2**31
+# A stack that gains less is no reason to give up a process for each job.
+GAIN = 0.9
+# The share of the memory that is free, of which stacks together take no more.
+SHARE = 0.5
+# Behind it another member costs what it costs in a stack of its own: the numbers of so many no longer share a cache.
+MOST = 64
+
+
+def is_faster(decided: Plan) -> bool:
+    """Whether jobs like this one take less time in a stack than one after the other, on one thread."""
+    if _multiply_adds(decided) >= LARGE_FORWARD:
+        return False
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone, together = _times(decided)
+    finally:
+        torch.set_num_threads(before)
+    return together / TRIED + MEMBER_SECONDS < GAIN * (alone + ALONE_SECONDS)
+
+
+def most_members(decided: Plan, *, stacks: int = 1, free: int | None = None) -> int:
+    """How many members a stack of such jobs has at most, of so many stacks at once: one at least.
+
+    free: bytes of memory; None asks the system.
+    """
+    free = psutil.virtual_memory().available if free is None else free
+    return max(1, min(MOST, int(SHARE * free / stacks / member_bytes(decided))))
+
+
+def member_bytes(decided: Plan) -> int:
+    """The memory of one more member: parameters, gradients, the optimizer's state, what the forward keeps.
+
+    The parameters and the state once more for its best checkpoint, and what the forward keeps once more for what the
+    backward makes of it.
+    """
+    network, batch = _network(decided), _batch(decided)
+    optimizer, _ = build_optimization(decided.plain).make(network, total_steps=1, total_epochs=1)
+    learned = [one for one in network.parameters() if one.requires_grad]
+    held = sum(one.nbytes for one in (*network.parameters(), *network.buffers()))
+    losses: list[torch.Tensor] = []
+    kept = kept_by(lambda: losses.append(_loss(decided, network, batch)), network=network, data=batch.data)
+    [loss] = losses
+    loss.backward()
+    optimizer.step()
+    state = sum(tensor.nbytes for tensor in tensors_in([optimizer.state]))
+    data = sum(tensor.nbytes for tensor in tensors_in(batch.data))
+    return 2 * (held + state + kept.size) + sum(one.nbytes for one in learned) + data
+
+
+def _multiply_adds(decided: Plan) -> float:
+    """A bound on those of one forward, as exp.engine.runtime.set_threads takes it."""
+    network = decided.network
+    if network is None:
+        return float("inf")
+    numbers = sum(parameter.numel() for parameter in network.parameters())
+    return float(numbers * decided.plain["data"]["batch_size"] * decided.spec.positions)
+
+
+def _times(decided: Plan) -> tuple[float, float]:
+    """The seconds of one network's step, and of the gradients of TRIED in a stack and as many optimizers' steps."""
+    network, batch = _network(decided), _batch(decided)
+    optimizer, _ = build_optimization(decided.plain).make(network, total_steps=1, total_epochs=1)
+
+    def alone() -> None:
+        optimizer.zero_grad()
+        _loss(decided, network, batch).backward()
+        optimizer.step()
+
+    def together() -> None:
+        stack.gradients(batch, is_shared=True, epoch=0, index=0, window=1)
+        for _ in range(TRIED):
+            optimizer.step()
+
+    first = _fastest(alone, repeats=1)
+    if first > LONG_SECONDS:
+        return first, TRIED * first
+    stack = StackedNetwork(
+        [_network(decided) for _ in range(TRIED)],
+        run=_run(decided, network),
+        objectives=[decided.objective] * TRIED,
+        autocast=nullcontext,
+        seeds=list(range(TRIED)),
+    )
+    return _fastest(alone, repeats=TRIED), _fastest(together, repeats=1)
+
+
+def _fastest(work: Callable[[], Any], *, repeats: int) -> float:
+    """Seconds of one call, of several rounds the fastest; the first call is not counted."""
+    work()
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        found.append((time.perf_counter() - start) / repeats)
+    return min(found)
+
+
+def _network(decided: Plan) -> nn.Module:
+    return build_network(decided.plain, decided.spec).train()
+
+
+def _batch(decided: Plan) -> Batch:
+    return next(iter(decided.data.loader("train")))
+
+
+def _run(decided: Plan, network: nn.Module) -> Callable[[Callable[..., Any], Any], dict[str, Any]]:
+    return forward_by_name(network, tuple(decided.spec.inputs))
+
+
+def _loss(decided: Plan, network: nn.Module, batch: Batch) -> torch.Tensor:
+    values: Mapping[str, Any] = _run(decided, network)(network, batch.data)
+    loss: torch.Tensor = decided.objective(values, batch)[0]
+    return loss

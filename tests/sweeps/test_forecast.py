@@ -36,6 +36,7 @@ def test_a_stack_is_split_to_fit_the_memory_that_is_free():
 
 
 def test_what_is_faster_is_measured_and_leaves_no_trace(monkeypatch):
+    decided()  # a plan draws numbers, too
     threads, state = torch.get_num_threads(), torch.default_generator.get_state()
     measured = []
     monkeypatch.setattr(forecast, "_fastest", lambda work, *, repeats: (work(), measured.pop(0))[1])

@@ -18,7 +18,7 @@ from exp.sweeps import stack
 from exp.sweeps.stack import train
 from exp.sweeps.stacked_network import Unstackable
 
-QUIET = ["trainer.enable_progress_bar=false"]
+QUIET = ["trainer.enable_progress_bar=false", "sweep.stack=true"]
 # Figures of a process and of a clock, which are the stack's.
 OF_THE_STACK = ("throughput/", "memory/host_")
 TIMES = ("wall_seconds", "step_ms", "peak_memory_mib", "directory")

@@ -24,6 +24,8 @@ from exp.nested import tensors_in
 from exp.sweeps.stacked_network import StackedNetwork
 from exp.types import Batch
 
+# Of the schedules that an optimizer is made with here, longer than any warm-up.
+LENGTH = 10**9
 # Members in the trial, and its rounds, of which the fastest counts: the machine may have other work.
 TRIED, ROUNDS = 8, 3
 # Of a step: what exp and Lightning take for one run, and what a member of a stack takes for itself (docs/stacking.md).
@@ -68,7 +70,7 @@ def member_bytes(decided: Plan) -> int:
     backward makes of it.
     """
     network, batch = _network(decided), _batch(decided)
-    optimizer, _ = build_optimization(decided.plain).make(network, total_steps=1, total_epochs=1)
+    optimizer, _ = build_optimization(decided.plain).make(network, total_steps=LENGTH, total_epochs=LENGTH)
     learned = [one for one in network.parameters() if one.requires_grad]
     held = sum(one.nbytes for one in (*network.parameters(), *network.buffers()))
     losses: list[torch.Tensor] = []
@@ -93,7 +95,7 @@ def _multiply_adds(decided: Plan) -> float:
 def _times(decided: Plan) -> tuple[float, float]:
     """The seconds of one network's step, and of the gradients of TRIED in a stack and as many optimizers' steps."""
     network, batch = _network(decided), _batch(decided)
-    optimizer, _ = build_optimization(decided.plain).make(network, total_steps=1, total_epochs=1)
+    optimizer, _ = build_optimization(decided.plain).make(network, total_steps=LENGTH, total_epochs=LENGTH)
 
     def alone() -> None:
         optimizer.zero_grad()

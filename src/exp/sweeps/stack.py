@@ -53,6 +53,7 @@ from exp.optim.direct_step import DirectSteps
 from exp.optim.phase import rate_names
 from exp.run_report import Ongoing, Report, explain
 from exp.signals import SignalFlag
+from exp.sweeps.forecast import is_faster, most_members
 from exp.sweeps.member import HERE, Member, Shared
 from exp.sweeps.stacked_evaluation import StackedEvaluation
 from exp.sweeps.stacked_hooks import StackedHooks
@@ -96,12 +97,16 @@ def _train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
     flag = SignalFlag()
     flag.install()
     try:
-        for position, together in by_position.items():
-            stack = Stack(decided, together, flag=flag)
-            if position is not None:
-                for member in together:
-                    member.restore(states[member.place])
-            yield from stack.run(position or Position(epoch=0, batch=0, step=0, batches=0))
+        most = most_members(decided)
+        for position, members in by_position.items():
+            # In parts that fit the memory.
+            for first in range(0, len(members), most):
+                together = members[first : first + most]
+                stack = Stack(decided, together, flag=flag)
+                if position is not None:
+                    for member in together:
+                        member.restore(states[member.place])
+                yield from stack.run(position or Position(epoch=0, batch=0, step=0, batches=0))
     finally:
         flag.restore()
 
@@ -126,6 +131,8 @@ def _refuse(decided: Plan) -> None:
     network = build_network(decided.plain, decided.spec)
     run = forward_by_name(network, tuple(decided.spec.inputs))
     examine(network, next(iter(decided.data.loader("train"))), run=run, objective=decided.objective)
+    if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided):
+        raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
 
 
 def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], list[Outcome]]:

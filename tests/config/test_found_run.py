@@ -15,6 +15,7 @@ from exp.config.found_run import written
 from exp.config.freeze import freeze, read_overrides
 from exp.config.hydra_adapter import parse_override, task_overrides
 from exp.errors import ConfigError, RunError
+from exp.sweeps.executor import End
 from exp.sweeps.sweep import compose_sweep, sweep
 
 CUSTOM = """# A network of one's own: model=mine
@@ -133,18 +134,33 @@ def test_what_a_run_trusts_is_trusted_by_whoever_says_it_again(folder, monkeypat
     assert config_of(frozen(f"from_run={run}", own[0], "seed=2"))["model"] == config_of(run)["model"]
 
 
+class Freezing:
+    """Ends each job once it is frozen."""
+
+    slots, stacks = 1, False
+
+    def __init__(self):
+        self.frozen, self._ends = [], []
+
+    def start(self, work):
+        (config,) = work.configs
+        self.frozen.append(freeze(resolve(config).config))
+        self._ends = [End(job=work.jobs[0], outcome=RunError("enough"))]
+
+    def ends(self, timeout):
+        ends, self._ends = self._ends, []
+        return ends
+
+
 def test_a_sweep_around_a_run_and_a_run_of_a_sweep(folder, capsys):
     run = frozen("model=mlp", "seed=7", "optimizer.lr=0.02")
     assert task_overrides(compose_sweep([f"from_run={run}", "seed=0,1,2"]).config) == [
         "model=mlp", "optimizer.lr=0.02", "seed=0,1,2",
     ]  # fmt: skip
-    jobs = []
-
-    def ran(config):
-        jobs.append(freeze(resolve(config).config))
-        raise RunError("enough")
-
-    assert sweep(compose_sweep([f"from_run={run}", "seed=0,1"]), run=ran, check=lambda some: [None] * len(some)) == 1
+    executor = Freezing()
+    again = compose_sweep([f"from_run={run}", "seed=0,1"])
+    assert sweep(again, executor=executor, check=lambda some: [None] * len(some)) == 1
+    jobs = executor.frozen
     for seed, job in enumerate(jobs):
         assert config_of(job) == {**config_of(run), "seed": seed}
     assert config_of(frozen(f"from_run={jobs[1]}")) == config_of(jobs[1])

@@ -164,14 +164,3 @@ def test_threads_are_shared_out(commands, at_once, others, each):
     is_alone = "ddp" not in others
     found = json.loads(Path("threads.json" if is_alone else "threads1.json").read_text())
     assert int(found["threads" if is_alone else "variable"]) == each
-
-
-def test_a_directory_that_an_ended_process_has_only_begun_is_taken_and_one_that_holds_more_is_not(commands):
-    for number in range(2):
-        Path(f"runs/{number}").mkdir(parents=True)
-        Path(f"runs/{number}/output.log").write_text("before\n")
-    Path("runs/1/mine").touch()
-    end(start(commands, "well", "well"))
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["0", "1", "1-2"]
-    assert Path("runs/0/output.log").read_text().startswith("before\nepoch 1/")
-    assert Path("runs/1-2/config.yaml").is_file()

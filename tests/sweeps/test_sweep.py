@@ -392,3 +392,15 @@ def test_overrides_of_a_sweeper_that_name_security_are_refused_where_they_were_n
     assert right.error is None
     assert [job.error.faults[0].key for job in wrong] == ["security.allow"] * 2
     assert "os" in str(wrong[1].error)
+
+
+def test_a_job_whose_process_was_killed_before_it_froze_its_config_begins_again_in_its_own_directory():
+    run_sweep("seed=1,2", "hydra.sweep.dir=outputs/s")
+    # As a kill in the middle of writing leaves it; this stand-in for training freezes nothing.
+    for name in ("output.log", ".config.yaml.7.7.partial"):
+        Path(f"outputs/s/1/{name}").touch()
+    status, runs = run_sweep("seed=1,2", "sweep.resume=outputs/s")
+    assert status == 0
+    assert len(runs.configs) == 2
+    assert [row["directory"] for row in rows()] == ["0", "1"]
+    assert sorted(path.name for path in Path("outputs/s").iterdir() if path.is_dir()) == ["0", "1"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -138,13 +139,23 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
     return directory
 
 
+def clear_unfrozen(directory: Path) -> None:
+    """Take away a job's run directory that holds no config.yaml yet: its process ended before it had frozen that.
+
+    Raises: RunError where a process of a killed sweep's job still writes into it, and does not end.
+    """
+    if directory.is_dir() and not (directory / "config.yaml").is_file():
+        wait_for_dead(directory)
+        shutil.rmtree(directory)
+
+
 def wait_for_dead(directory: Path) -> None:
     """Wait until no process of a killed sweep's job writes into a run directory any more.
 
     Raises: RunError where one does not end.
     """
     end = time.monotonic() + DEATH_SECONDS
-    while is_locked(directory / "config.yaml"):
+    while any(map(is_locked, (directory / "config.yaml", *directory.glob(".*.partial")))):
         if time.monotonic() > end:
             raise RunError(f"{directory} is still going on: a process of the sweep before holds it. End that first")
         time.sleep(0.05)

@@ -80,7 +80,6 @@ class LocalExecutor:
         self._processes, self._jobs = processes, jobs
         self._running: list[_Running] = []
         self._ended: list[End] = []
-        self._taken: set[Path] = set()
         self._devices: Devices | None = None
         self._signals: list[int] = []
 
@@ -173,10 +172,7 @@ class LocalExecutor:
         wanted = Path(config[COMPOSITION].directory).absolute()
         if (wanted / "config.yaml").is_file():
             return wanted
-        # An earlier process of this job may have ended before it could freeze anything.
-        is_left = wanted not in self._taken and wanted.is_dir() and {file.name for file in wanted.iterdir()} <= {OUTPUT}
-        directory = wanted if is_left else make_exclusively(wanted)
-        self._taken.add(directory)
+        directory = make_exclusively(wanted)
         take_directory(config, directory)
         return directory
 

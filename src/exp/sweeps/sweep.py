@@ -33,7 +33,7 @@ from exp.files import holding, write_whole
 from exp.launch.supervision import collected_signals
 from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
-from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, found_sweep, identity_of, wait_for_dead
+from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, clear_unfrozen, found_sweep, identity_of, wait_for_dead
 from exp.sweeps.progress import Progress
 from exp.sweeps.results import NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
@@ -467,7 +467,9 @@ class Sweep:
         configs = [job.config for job in jobs if job.config is not None]
         entries = []
         for job, config in zip(jobs, configs, strict=True):
-            if not job.is_known:
+            if job.is_known:
+                clear_unfrozen(Path(config[COMPOSITION].directory))
+            else:
                 self._move_aside(config)
                 entries.append(Entry(job=job.number, identity=identity_of(config), directory=self._shown(job)))
         self._ledger.write(entries)

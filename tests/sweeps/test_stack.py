@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from torch._dynamo.utils import counters
 
 from exp import compose, fit
 from exp.engine.checkpoint import read_checkpoint
@@ -158,6 +160,24 @@ def test_batch_norm_and_dropout_agree_to_1e_10_and_draw_the_same_masks():
         first, second = weights(one), weights(other)
         for name, tensor in first.items():
             assert torch.allclose(tensor, second[name], rtol=1e-9, atol=1e-10), name
+
+
+@pytest.mark.numeric
+def test_a_compiled_stack_computes_what_an_uncompiled_one_does():
+    Path("conf/model").mkdir(parents=True)
+    Path("conf/model/normed.yaml").write_text(NORMED)
+    shared = ["model=normed", "trainer.max_epochs=3", "data.batch_size=512", "trainer.gradient_clip_val=0.5"]
+    # aot_eager needs no C++ compiler, and runs the operators that an uncompiled step runs.
+    compiled = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]
+    torch._dynamo.reset()
+    before = counters["frames"]["ok"]
+    reports = stacked([*shared, *compiled], RATES)
+    # One for whole batches, one for the short last one: none again at a later step.
+    assert counters["frames"]["ok"] == before + 2
+    for one, other in zip(reports, stacked(shared, RATES, name="uncompiled"), strict=True):
+        assert one.steps == 9
+        assert_same_weights(one, other)
+        assert one.metrics["loss/test"] == other.metrics["loss/test"]
 
 
 @pytest.mark.numeric

@@ -72,6 +72,27 @@ def read(config: DictConfig) -> Reading:
     return reader.mapping(config, reader.raw, "", 0), reader.faults
 
 
+@secrets_kept()
+def plain_values(config: DictConfig) -> dict[str, Any]:
+    """The plain values of a config without faults; an interpolation that waits for the data stays the text it is."""
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    except OmegaConfBaseException:
+        raw = OmegaConf.to_container(config, resolve=False)
+        return cast(dict[str, Any], _with_texts(read(config)[0], raw))
+
+
+def _with_texts(value: Any, raw: Any) -> Any:
+    """The values, and in the place of UNKNOWN what is written there; `raw` says which keys."""
+    if value is UNKNOWN:
+        return raw
+    if isinstance(value, dict) and isinstance(raw, dict):
+        return {key: _with_texts(value[key], text) for key, text in raw.items()}
+    if isinstance(value, list) and isinstance(raw, list):
+        return [_with_texts(inner, text) for inner, text in zip(value, raw, strict=True)]
+    return value
+
+
 def is_node(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
 

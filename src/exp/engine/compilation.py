@@ -9,7 +9,9 @@ others.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,20 +31,37 @@ def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) 
 
     backend: torch.compile's, such as inductor. needs: of the objective, some of which a compiled network cannot meet.
     """
-    import torch._dynamo  # takes 0.9 s, and only a run that compiles needs it
-
-    if not _found:
-        _found.append(torch._dynamo.config.skip_nnmodule_hook_guards)
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    _guard_hooks()
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
-    # Where inductor lays a CPU's convolutions out anew, a LeNet's lost their gradients for a batch of 41 (torch 2.13).
-    options = {"layout_optimization": False} if backend == "inductor" and on_cpu else None
-    network.compile(backend=backend, options=options)
+    network.compile(backend=backend, options=_options(backend, on_cpu=on_cpu))
     if needs & EAGER:
         log.warning(
             "terms of the objective need %s, which a compiled network cannot give: their steps run it uncompiled",
             ", ".join(sorted(needs & EAGER)),
         )
+
+
+def compiled_function(function: Callable[..., Any], *, backend: str) -> Callable[..., Any]:
+    """A function of tensors on a CPU, its gradients' computation included, compiled at its first call.
+
+    backend: as of `compile_network`.
+    """
+    _guard_hooks()
+    made: Callable[..., Any] = torch.compile(function, backend=backend, options=_options(backend, on_cpu=True))
+    return made
+
+
+def _guard_hooks() -> None:
+    import torch._dynamo  # takes 0.9 s, and only a run that compiles needs it
+
+    if not _found:
+        _found.append(torch._dynamo.config.skip_nnmodule_hook_guards)
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
+def _options(backend: str, *, on_cpu: bool) -> dict[str, Any] | None:
+    # Where inductor lays a CPU's convolutions out anew, a LeNet's lost their gradients for a batch of 41 (torch 2.13).
+    return {"layout_optimization": False} if backend == "inductor" and on_cpu else None
 
 
 def forget_compiled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf import DictConfig
 from exp.check.stages import config_faults, early_faults, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, with_values
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
+from exp.config.reading import plain_values
 from exp.errors import ConfigError, Fault
 
 MAX_FAULTS = 30
@@ -35,6 +37,12 @@ class Job:
     config: DictConfig | None
     error: ConfigError | None = None
     is_known: bool = False
+
+    @functools.cached_property
+    def plain(self) -> dict[str, Any]:
+        """The values of its config."""
+        assert self.config is not None
+        return plain_values(self.config)
 
 
 class Jobs:

@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-
 from exp.config.freeze import COMPOSITION
-from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import is_locked, write_whole
 
@@ -33,15 +30,10 @@ BESIDE = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "log
 DEATH_SECONDS = 10.0
 
 
-@secrets_kept()
-def identity_of(config: DictConfig) -> str:
+def identity_of(plain: Mapping[str, Any]) -> str:
     """What a job computes, in 16 hexadecimal digits: the same for the same resolved config, whatever it is called."""
-    left = {key: value for key, value in config.items_ex(resolve=False) if key not in BESIDE}
-    plain = {
-        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else config[key]
-        for key, node in left.items()
-    }
-    text = json.dumps(plain, sort_keys=True, default=repr)
+    left = {key: value for key, value in plain.items() if key not in BESIDE}
+    text = json.dumps(left, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

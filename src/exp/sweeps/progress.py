@@ -40,6 +40,7 @@ class Progress:
         self._running: dict[int, _Running] = {}
         self._live: Any = None
         self._best = ""
+        self._said: set[str] = set()
 
     def begin(self, job: int, *, swept: Mapping[str, str], directory: Path) -> None:
         """A job has started. swept: what tells it from the others. directory: of its run."""
@@ -54,10 +55,19 @@ class Progress:
         if best is not None:
             self._best = f"best job {best.job}, {best.monitor} {best.value:.6g}"
         self.refresh()
+        self._say(line_of(row))
+
+    def say_once(self, line: str) -> None:
+        """A line that several jobs have in common."""
+        if line not in self._said:
+            self._said.add(line)
+            self._say(redacted(line))
+
+    def _say(self, line: str) -> None:
         if self._live is not None:
-            self._live.console.print(line_of(row), markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line_of(row), flush=True)
+            print(line, flush=True)
 
     def refresh(self) -> None:
         """Draw the running jobs anew, where there is a terminal."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +58,7 @@ from exp.sweeps.member import HERE, Member, Shared
 from exp.sweeps.stacked_evaluation import StackedEvaluation
 from exp.sweeps.stacked_hooks import StackedHooks
 from exp.sweeps.stacked_network import Losses, StackedNetwork, Unstackable, examine
+from exp.sweeps.stacked_products import exact_products
 from exp.sweeps.stacking import obstacle
 from exp.types import EPOCH_LOSS, Batch, Stage
 
@@ -76,7 +77,7 @@ def train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
     Yields: the place of a member that has ended, and its report, or the error that a run alone would have raised.
     Raises: Unstackable, before any directory is made, where the built parts of the jobs do not go together.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), exact_products():
         yield from _train(configs)
 
 
@@ -205,6 +206,7 @@ class Stack:
             objectives=objectives,
             autocast=self._precision.forward_context,
             seeds=self._seeds,
+            compiled=_compiled(plain),
         )
         self._learn()
         self._hooks = StackedHooks(
@@ -753,6 +755,15 @@ def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
     if isinstance(first, Mapping):
         return {name: torch.stack([one[name] for one in entries])[index] for name in first}
     return tuple(torch.stack(columns)[index] for columns in zip(*entries, strict=True))
+
+
+def _compiled(plain: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """What compiles a step, where runtime.compile asks for it: forward, objective and backward of all members."""
+    if not plain["runtime"]["compile"]:
+        return None
+    from exp.engine.compilation import compiled_function
+
+    return functools.partial(compiled_function, backend=plain["runtime"]["compile_backend"])
 
 
 def _no_trace() -> tuple[None, Sequence[str]]:

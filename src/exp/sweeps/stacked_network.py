@@ -30,6 +30,7 @@ from exp.objectives.objective import Objective, Term
 from exp.types import Batch
 
 Tensors = dict[str, Tensor]
+Step = Callable[..., Any]
 # Of torch's functions, whether they leave out whole channels.
 DROPOUTS: Mapping[Callable[..., Any], bool] = {
     functional.dropout: False,
@@ -124,6 +125,7 @@ class StackedNetwork:
     objectives: of each member, alike but for weights and label smoothing.
     autocast: the context of a step's forward.
     seeds: of each member's run.
+    compiled: makes of a step's function one that computes the same, as torch.compile does; None leaves it as it is.
     """
 
     def __init__(
@@ -134,8 +136,11 @@ class StackedNetwork:
         objectives: Sequence[Objective],
         autocast: Callable[[], Any],
         seeds: Sequence[int],
+        compiled: Callable[[Step], Step] | None = None,
     ) -> None:
-        self.networks, self.seeds = list(networks), list(seeds)
+        self.networks, self.seeds, self._compiled = list(networks), list(seeds), compiled
+        # By what is no tensor in a batch: one function each, or torch would compile each step's anew.
+        self._steps: dict[tuple[Batch, bool, int], Step] = {}
         self._template, self._run, self._autocast = networks[0], run, autocast
         self._objective = objectives[0]
         self._weights = {
@@ -200,25 +205,45 @@ class StackedNetwork:
         tensors = dict(self._tensors)
         trained = {name: tensors.pop(name) for name in self._trained}
         masks = self._masks(batch, is_shared=is_shared, epoch=epoch, index=index)
-        found: dict[str, Any] = {}
+        given = (masks, self._weights_as(trained), self._smoothing)
+        step = self._step(batch._replace(data=None), is_shared=is_shared, window=window)
+        with self._autocast(), sdpa_kernel(SDPBackend.MATH):
+            gradients, losses = step(trained, tensors, given, batch.data)
+        return {name: _like(gradients[name], trained[name]) for name in self._trained}, losses
+
+    def _step(self, sizes: Batch, *, is_shared: bool, window: int) -> Step:
+        """The function of a step: of trained and other tensors, what each member is given, and the data.
+
+        sizes: a batch without its data, which all are given by itself.
+        """
+        key = (sizes, is_shared, window)
+        if key in self._steps:
+            return self._steps[key]
 
         def objective(trained: Tensors, fixed: Tensors, given: Any, data: Any) -> tuple[Tensor, Any]:
             masks, weights, smoothing = given
             with _Masking(masks):
                 values = self._run(functools.partial(_called, self._template, {**fixed, **trained}), data)
-                total, parts, divisors = self._losses(values, batch, weights, smoothing)
-            found.update({name: divisor for name, divisor in divisors.items() if not isinstance(divisor, Tensor)})
+                total, parts, divisors = self._losses(values, sizes, weights, smoothing)
+            plain.update({name: divisor for name, divisor in divisors.items() if not isinstance(divisor, Tensor)})
             taken = {name: divisor for name, divisor in divisors.items() if isinstance(divisor, Tensor)}
             return (total if window == 1 else total / window), (total.detach(), parts, taken)
 
-        axis = None if is_shared else 0
-        with self._autocast(), sdpa_kernel(SDPBackend.MATH):
-            stepped = vmap(grad_and_value(objective, has_aux=True), in_dims=(0, 0, 0, axis))
-            gradients, (_, (total, parts, divisors)) = stepped(
-                trained, tensors, (masks, self._weights_as(trained), self._smoothing), batch.data
-            )
-        laid_out = {name: _like(gradients[name], trained[name]) for name in self._trained}
-        return laid_out, Losses(total=total, parts=parts, divisors={**found, **divisors})
+        # A transform gives nothing but tensors back.
+        plain: dict[str, float | None] = {}
+        stepped = vmap(grad_and_value(objective, has_aux=True), in_dims=(0, 0, 0, None if is_shared else 0))
+        called = stepped
+
+        def step(trained: Tensors, fixed: Tensors, given: Any, data: Any) -> tuple[Tensors, Losses]:
+            nonlocal called
+            gradients, (_, (total, parts, divisors)) = called(trained, fixed, given, data)
+            if called is stepped and self._compiled is not None:
+                # Behind its first call, for torch compiles anew what was compiled beside a dictionary still empty.
+                called = self._compiled(stepped)
+            return gradients, Losses(total=total, parts=parts, divisors={**plain, **divisors})
+
+        self._steps[key] = step
+        return step
 
     def evaluate(self, batch: Batch) -> list[Values]:
         """The values by name of one batch that all members look at, of each member."""

@@ -243,8 +243,7 @@ class Sweep:
         wanted = self.settings["stack"]
         if wanted is False or not self.executor.stacks or len(left) < LEAST_STACKED:
             return [[job] for job in jobs]
-        plains = [cast(dict[str, Any], OmegaConf.to_container(job.config, resolve=True)) for job in left]
-        found = groups(plains, most=math.ceil(len(left) / self.executor.slots))
+        found = groups([job.plain for job in left], most=math.ceil(len(left) / self.executor.slots))
         for reason, count in Counter(found.reasons.values()).items():
             print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
         stacked = [[left[place] for place in places] for places in found.stacked]
@@ -361,7 +360,7 @@ class Sweep:
         """The job, under the number and in the directory that it has from an earlier sweep of this directory."""
         if job.config is None or not self._ledger.has_jobs:
             return job
-        entry = self._ledger.claimed(identity_of(job.config))
+        entry = self._ledger.claimed(identity_of(job.plain))
         if entry is None:
             if self.is_search:
                 return job
@@ -428,6 +427,7 @@ class Sweep:
                     job, started = running.pop(end.job)
                     works = [rest for work in works if (rest := work - {end.job})]
                     if isinstance(end.outcome, Unstacked):
+                        progress.say_once(f"side by side: {end.outcome}")
                         queue.again(job)
                         continue
                     ended(self._row_of(job, end, seconds=time.perf_counter() - started))
@@ -471,7 +471,7 @@ class Sweep:
                 clear_unfrozen(Path(config[COMPOSITION].directory))
             else:
                 self._move_aside(config)
-                entries.append(Entry(job=job.number, identity=identity_of(config), directory=self._shown(job)))
+                entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=self._shown(job)))
         self._ledger.write(entries)
         self.executor.start(Work(jobs=tuple(job.number for job in jobs), configs=tuple(configs)))
 

@@ -55,8 +55,9 @@ def test_a_search_finds_what_a_random_one_does_not(tmp_path):
     for place in ("tpe", "random"):
         (tmp_path / place).mkdir()
     best = {
-        sampler: min(map(loss, run(search(tmp_path / sampler, sampler=sampler, trials=80)))) for sampler in ("tpe", "random")
-    }  # fmt: skip
+        sampler: min(map(loss, run(search(tmp_path / sampler, sampler=sampler, trials=80))))
+        for sampler in ("tpe", "random")
+    }
     assert best["tpe"] < best["random"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -28,10 +29,10 @@ from exp.types import Batch
 LENGTH = 10**9
 # Members in the trial, and its rounds, of which the fastest counts: the machine may have other work.
 TRIED, ROUNDS = 8, 3
-# Of a step: what exp and Lightning take for one run, and what a member of a stack takes for itself (docs/stacking.md).
-ALONE_SECONDS, MEMBER_SECONDS = 0.25e-3, 0.1e-3
 # What takes longer has little to gain: not even the trial is made of such a step, nor of so many multiply-adds.
 LONG_SECONDS, LARGE_FORWARD = 10e-3, 2**31
+# So much slower a member's step is taken to be where no trial is made: convolutions and attention on a CPU.
+UNTRIED = 2.0
 # A stack that gains less is no reason to give up a process for each job.
 GAIN = 0.9
 # The share of the memory that is free, of which stacks together take no more.
@@ -40,18 +41,52 @@ SHARE = 0.5
 MOST = 64
 
 
-def is_faster(decided: Plan) -> bool:
-    """Whether jobs like this one take less time in a stack than one after the other, on one thread."""
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Processor seconds of a job beside its network's: in all, of each epoch, of each step."""
+
+    start: float
+    epoch: float
+    step: float
+
+    def of(self, *, epochs: float, steps: int, step: float) -> float:
+        """Of a whole job. step: of its network and its optimizer."""
+        return self.start + epochs * self.epoch + steps * (self.step + step)
+
+
+# Of a job that has a process, and of a member of a stack: digits, 64-128-10, 1 and 21 epochs of 20 steps, 4 to 40 jobs,
+# an AMD EPYC; docs/stacking.md.
+ALONE = Costs(start=0.35, epoch=12e-3, step=0.25e-3)
+MEMBER = Costs(start=0.09, epoch=2.5e-3, step=0.1e-3)
+
+
+def is_faster(decided: Plan, *, members: int) -> bool:
+    """Whether so many jobs like this one take less time in a stack than one after the other, on one thread."""
+    if decided.plain["runtime"]["compile"]:
+        return True  # which takes many times what a job does, and is done once for all of them
     if _multiply_adds(decided) >= LARGE_FORWARD:
         return False
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
-            alone, together = _times(decided)
+            alone, together = _times(decided, members=min(TRIED, members))
     finally:
         torch.set_num_threads(before)
-    return together / TRIED + MEMBER_SECONDS < GAIN * (alone + ALONE_SECONDS)
+    epochs, steps = _length(decided)
+    return MEMBER.of(epochs=epochs, steps=steps, step=together) < GAIN * ALONE.of(
+        epochs=epochs, steps=steps, step=alone
+    )
+
+
+def _length(decided: Plan) -> tuple[float, int]:
+    """The epochs and the steps of a job; parts of an epoch where it has fewer steps."""
+    trainer = decided.plain["trainer"]
+    each = -(-len(decided.data.loader("train")) // trainer["accumulate_grad_batches"])
+    steps = each * trainer["max_epochs"]
+    if trainer["max_steps"] not in (None, -1):
+        steps = min(steps, trainer["max_steps"])
+    return steps / each, steps
 
 
 def most_members(decided: Plan, *, stacks: int = 1, free: int | None = None) -> int:
@@ -92,8 +127,8 @@ def _multiply_adds(decided: Plan) -> float:
     return float(numbers * decided.plain["data"]["batch_size"] * decided.spec.positions)
 
 
-def _times(decided: Plan) -> tuple[float, float]:
-    """The seconds of one network's step, and of the gradients of TRIED in a stack and as many optimizers' steps."""
+def _times(decided: Plan, *, members: int) -> tuple[float, float]:
+    """The seconds of a step of one network alone, and of each of several in a stack."""
     network, batch = _network(decided), _batch(decided)
     optimizer, _ = build_optimization(decided.plain).make(network, total_steps=LENGTH, total_epochs=LENGTH)
 
@@ -104,31 +139,34 @@ def _times(decided: Plan) -> tuple[float, float]:
 
     def together() -> None:
         stack.gradients(batch, is_shared=True, epoch=0, index=0, window=1)
-        for _ in range(TRIED):
+        for _ in range(members):
             optimizer.step()
 
     first = _fastest(alone, repeats=1)
     if first > LONG_SECONDS:
-        return first, TRIED * first
+        return first, UNTRIED * first
     stack = StackedNetwork(
-        [_network(decided) for _ in range(TRIED)],
+        [_network(decided) for _ in range(members)],
         run=_run(decided, network),
-        objectives=[decided.objective] * TRIED,
+        objectives=[decided.objective] * members,
         autocast=nullcontext,
-        seeds=list(range(TRIED)),
+        seeds=list(range(members)),
     )
-    return _fastest(alone, repeats=TRIED), _fastest(together, repeats=1)
+    return _fastest(alone, repeats=members), _fastest(together, repeats=1) / members
 
 
 def _fastest(work: Callable[[], Any], *, repeats: int) -> float:
-    """Seconds of one call, of several rounds the fastest; the first call is not counted."""
+    """Seconds of one call, of several rounds the fastest; the first call is not counted.
+
+    Of this process's own time: what else the machine does is no reason to stack, or not to.
+    """
     work()
     found = []
     for _ in range(ROUNDS):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(repeats):
             work()
-        found.append((time.perf_counter() - start) / repeats)
+        found.append((time.process_time() - start) / repeats)
     return min(found)
 
 

@@ -34,11 +34,12 @@ STACK_SECONDS = 0.25
 
 
 def outcomes(
-    configs: Sequence[DictConfig], most_threads: int, fit: Callable[[DictConfig], Report]
+    configs: Sequence[DictConfig], most_threads: int, at_once: int, fit: Callable[[DictConfig], Report]
 ) -> Iterator[tuple[int, Report | ExpError]]:
     """What came of the jobs of a work, in their process: the place of each among them, and its outcome.
 
-    most_threads: of each rank's operators, where a config leaves them open. fit: of a job that has a process alone.
+    most_threads: of each rank's operators, where a config leaves them open. at_once: works that share the machine.
+    fit: of a job that has a process alone.
     """
     import torch
 
@@ -52,7 +53,7 @@ def outcomes(
     from exp.sweeps.stacked_network import Unstackable
 
     try:
-        yield from train(configs)
+        yield from train(configs, at_once=at_once)
     except Unstackable as reason:
         yield from ((place, Unstacked(str(reason))) for place in range(len(configs)))
 
@@ -122,6 +123,7 @@ class LocalExecutor:
             outcomes,
             work.configs,
             threads(need, slots=self.slots, machine=machine),
+            self.slots,
             self._processes.fit,
             output=directories[0] / OUTPUT,
             environment=visible(gpus),

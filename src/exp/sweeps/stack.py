@@ -69,21 +69,22 @@ Outcome = tuple[int, Report | ExpError]
 SAVE_SECONDS, SAVE_SHARE = 30.0, 20.0
 
 
-def train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
+def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcome]:
     """Train jobs together, each into a run directory of its own; members at another position are trained behind.
 
     configs: composed and checked; `groups` of exp.sweeps.stacking has put them together. A directory that holds a
         config.yaml already is gone on with, from its last checkpoint.
+    at_once: how many stacks there are on this machine, which share its memory.
     Yields: the place of a member that has ended, and its report, or the error that a run alone would have raised.
     Raises: Unstackable, before any directory is made, where the built parts of the jobs do not go together.
     """
     with torch.random.fork_rng(devices=[]), exact_products():
-        yield from _train(configs)
+        yield from _train(configs, at_once=at_once)
 
 
-def _train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
+def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     decided = plan(resolve(configs[0]))
-    _refuse(decided)
+    _refuse(decided, members=len(configs))
     refuse_other_data(decided)
     members, ended = _made(configs, decided)
     yield from ended
@@ -98,7 +99,7 @@ def _train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
     flag = SignalFlag()
     flag.install()
     try:
-        most = most_members(decided)
+        most = most_members(decided, stacks=at_once)
         for position, members in by_position.items():
             # In parts that fit the memory.
             for first in range(0, len(members), most):
@@ -112,7 +113,7 @@ def _train(configs: Sequence[DictConfig]) -> Iterator[Outcome]:
         flag.restore()
 
 
-def _refuse(decided: Plan) -> None:
+def _refuse(decided: Plan, *, members: int) -> None:
     """Raises: Unstackable where the key of the config, or what it makes, forbids a stack."""
     reason = obstacle(decided.plain)
     if reason is not None:
@@ -132,7 +133,7 @@ def _refuse(decided: Plan) -> None:
     network = build_network(decided.plain, decided.spec)
     run = forward_by_name(network, tuple(decided.spec.inputs))
     examine(network, next(iter(decided.data.loader("train"))), run=run, objective=decided.objective)
-    if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided):
+    if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided, members=members):
         raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
 
 

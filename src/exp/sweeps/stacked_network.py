@@ -46,20 +46,24 @@ class Unstackable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """One call of a dropout in a forward. like: of its input's shape, strides and dtype, on meta."""
+    """One call of a dropout in a forward.
+
+    shape, strides: of its input, as torch.empty_like has them. by_channel: whether it leaves out whole channels.
+    """
 
     rate: float
-    like: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
     by_channel: bool
 
     def mask(self, rate: float) -> Tensor:
         """What the input is multiplied by, drawn from torch's default generator as torch draws it."""
-        like = self.like
         if self.by_channel:
-            shape = [*like.shape[:2], *[1] * (like.dim() - 2)]
-            noise = torch.empty(shape, dtype=like.dtype)
+            shape = [*self.shape[:2], *[1] * (len(self.shape) - 2)]
+            noise = torch.empty(shape, dtype=self.dtype)
         else:
-            noise = torch.empty_like(like, device="cpu")
+            noise = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
         if rate in (0.0, 1.0):
             return noise.fill_(1.0 - rate)
         return noise.bernoulli_(1 - rate).div_(1 - rate)
@@ -80,7 +84,15 @@ class _Watching(TorchFunctionMode):
         input, rate, training = _of_dropout(*args, **(kwargs or {}))
         if training:
             like = torch.empty_like(input, device="meta")
-            self.found.append(Drawn(rate=float(rate), like=like, by_channel=DROPOUTS[func]))
+            self.found.append(
+                Drawn(
+                    rate=float(rate),
+                    shape=tuple(like.shape),
+                    strides=like.stride(),
+                    dtype=like.dtype,
+                    by_channel=DROPOUTS[func],
+                )
+            )
         return input
 
 

@@ -19,7 +19,7 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
-# MKL multiplies otherwise in a batch (seen on AMD EPYC with AVX-512) where a result has so few numbers; and so few where
+# Of results of so few numbers MKL's batched product has other bits (seen on AMD EPYC with AVX-512); and of so few where
 # a factor or the result of a member begins within a vector, of 16 numbers at most.
 FEW, FEW_UNALIGNED, VECTOR = 400, 4096, 16
 

@@ -42,6 +42,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,20 @@ TITLES: Mapping[str, str] = {
     "bare": "(d) a loop by hand, no files",
     "bare_save": "(d') the same, last and best saved",
 }
+# Of a stacked sweep: what is done, which files say it, and which of them.
+STAGES: Sequence[tuple[str, str, Callable[[Sequence[float]], float]]] = (
+    ("the sweep has begun: sweep.json", "sweep.json", min),
+    ("all jobs are composed and checked, the first are given to their process: output.log", "*/output.log", min),
+    ("the first job's directory is there: config.yaml", "*/config.yaml", min),
+    ("the last job's directory is there", "*/config.yaml", max),
+    ("training has ended: the first last.ckpt", "*/checkpoints/last.ckpt", min),
+    ("all are saved: the last last.ckpt", "*/checkpoints/last.ckpt", max),
+    ("all are tested: the first report.json", "*/report.json", min),
+    ("all have ended: the last report.json", "*/report.json", max),
+    ("the table is written", "table.csv", max),
+)
 TOLERANCE = 1.1
+CLOCKS = ("wall", "processor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +208,8 @@ def write_digits(path: Path) -> None:
     from exp.data.digits import Digits
     from exp.data.splits import DEFAULT_SIZES, divide
 
-    torch.save({stage: part.entries for stage, part in divide(Digits(), DEFAULT_SIZES, seed=0).items()}, path)  # type: ignore[attr-defined]
+    parts = divide(Digits(), DEFAULT_SIZES, seed=0)
+    torch.save({stage: part.entries for stage, part in parts.items() if isinstance(part, Digits)}, path)
 
 
 def reports_of(place: Path) -> dict[Path, dict[str, Any]]:
@@ -371,9 +386,9 @@ def local(bench: Bench, options: argparse.Namespace) -> None:
         turns.append(costs)
     print(f"{'':24}{'wall, s':>9}{'processor, s':>14}{'a job, s':>10}{'its run, s':>12}{'beside it, s':>14}")
     for jobs in (1, 2):
-        rows = [(turn[jobs], *job_seconds(turn[jobs])) for turn in turns]
-        wall, processor = (statistics.median(getattr(row[0], what) for row in rows) for what in ("wall", "processor"))
-        whole, own = (statistics.median(row[place] for row in rows) for place in (1, 2))
+        wall, processor = (statistics.median(getattr(turn[jobs], what) for turn in turns) for what in CLOCKS)
+        found = [job_seconds(turn[jobs]) for turn in turns]
+        whole, own = (statistics.median(column) for column in zip(*found, strict=True))
         print(f"{f'sweep.jobs={jobs}':24}{wall:9.2f}{processor:14.2f}{whole:10.2f}{own:12.2f}{whole - own:14.2f}")
     shares = sorted(turn[1].wall / turn[2].wall for turn in turns)
     print(f"sweep.jobs=2 is {statistics.median(shares):.2f} times faster ({shares[0]:.2f} to {shares[-1]:.2f})")
@@ -400,29 +415,19 @@ def timeline(bench: Bench, options: argparse.Namespace) -> None:
         )
         ended = began + cost.wall
         assert cost.place is not None
-        files = {
-            "the sweep is known: sweep.json": ("sweep.json", min),
-            "all jobs are composed and checked, the first is listed: output.log": ("*/output.log", min),
-            "the first job's directory: config.yaml": ("*/config.yaml", min),
-            "the last job's directory": ("*/config.yaml", max),
-            "the first event file is there: training begins": ("*/tensorboard/*", births),
-            "the first last.ckpt: training has ended": ("*/checkpoints/last.ckpt", min),
-            "the last last.ckpt: all are saved": ("*/checkpoints/last.ckpt", max),
-            "the first report.json: all are tested": ("*/report.json", min),
-            "the last report.json": ("*/report.json", max),
-            "table.csv": ("table.csv", max),
-        }
         print(f"\n{options.network} on digits, {jobs} stacked jobs of {options.epochs} epochs: seconds from the start")
-        for what, (pattern, choose) in files.items():
-            found = list(cost.place.glob(f"outputs/train/sweeps/*/*/{pattern}"))
-            at = choose([path.stat().st_mtime if choose is not births else path for path in found])  # type: ignore[arg-type]
-            print(f"{at - began:9.2f}  {what}")
+        for what, pattern, choose in STAGES:
+            found = [path.stat().st_mtime for path in cost.place.glob(f"outputs/train/sweeps/*/*/{pattern}")]
+            print(f"{choose(found) - began:9.2f}  {what}")
+            if choose is max and pattern == "*/config.yaml":
+                print(f"{logged(cost.place) - began:9.2f}  all event files are open, training begins: train.log")
         print(f"{ended - began:9.2f}  the end", flush=True)
 
 
-def births(paths: Sequence[Path]) -> float:
-    """When the first of some event files was begun: their names say it in seconds, and no file system has to."""
-    return min(float(path.name.split(".")[3]) for path in paths)
+def logged(place: Path) -> float:
+    """When the last member's log was begun, right before its first step."""
+    lines = (path.read_text()[:23] for path in place.glob("outputs/train/sweeps/*/*/*/train.log"))
+    return max(datetime.strptime(line, "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines)
 
 
 SECTIONS: Mapping[str, Callable[[Bench, argparse.Namespace], None]] = {

@@ -14,14 +14,13 @@ import time
 from pathlib import Path
 
 import torch
-from parts import loaders, network, note
+from parts import Batches, loaders, network, note
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
+def evaluate(net: nn.Module, loader: Batches) -> tuple[float, float]:
     """The mean loss and the accuracy."""
     net.eval()
     loss, right, count = 0.0, 0, 0

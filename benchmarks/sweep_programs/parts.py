@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+Batches = DataLoader[tuple[Tensor, ...]]
 BATCH_SIZE = 64
 # Where a program that has no better place writes a line for each job, in the current folder.
 RESULTS = "results.jsonl"
@@ -22,7 +23,8 @@ class Block(nn.Module):
         self.norm, self.dropout, self.linear = nn.LayerNorm(width), nn.Dropout(0.1), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.dropout(nn.functional.gelu(self.norm(x))))
+        output: Tensor = self.linear(self.dropout(nn.functional.gelu(self.norm(x))))
+        return output
 
 
 def network(name: str) -> nn.Module:
@@ -42,7 +44,7 @@ def network(name: str) -> nn.Module:
     raise SystemExit(f"{name} is none of mlp, small, lenet")
 
 
-def loaders(path: str | Path) -> tuple[DataLoader, DataLoader, DataLoader]:
+def loaders(path: str | Path) -> tuple[Batches, Batches, Batches]:
     """Stock DataLoaders of training, validation and test, from a file that benchmarks/sweep.py has written."""
     parts = torch.load(path, weights_only=True)
     train, val, test = (

@@ -1,6 +1,6 @@
 """A sweep in the form of lightning-hydra-template, by Hydra's basic launcher.
 
-    python template.py -m data.path=digits.pt model.network=mlp trainer.max_epochs=10 \
+    python template.py -m data.path=digits.pt model.network=mlp trainer.max_epochs=10
         model.optimizer.lr=1e-3,3e-3 seed=0,1
 
 Its form as far as it costs time: everything is instantiated from the config; a module with torchmetrics' means,
@@ -26,11 +26,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from parts import loaders, network, note
+from parts import Batches, loaders, network, note
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import Accuracy
 
@@ -104,21 +103,21 @@ class DigitsData(L.LightningDataModule):
         super().__init__()
         self.save_hyperparameters(logger=False)
         self.path = path
-        self.parts: tuple[DataLoader, DataLoader, DataLoader] | None = None
+        self.parts: tuple[Batches, Batches, Batches] | None = None
 
     def setup(self, stage: str | None = None) -> None:
         if self.parts is None:
             self.parts = loaders(self.path)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> Batches:
         assert self.parts is not None
         return self.parts[0]
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> Batches:
         assert self.parts is not None
         return self.parts[1]
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> Batches:
         assert self.parts is not None
         return self.parts[2]
 
@@ -135,7 +134,8 @@ class Classifier(L.LightningModule):
         self.val_acc_best = MaxMetric()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        output: Tensor = self.net(x)
+        return output
 
     def on_train_start(self) -> None:
         self.val_loss.reset()
@@ -174,7 +174,7 @@ class Classifier(L.LightningModule):
         self.log("test/acc", self.test_acc, on_step=False, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(params=self.trainer.model.parameters())
+        return self.optimizer(params=self.parameters())
 
 
 def made(name: str) -> torch.nn.Module:

@@ -16,8 +16,10 @@ repetition take turns, and a ratio is the median of the repetitions' ratios. Wal
 its end; processor seconds of user and system, of the process and of every child that was waited for, as jobs are.
 
 training: of exp, optimizer steps times step_ms of report.json, which has validations in it, but neither start-up and
-directories nor tests; jobs that are trained together have one clock, and of what runs side by side the longest counts.
-Of the others it is the time from the first line of a job's function to the last, tests in it.
+directories nor tests; jobs that are trained together have one clock, and of two stacks side by side the longer counts;
+of jobs with a process each it is the sum. Of the others it is the sum of the times from the first line of a job's
+function to the last, tests in it. The mean loss of (c) is one over batches, as its metrics take it, of the others one
+over samples.
 
 The contenders (b) to (d) read digits from a file of tensors, so that none has to import scikit-learn, and run their
 operators on --threads threads (1: with such networks that is the fastest; 0: torch's own choice). (b) and (c) are
@@ -72,12 +74,14 @@ MODES: Mapping[str, list[str]] = {
     "side": ["sweep.stack=false"],
     "one": ["sweep.stack=false", "sweep.jobs=1"],
 }
+# All jobs in one process on one thread, as the loop by hand is.
+ONE_CORE = ["sweep.stack=true", "sweep.jobs=1", "runtime.threads=1"]
 TITLES: Mapping[str, str] = {
     "auto": "exp as it comes: sweep.stack=auto",
     "stack": "exp: sweep.stack=true",
     "side": "exp side by side: sweep.stack=false",
     "one": "exp one by one: stack=false jobs=1",
-    "stack_one": "exp, one core: stack=true jobs=1",
+    "stack_one": "exp, one core: stack=true jobs=1 threads=1",
     "plain": "(b) Hydra and Lightning",
     "template": "(c) the form of lightning-hydra-template",
     "bare": "(d) a loop by hand, no files",
@@ -223,7 +227,7 @@ def reports_of(place: Path) -> dict[Path, dict[str, Any]]:
 
 
 def trained(reports: Mapping[Path, Mapping[str, Any]]) -> float:
-    """The seconds of training alone; of processes side by side those of the longest."""
+    """The seconds of training alone: of stacks side by side the longer one's, of jobs that are not stacked the sum."""
     seconds: dict[str, float] = defaultdict(float)
     behind: dict[str, int] = defaultdict(int)  # members of a stack that has been counted
     for directory, report in reports.items():
@@ -283,7 +287,7 @@ def grid_section(
             if name in MODES:
                 costs[name] = bench.exp([*words, *MODES[name]], jobs=jobs)
             elif name == "stack_one":
-                costs[name] = bench.exp([*words, "sweep.stack=true", "sweep.jobs=1"], jobs=jobs)
+                costs[name] = bench.exp([*words, *ONE_CORE], jobs=jobs)
             elif options.extrapolate and jobs > options.measured:
                 run = Grid.of(options.measured)
                 cost, beside = bench.other(name, run, network=network, epochs=epochs)

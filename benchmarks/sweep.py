@@ -332,7 +332,8 @@ def lenet(bench: Bench, options: argparse.Namespace) -> None:
 
 def auto(bench: Bench, options: argparse.Namespace) -> None:
     grid = Grid.of(options.auto_jobs)
-    for kind, words in KINDS.items():
+    for kind in options.kinds:
+        words = KINDS[kind]
         print(f"\n{kind}, {grid.jobs} jobs: {' '.join(words)}, {options.repetitions} repetition(s) in turn", flush=True)
         turns = []
         for turn in range(options.repetitions):
@@ -467,6 +468,7 @@ def main() -> None:
     parser.add_argument("--lenet-jobs", type=int, default=32)
     parser.add_argument("--lenet-epochs", type=int, default=3)
     parser.add_argument("--auto-jobs", type=int, default=16)
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="of auto")
     parser.add_argument("--members", type=numbers, default=[1, 10, 50, 100])
     parser.add_argument("--local-jobs", type=int, default=16)
     parser.add_argument("--local-seconds", type=float, default=5.0)

@@ -51,6 +51,8 @@ ENDED = ("completed", "pruned", "failed")
 # Trials of a search whose jobs may be pruned at their first validation: more than any budget pays for.
 MANY = 20
 POLL_SECONDS = 0.2
+# Behind which a sweep that goes on is told again to end.
+AGAIN_SECONDS = 10.0
 # Of a sweep's ends: it was done, or some of its jobs failed, as with a learning rate that gives nan.
 USUAL = (0, 1)
 NEVER = math.inf
@@ -67,7 +69,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one search came to. share: of the budget's steps at which it reached the target, NEVER where it did not."""
+    """What one search came to. share: of the budget's steps at which it reached the target, NEVER where it did not.
+
+    seconds: of one trial, start-up of the sweep in it.
+    """
 
     share: float
     best: float
@@ -106,7 +111,7 @@ def steps_to(target: float, trials: Sequence[Trial]) -> int | None:
 def search(
     words: Sequence[str], *, folder: Path, target: float | None = None, budget: int | None = None
 ) -> tuple[list[Trial], float]:
-    """Run a sweep, to its end, or until it has reached the target or used up the budget; its trials and its seconds."""
+    """Run a sweep to its end, or until it reached the target or used up the budget: its trials, and seconds of each."""
     folder.mkdir(parents=True)
     record = Record(folder)
     command = [sys.executable, "-m", "exp.train", "-m", *words]
@@ -114,25 +119,30 @@ def search(
     began = time.perf_counter()
     with open(folder / "screen.txt", "w") as screen:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=screen, stderr=screen)
-        is_enough = False
+        is_enough, told = False, 0.0
         while process.poll() is None:
             if budget is not None and target is not None and not is_enough:
-                trials = record.read()
-                is_reached = steps_to(target, trials) is not None
-                is_enough = is_reached or sum(trial.steps for trial in trials) >= budget
-                if is_enough:
-                    process.send_signal(signal.SIGTERM)
+                is_enough = is_over(record.read(), target=target, budget=budget)
+            if is_enough and time.perf_counter() - told > AGAIN_SECONDS:
+                process.send_signal(signal.SIGTERM)
+                told = time.perf_counter()
             time.sleep(POLL_SECONDS)
     if process.returncode not in USUAL and not is_enough:
-        words_of = (folder / "screen.txt").read_text()[-4000:]
-        raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{words_of}")
+        last = (folder / "screen.txt").read_text()[-4000:]
+        raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{last}")
     trials = record.read()
-    if budget is not None and target is not None and steps_to(target, trials) is None:
-        if sum(trial.steps for trial in trials) < budget:
+    seconds = (time.perf_counter() - began) / len(trials)
+    if budget is not None and target is not None:
+        if not is_over(trials, target=target, budget=budget):
             raise SystemExit(f"{' '.join(command)}: all trials are done, and steps of the budget are left")
-        while sum(trial.steps for trial in trials[:-1]) >= budget:  # one more may have ended behind the signal
+        while is_over(trials[:-1], target=target, budget=budget):  # more may have ended behind the signal
             trials.pop()
-    return trials, time.perf_counter() - began
+    return trials, seconds
+
+
+def is_over(trials: Sequence[Trial], *, target: float, budget: int) -> bool:
+    """Whether the target is reached, or the budget used up."""
+    return steps_to(target, trials) is not None or sum(trial.steps for trial in trials) >= budget
 
 
 def found_of(trials: Sequence[Trial], seconds: float, *, target: float, budget: int) -> Found:
@@ -225,7 +235,7 @@ def cell_of(what: str, found: Sequence[Found]) -> str:
         return f"{sum(one.pruned for one in found) / sum(one.trials for one in found):.2f}"
     if what == "best loss/val":
         return f"{statistics.median(one.best for one in found):.4f}"
-    return f"{sum(one.seconds for one in found) / sum(one.trials for one in found):.2f}"
+    return f"{statistics.median(one.seconds for one in found):.2f}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,486 @@
+"""What a sweep costs: whole commands with their imports, exp beside Hydra with Lightning and beside a loop by hand.
+
+    python benchmarks/sweep.py [digits lenet auto members local timeline] [--jobs 32,128,512] [--epochs 10]
+        [--repetitions 3] [--extrapolate] [--network mlp] [--only auto,plain] [--threads 1]
+
+    digits    learning rates x seeds of an MLP on digits; every contender trains the same network for the same epochs,
+              validates and saves the last and the best at each, writes event files and tests the best at the end
+    lenet     the same of LeNet, 3 epochs: sweep.stack=auto is to be as fast as the best of the others
+    auto      that of an MLP, LeNet, a ResNet and a GPT
+    members   what one more member adds to a stack
+    local     16 jobs of about 5 s, two at a time against one at a time, and what a job costs beside its training
+    timeline  where the time of a stacked sweep goes
+
+Every command has a fresh folder, and OMP_NUM_THREADS is not set for any, as a user has it. The contenders of a
+repetition take turns, and a ratio is the median of the repetitions' ratios. Wall clock from the start of the process to
+its end; processor seconds of user and system, of the process and of every child that was waited for, as jobs are.
+
+training: of exp, optimizer steps times step_ms of report.json, which has validations in it, but neither start-up and
+directories nor tests; jobs that are trained together have one clock, and of two stacks side by side the longer counts;
+of jobs with a process each it is the sum. Of the others it is the sum of the times from the first line of a job's
+function to the last, tests in it. The mean loss of (c) is one over batches, as its metrics take it, of the others one
+over samples.
+
+The contenders (b) to (d) read digits from a file of tensors, so that none has to import scikit-learn, and run their
+operators on --threads threads (1: with such networks that is the fastest; 0: torch's own choice). (b) and (c) are
+benchmarks/sweep_programs/plain.py and template.py, (d) bare.py. --extrapolate: sweeps of more than --measured jobs by
+(b), (c) and (d) are not run: each of their jobs takes as long as the one before, and what that many took is continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = Path(__file__).resolve().parent / "sweep_programs"
+NETWORKS: Mapping[str, list[str]] = {
+    "mlp": ["model=mlp"],
+    # 64-128-10, of benchmarks/loop.py.
+    "small": [
+        *("model.layers.hidden.out_features=128", "model.layers.activation._target_=torch.nn.ReLU"),
+        *("~model.layers.hidden2", "~model.layers.activation2"),
+    ],
+    "lenet": ["model=lenet"],
+}
+# Of the section auto: a few steps of each, for a look at the order of the modes.
+KINDS: Mapping[str, list[str]] = {
+    "MLP": ["model=mlp", "trainer.max_epochs=10"],
+    "LeNet": ["model=lenet", "trainer.max_epochs=5"],
+    "ResNet": ["model=resnet", "trainer.max_epochs=1"],
+    "GPT": [
+        *("data=text", "model=gpt", "data.input_shape=[64]", "trainer.max_epochs=1", "trainer.max_steps=20"),
+        *("data.parts.val=0.005", "data.parts.test=0.005"),
+    ],
+}
+MODES: Mapping[str, list[str]] = {
+    "auto": [],
+    "stack": ["sweep.stack=true"],
+    "side": ["sweep.stack=false"],
+    "one": ["sweep.stack=false", "sweep.jobs=1"],
+}
+# All jobs in one process on one thread, as the loop by hand is.
+ONE_CORE = ["sweep.stack=true", "sweep.jobs=1", "runtime.threads=1"]
+TITLES: Mapping[str, str] = {
+    "auto": "exp as it comes: sweep.stack=auto",
+    "stack": "exp: sweep.stack=true",
+    "side": "exp side by side: sweep.stack=false",
+    "one": "exp one by one: stack=false jobs=1",
+    "stack_one": "exp, one core: stack=true jobs=1 threads=1",
+    "plain": "(b) Hydra and Lightning",
+    "template": "(c) the form of lightning-hydra-template",
+    "bare": "(d) a loop by hand, no files",
+    "bare_save": "(d') the same, last and best saved",
+}
+# Of a stacked sweep: what is done, which files say it, and which of them.
+STAGES: Sequence[tuple[str, str, Callable[[Sequence[float]], float]]] = (
+    ("the sweep has begun: sweep.json", "sweep.json", min),
+    ("all jobs are composed and checked, the first are given to their process: output.log", "*/output.log", min),
+    ("the first job's directory is there: config.yaml", "*/config.yaml", min),
+    ("the last job's directory is there", "*/config.yaml", max),
+    ("training has ended: the first last.ckpt", "*/checkpoints/last.ckpt", min),
+    ("all are saved: the last last.ckpt", "*/checkpoints/last.ckpt", max),
+    ("all are tested: the first report.json", "*/report.json", min),
+    ("all have ended: the last report.json", "*/report.json", max),
+    ("the table is written", "table.csv", max),
+)
+TOLERANCE = 1.1
+CLOCKS = ("wall", "processor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a command took, in seconds, and what it found. loss: the mean of the jobs' best validation losses."""
+
+    wall: float
+    processor: float
+    training: float
+    loss: float
+    measured: int = 0  # of how many jobs it was continued; 0: it was measured
+    place: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    rates: Sequence[float]
+    seeds: Sequence[int]
+
+    @classmethod
+    def of(cls, jobs: int) -> Grid:
+        """Of so many jobs, at least as many seeds as rates; the rates from 1e-4 to 1e-2."""
+        count = max(one for one in range(1, math.isqrt(jobs) + 1) if jobs % one == 0)
+        rates = [1e-3] if count == 1 else [float(f"{1e-4 * 100 ** (n / (count - 1)):.6g}") for n in range(count)]
+        return cls(rates=rates, seeds=range(jobs // count))
+
+    @property
+    def jobs(self) -> int:
+        return len(self.rates) * len(self.seeds)
+
+    def words(self, rate: str, seed: str) -> list[str]:
+        return [f"{rate}={','.join(map(str, self.rates))}", f"{seed}={','.join(map(str, self.seeds))}"]
+
+
+class Bench:
+    """Runs the commands, each in a folder of its own below one that is taken away at the end."""
+
+    def __init__(self, folder: Path, *, threads: int) -> None:
+        self._folder, self._threads, self._count = folder, threads, 0
+        self._data = folder / "digits.pt"
+
+    def exp(self, words: Sequence[str], *, jobs: int | None = None) -> Cost:
+        """A sweep of so many jobs; None: a single run."""
+        many = [] if jobs is None else ["-m"]
+        wall, processor, place = self._timed([sys.executable, "-m", "exp.train", *many, *words])
+        reports = reports_of(place)
+        if len(reports) != (jobs or 1):
+            raise SystemExit(f"{place}: {len(reports)} reports of {jobs or 1} jobs that were completed")
+        losses = [report["best"]["value"] for report in reports.values()]
+        return Cost(
+            wall=wall,
+            processor=processor,
+            training=trained(reports),
+            loss=statistics.fmean(losses),
+            place=place,
+        )
+
+    def other(self, name: str, grid: Grid, *, network: str, epochs: int) -> tuple[Cost, float]:
+        """A sweep of another contender; and the seconds of it that are before the first job and behind the last."""
+        if not self._data.is_file():
+            write_digits(self._data)
+        if name in ("bare", "bare_save"):
+            words = ["--data", str(self._data), "--network", network, "--epochs", str(epochs)]
+            words += ["--rates", ",".join(map(str, grid.rates)), "--seeds", ",".join(map(str, grid.seeds))]
+            words += ["--threads", str(self._threads)] * (self._threads > 0) + ["--save"] * (name == "bare_save")
+            program = "bare.py"
+        else:
+            threads = [f"threads={self._threads}"] * (self._threads > 0)
+            if name == "plain":
+                words = ["-m", f"data={self._data}", f"network={network}", f"epochs={epochs}", *threads]
+                words += grid.words("lr", "seed")
+            else:
+                words = ["-m", f"data.path={self._data}", f"model.network={network}", *threads]
+                words += [f"trainer.max_epochs={epochs}", *grid.words("model.optimizer.lr", "seed")]
+            program = f"{name}.py"
+        wall, processor, place = self._timed([sys.executable, str(PROGRAMS / program), *words])
+        lines = [json.loads(line) for line in (place / "results.jsonl").read_text().splitlines()]
+        if len(lines) != grid.jobs:
+            raise SystemExit(f"{place}: {len(lines)} results of {grid.jobs} jobs")
+        cost = Cost(
+            wall=wall,
+            processor=processor,
+            training=sum(line["ended"] - line["began"] for line in lines),
+            loss=statistics.fmean(line["loss"] for line in lines),
+            place=place,
+        )
+        return cost, wall - (lines[-1]["ended"] - lines[0]["began"])
+
+    def _timed(self, command: Sequence[str]) -> tuple[float, float, Path]:
+        """Wall seconds, processor seconds, and the folder in which it ran."""
+        self._count += 1
+        place = self._folder / str(self._count)
+        place.mkdir()
+        hidden = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        with open(place / "screen.txt", "w") as screen:
+            began = time.perf_counter()
+            process = subprocess.Popen(command, cwd=place, env=environment, stdout=screen, stderr=screen)
+            _, status, usage = os.wait4(process.pid, 0)
+            wall = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            words = (place / "screen.txt").read_text()[-4000:]
+            raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{words}")
+        return wall, usage.ru_utime + usage.ru_stime, place
+
+
+def write_digits(path: Path) -> None:
+    """The parts of data=digits as exp divides them, for the programs that do not know exp."""
+    import torch
+
+    from exp.data.digits import Digits
+    from exp.data.splits import DEFAULT_SIZES, divide
+
+    parts = divide(Digits(), DEFAULT_SIZES, seed=0)
+    torch.save({stage: part.entries for stage, part in parts.items() if isinstance(part, Digits)}, path)
+
+
+def reports_of(place: Path) -> dict[Path, dict[str, Any]]:
+    """By run directory the report of each completed job, in the order of the jobs."""
+    found = sorted(place.glob("outputs/**/report.json"), key=lambda path: int(re.split(r"\D", path.parent.name)[0]))
+    reports = {path.parent: json.loads(path.read_text()) for path in found}
+    return {directory: report for directory, report in reports.items() if report["status"] == "completed"}
+
+
+def trained(reports: Mapping[Path, Mapping[str, Any]]) -> float:
+    """The seconds of training alone: of stacks side by side the longer one's, of jobs that are not stacked the sum."""
+    seconds: dict[str, float] = defaultdict(float)
+    behind: dict[str, int] = defaultdict(int)  # members of a stack that has been counted
+    for directory, report in reports.items():
+        told = re.search(r"trained in a stack of (\d+) jobs, in process (\d+)", (directory / "train.log").read_text())
+        process = told[2] if told else ""
+        if behind[process]:
+            behind[process] -= 1
+            continue
+        seconds[process] += report["steps"] * report["step_ms"] / 1000
+        behind[process] = int(told[1]) - 1 if told else 0
+    return max(seconds.values())
+
+
+def continued(cost: Cost, beside: float, *, measured: int, jobs: int) -> Cost:
+    """The cost of more jobs than were run. beside: seconds that are no job's."""
+    wall = beside + (cost.wall - beside) * jobs / measured
+    scale = wall / cost.wall
+    training = cost.training * jobs / measured
+    return replace(cost, wall=wall, processor=cost.processor * scale, training=training, measured=measured)
+
+
+def print_turns(turns: Sequence[Mapping[str, Cost]], bases: Sequence[str]) -> None:
+    """A line a contender. turns: the cost of each, by repetition. bases: those that others are held against."""
+    bases = [base for base in bases if base in turns[0]]
+    letters = "".join(f"{'times faster than ' + TITLES[base][:3]:>23}" for base in bases)
+    print(f"{'':44}{'wall, s':>9}{'processor, s':>14}{'training, s':>13}{'mean loss':>11}{letters}")
+    for name in turns[0]:
+        own = [turn[name] for turn in turns]
+        middle = "".join(
+            f"{statistics.median(getattr(cost, what) for cost in own):{width}.{digits}f}"
+            for what, width, digits in (("wall", 9, 2), ("processor", 14, 2), ("training", 13, 2), ("loss", 11, 4))
+        )
+        cells = ""
+        for base in bases:
+            ratios = sorted(turn[base].wall / turn[name].wall for turn in turns)
+            spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(turns) > 1 else ""
+            cells += f"{statistics.median(ratios):8.2f}{spread:>15}"
+        more = f"   continued from {own[0].measured} jobs" if own[0].measured else ""
+        print(f"{TITLES[name]:44}{middle}{cells}{more}".rstrip(), flush=True)
+
+
+def grid_section(
+    bench: Bench, options: argparse.Namespace, *, network: str, epochs: int, jobs: int, names: Sequence[str]
+) -> None:
+    """All contenders of one grid, in turns."""
+    names = [name for name in names if not options.only or name in options.only]
+    grid, turns = Grid.of(jobs), []
+    words = [*NETWORKS[network], f"trainer.max_epochs={epochs}", *grid.words("optimizer.lr", "seed")]
+    print(
+        f"\n{network} on digits, {jobs} jobs ({len(grid.rates)} learning rates x {len(grid.seeds)} seeds) of {epochs} "
+        f"epochs, {options.repetitions} repetition(s) in turn",
+        flush=True,
+    )
+    for turn in range(options.repetitions):
+        costs = {}
+        for name in names if turn % 2 == 0 else names[::-1]:
+            if name in MODES:
+                costs[name] = bench.exp([*words, *MODES[name]], jobs=jobs)
+            elif name == "stack_one":
+                costs[name] = bench.exp([*words, *ONE_CORE], jobs=jobs)
+            elif options.extrapolate and jobs > options.measured:
+                run = Grid.of(options.measured)
+                cost, beside = bench.other(name, run, network=network, epochs=epochs)
+                costs[name] = continued(cost, beside, measured=run.jobs, jobs=jobs)
+            else:
+                costs[name], _ = bench.other(name, grid, network=network, epochs=epochs)
+        turns.append({name: costs[name] for name in names})
+    print_turns(turns, ("plain", "template"))
+    print_shares(turns)
+
+
+def print_shares(turns: Sequence[Mapping[str, Cost]]) -> None:
+    """What the table does not say: auto against the best of the others, and training alone against the loop's."""
+    first = turns[0]
+    others = [name for name in ("stack", "side", "one") if name in first]
+    if "auto" in first and others:
+        shares = {one: statistics.median(turn["auto"].wall / turn[one].wall for turn in turns) for one in others}
+        best = max(others, key=lambda one: shares[one])
+        print(f"auto takes {shares[best]:.3f} of the time of the best of the others, {best}; asked for: {TOLERANCE}")
+    for name, base in itertools.product(("stack", "stack_one"), ("bare", "bare_save")):
+        if name in first and base in first:
+            share = statistics.median(turn[base].training / turn[name].training for turn in turns)
+            print(f"training alone, {TITLES[name]}: {share:.2f} times faster than {TITLES[base]}")
+
+
+def digits(bench: Bench, options: argparse.Namespace) -> None:
+    names = [*MODES, "stack_one", "plain", "template", "bare", "bare_save"]
+    for jobs in options.jobs:
+        grid_section(bench, options, network=options.network, epochs=options.epochs, jobs=jobs, names=names)
+
+
+def lenet(bench: Bench, options: argparse.Namespace) -> None:
+    grid_section(
+        bench,
+        options,
+        network="lenet",
+        epochs=options.lenet_epochs,
+        jobs=options.lenet_jobs,
+        names=[*MODES, "plain", "bare"],
+    )
+
+
+def auto(bench: Bench, options: argparse.Namespace) -> None:
+    grid = Grid.of(options.auto_jobs)
+    for kind in options.kinds:
+        words = KINDS[kind]
+        print(f"\n{kind}, {grid.jobs} jobs: {' '.join(words)}, {options.repetitions} repetition(s) in turn", flush=True)
+        turns = []
+        for turn in range(options.repetitions):
+            costs = {
+                name: bench.exp([*words, *grid.words("optimizer.lr", "seed"), *MODES[name]], jobs=grid.jobs)
+                for name in (list(MODES) if turn % 2 == 0 else list(MODES)[::-1])
+            }
+            turns.append({name: costs[name] for name in MODES})
+        print_turns(turns, ())
+        print_shares(turns)
+
+
+def members(bench: Bench, options: argparse.Namespace) -> None:
+    """Stacks in one process, which differ in the seed alone, against one run; all on one thread."""
+    words = [*NETWORKS[options.network], f"trainer.max_epochs={options.epochs}", "runtime.threads=1"]
+    print(f"\n{options.network} on digits, {options.epochs} epochs, one process on one thread: members of a stack")
+    print(f"{'':14}{'whole command, s':>18}{'a member more':>16}{'training, s':>15}{'a member more':>16}", flush=True)
+    turns: list[dict[int, Cost]] = []
+    for _ in range(options.repetitions):
+        costs = {0: bench.exp(words)}
+        for count in options.members:
+            stacked = ["sweep.stack=true", "sweep.jobs=1", f"seed=range(0,{count})"]
+            costs[count] = bench.exp([*words, *stacked], jobs=count)
+        turns.append(costs)
+    for count in turns[0]:
+        cells = ""
+        for what in ("wall", "training"):
+            seconds = [getattr(turn[count], what) for turn in turns]
+            alone = [getattr(turn[0], what) for turn in turns]
+            growth = ""
+            if count > 1:
+                pairs = zip(seconds, alone, strict=True)
+                growth = f"{100 * statistics.median((many / one - 1) / (count - 1) for many, one in pairs):.1f} %"
+            cells += f"{statistics.median(seconds):{18 if what == 'wall' else 15}.2f}{growth:>16}"
+        name = {0: "a run alone", 1: "a sweep of 1"}.get(count, f"{count} members")
+        print(f"{name:14}{cells}", flush=True)
+    print("a member more: what it adds, as a share of the run alone; exp trains more than 64 in stacks of at most 64")
+
+
+def local(bench: Bench, options: argparse.Namespace) -> None:
+    """Jobs on one thread, forked side by side."""
+    words = [*NETWORKS["mlp"], "runtime.threads=1", "sweep.stack=false"]
+    trial = 40
+    tried = bench.exp([*words, f"trainer.max_epochs={trial}", "seed=0,1", "sweep.jobs=1"], jobs=2)
+    assert tried.place is not None
+    seconds = min(report["wall_seconds"] for report in reports_of(tried.place).values())
+    epochs = max(1, round(options.local_seconds * trial / seconds))
+    count = options.local_jobs
+    print(f"\n{count} jobs of {epochs} epochs, about {options.local_seconds} s each, one thread a job", flush=True)
+    turns = []
+    for turn in range(options.repetitions):
+        costs = {
+            jobs: bench.exp(
+                [*words, f"trainer.max_epochs={epochs}", f"seed=range(0,{count})", f"sweep.jobs={jobs}"], jobs=count
+            )
+            for jobs in ((1, 2) if turn % 2 == 0 else (2, 1))
+        }
+        turns.append(costs)
+    print(f"{'':24}{'wall, s':>9}{'processor, s':>14}{'a job, s':>10}{'its run, s':>12}{'beside it, s':>14}")
+    for jobs in (1, 2):
+        wall, processor = (statistics.median(getattr(turn[jobs], what) for turn in turns) for what in CLOCKS)
+        found = [job_seconds(turn[jobs]) for turn in turns]
+        whole, own = (statistics.median(column) for column in zip(*found, strict=True))
+        print(f"{f'sweep.jobs={jobs}':24}{wall:9.2f}{processor:14.2f}{whole:10.2f}{own:12.2f}{whole - own:14.2f}")
+    shares = sorted(turn[1].wall / turn[2].wall for turn in turns)
+    print(f"sweep.jobs=2 is {statistics.median(shares):.2f} times faster ({shares[0]:.2f} to {shares[-1]:.2f})")
+    more = statistics.median((turn[1].wall - count * job_seconds(turn[1])[1]) / count for turn in turns)
+    print(f"of sweep.jobs=1, start-up of the sweep and its end in it: {more:.2f} s a job beside its run")
+
+
+def job_seconds(cost: Cost) -> tuple[float, float]:
+    """The mean of a job from start to end as the sweep's table has it, and of its run as its report has it."""
+    assert cost.place is not None
+    (table,) = cost.place.glob("outputs/**/table.csv")
+    with open(table, newline="") as file:
+        whole = [float(row["seconds"]) for row in csv.DictReader(file)]
+    return statistics.fmean(whole), statistics.fmean(one["wall_seconds"] for one in reports_of(cost.place).values())
+
+
+def timeline(bench: Bench, options: argparse.Namespace) -> None:
+    """Of each stacked sweep in one process, by the times of its files."""
+    for jobs in options.jobs:
+        words = Grid.of(jobs).words("optimizer.lr", "seed")
+        began = time.time()
+        cost = bench.exp(
+            [*NETWORKS[options.network], f"trainer.max_epochs={options.epochs}", *words, *MODES["stack"]], jobs=jobs
+        )
+        ended = began + cost.wall
+        assert cost.place is not None
+        print(f"\n{options.network} on digits, {jobs} stacked jobs of {options.epochs} epochs: seconds from the start")
+        for what, pattern, choose in STAGES:
+            found = [path.stat().st_mtime for path in cost.place.glob(f"outputs/train/sweeps/*/*/{pattern}")]
+            print(f"{choose(found) - began:9.2f}  {what}")
+            if choose is max and pattern == "*/config.yaml":
+                print(f"{logged(cost.place) - began:9.2f}  all event files are open, training begins: train.log")
+        print(f"{ended - began:9.2f}  the end", flush=True)
+
+
+def logged(place: Path) -> float:
+    """When the last member's log was begun, right before its first step."""
+    lines = (path.read_text()[:23] for path in place.glob("outputs/train/sweeps/*/*/*/train.log"))
+    return max(datetime.strptime(line, "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines)
+
+
+SECTIONS: Mapping[str, Callable[[Bench, argparse.Namespace], None]] = {
+    "digits": digits,
+    "lenet": lenet,
+    "auto": auto,
+    "members": members,
+    "local": local,
+    "timeline": timeline,
+}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)}; all where none is named"
+    )
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--jobs", type=numbers, default=[32, 128, 512], help="of digits and timeline")
+    parser.add_argument("--epochs", type=int, default=10, help="of digits, members and timeline")
+    parser.add_argument("--network", choices=("mlp", "small"), default="mlp", help="of digits, members and timeline")
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {', '.join(TITLES)}")
+    parser.add_argument("--extrapolate", action="store_true", help="(b) to (d) of more than --measured jobs")
+    parser.add_argument("--measured", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1, help="of (b) to (d); 0: torch's own choice")
+    parser.add_argument("--lenet-jobs", type=int, default=32)
+    parser.add_argument("--lenet-epochs", type=int, default=3)
+    parser.add_argument("--auto-jobs", type=int, default=16)
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="of auto")
+    parser.add_argument("--members", type=numbers, default=[1, 10, 50, 100])
+    parser.add_argument("--local-jobs", type=int, default=16)
+    parser.add_argument("--local-seconds", type=float, default=5.0)
+    options = parser.parse_args()
+    unknown = [*{*options.sections} - {*SECTIONS}, *{*(options.only or ())} - {*TITLES}]
+    if unknown:
+        parser.error(f"{unknown[0]} is not known: {', '.join(SECTIONS)}; --only {', '.join(TITLES)}")
+    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        bench = Bench(Path(folder), threads=options.threads)
+        for name in options.sections or SECTIONS:
+            SECTIONS[name](bench, options)
+
+
+if __name__ == "__main__":
+    main()

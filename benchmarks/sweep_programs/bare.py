@@ -1,0 +1,88 @@
+"""A sweep by hand: one process, a PyTorch loop for each job after the other, no framework and no logging.
+
+    python bare.py --data digits.pt --network mlp --epochs 10 --rates 1e-3,3e-3 --seeds 0,1 [--save] [--threads 1]
+
+--save: write last.pt and best.pt of each job, last at each epoch and best where it got better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from pathlib import Path
+
+import torch
+from parts import Batches, loaders, network, note
+from torch import nn
+from torch.nn import functional
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, loader: Batches) -> tuple[float, float]:
+    """The mean loss and the accuracy."""
+    net.eval()
+    loss, right, count = 0.0, 0, 0
+    for inputs, target in loader:
+        output = net(inputs)
+        loss += functional.cross_entropy(output, target, reduction="sum").item()
+        right += int((output.argmax(1) == target).sum())
+        count += len(target)
+    net.train()
+    return loss / count, right / count
+
+
+def warm_up() -> None:
+    """What torch imports at the first step is no job's."""
+    weight = torch.zeros(1, requires_grad=True)
+    weight.sum().backward()
+    torch.optim.AdamW([weight]).step()
+
+
+def train(options: argparse.Namespace, rate: float, seed: int, folder: Path) -> None:
+    began = time.time()
+    torch.manual_seed(seed)
+    training, validation, test = loaders(options.data)
+    net = network(options.network)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
+    best, best_weights = math.inf, net.state_dict()
+    for _ in range(options.epochs):
+        for inputs, target in training:
+            optimizer.zero_grad()
+            functional.cross_entropy(net(inputs), target).backward()
+            optimizer.step()
+        loss, _ = evaluate(net, validation)
+        state = {"weights": net.state_dict(), "optimizer": optimizer.state_dict()}
+        if options.save:
+            folder.mkdir(exist_ok=True)
+            torch.save(state, folder / "last.pt")
+        if loss < best:
+            best, best_weights = loss, {name: tensor.clone() for name, tensor in net.state_dict().items()}
+            if options.save:
+                torch.save(state, folder / "best.pt")
+    net.load_state_dict(best_weights)
+    _, accuracy = evaluate(net, test)
+    note(began=began, ended=time.time(), loss=best, accuracy=accuracy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--network", required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--rates", required=True)
+    parser.add_argument("--seeds", required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    warm_up()
+    jobs = itertools.product(map(float, options.rates.split(",")), map(int, options.seeds.split(",")))
+    for number, (rate, seed) in enumerate(jobs):
+        train(options, rate, seed, Path(str(number)))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from exp.check.alike import Checked
     from exp.check.plan import Plan
     from exp.run_report import Report
 
@@ -95,10 +96,10 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     return run.prepare(config)
 
 
-def validate(config: DictConfig) -> None:
-    from exp.check import plan
+def validate(config: DictConfig, before: Checked | None) -> Checked:
+    from exp.check import alike
 
-    plan.validate(config)
+    return alike.check_job(config, before)
 
 
 def _run(arguments: argparse.Namespace) -> int:

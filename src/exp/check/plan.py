@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.parameters import program_fault
+from exp.check.parameters import program_fault, target_faults
 from exp.check.rules import monitors, weights_of_run
-from exp.check.stages import first_stage, located, once, second_stage
+from exp.check.stages import allowed, first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.module_key import brings_data
-from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read
+from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read, with_changes
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
@@ -344,6 +344,14 @@ def validate(config: DictConfig) -> None:
 
     Raises: ConfigError with all faults.
     """
+    validated(config)
+
+
+def validated(config: DictConfig) -> Plan:
+    """The plan of a config, held against the samples of its data, where these are the user's own.
+
+    Raises: ConfigError with all faults.
+    """
     from exp.check.first_samples import is_shipped
 
     decided = plan(resolve(config))
@@ -353,6 +361,27 @@ def validate(config: DictConfig) -> None:
         faults, _ = compare_with_data(decided)
         if faults:
             raise ConfigError(faults)
+    return decided
+
+
+def refuse_changed(config: DictConfig, changed: Mapping[str, Any], *, checked: Plan) -> None:
+    """Look at what of a config has changed against that of a checked plan: its seed, numbers of optimizer and schedule.
+
+    changed: by dotted key.
+    Raises: ConfigError with all faults of these.
+    """
+    plain = with_changes(checked.plain, changed)
+    groups = {key.partition(".")[0] for key in changed} & set(OPTIMIZATION_KEYS)
+    faults = target_faults({name: plain[name] for name in sorted(groups)}, allow=allowed(plain), has_module=False)
+    decided = Plan(resolved=Resolved(config=config, plain=plain, faults=tuple(faults)))
+    # Nothing of these follows from what has changed.
+    vars(decided).update(
+        {part: getattr(checked, part) for part in ("spec", "objective", "phases", "metrics", "shapes")}
+    )
+    found = _Findings(decided)
+    found.look_at_the_optimizer()
+    if found.faults:
+        raise ConfigError(located(config, once(found.faults)))
 
 
 def examine(resolved: Resolved) -> Examination:
@@ -594,6 +623,16 @@ class _Findings:
         hooks = self._look_at_the_hooks(known, network, planned)
         if planned is not None:
             self._look_at_the_strategy(known, dataclasses.replace(planned, hooks=hooks))
+
+    def look_at_the_optimizer(self) -> None:
+        """What optimizer and schedule refuse, and the precision of the optimizer, where all else was looked at."""
+        from exp.precision.words import WORDS
+
+        network = self.decided.network
+        assert network is not None
+        word = WORDS[self.plain["precision"]["word"]]
+        for optimizer in self._look_at_the_optimizers(tuple(self.faults), network):
+            self.faults += word.optimizer_faults(optimizer)
 
     def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
         """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""

@@ -49,15 +49,19 @@ def config_faults(config: DictConfig) -> list[Fault]:
     return located(config, [*first_stage(reading), *second_stage(config, reading)])
 
 
-def early_faults(config: DictConfig) -> list[Fault]:
-    """The faults that are there whatever the data set says of itself, found without importing torch."""
+def early_faults(config: DictConfig, *, reading: Reading | None = None) -> list[Fault]:
+    """The faults that are there whatever the data set says of itself, found without importing torch.
+
+    reading: of the config, where it is known already.
+    """
+    found = first_stage(read(config) if reading is None else reading)
     # A value that follows the data's is there when the data have said it.
-    return [fault for fault in located(config, first_stage(read(config))) if not _follows_the_data(config, fault.key)]
+    return [fault for fault in located(config, found) if not _follows_the_data(config, fault.key)]
 
 
-def refuse_early(config: DictConfig) -> None:
+def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
     """Raise ConfigError on faults that need no torch, so that a mistyped word is told within a second."""
-    faults = early_faults(config)
+    faults = early_faults(config, reading=reading)
     if faults:
         raise ConfigError(faults, note=NOTE)
 

@@ -201,13 +201,17 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
             )
 
 
+# The keys with a star among those whose values are bounded: a config has hundreds of the others.
+PATTERNS = {pattern: rule for pattern, rule in VALUES.items() if "*" in pattern}
+
+
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
             yield Fault(key=key, got=show(value), expected="an integer of 64 bits")
-        for pattern, rule in VALUES.items():
-            if _matches(key, pattern):
-                yield from _key_faults(key, value, rule)
+        rules = [VALUES[key]] if key in VALUES else []
+        for rule in (*rules, *(rule for pattern, rule in PATTERNS.items() if _matches(key, pattern))):
+            yield from _key_faults(key, value, rule)
 
 
 def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
@@ -271,8 +275,6 @@ def _count(value: object) -> int:
 
 
 def _matches(key: str, pattern: str) -> bool:
-    if "*" not in pattern:
-        return key == pattern
     parts, wanted = key.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

@@ -145,18 +145,22 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     config = composition.config
-    tasks = [text for text in composition.overrides if not text.lstrip("+~").startswith(BESIDE_THE_JOB)]
     OmegaConf.set_readonly(config, False)
     with open_dict(config):
         del config["hydra"]
         config[COMPOSITION] = {
-            "overrides": [literal(text) for text in tasks],
+            "overrides": recorded(composition.overrides),
             "directory": literal(directory),
             # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
             "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
         }
     leave_out(config)
     return config
+
+
+def recorded(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a job as its config keeps them."""
+    return [literal(text) for text in overrides if not text.lstrip("+~").startswith(BESIDE_THE_JOB)]
 
 
 def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:

@@ -6,9 +6,10 @@ A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, s
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -110,6 +111,41 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         path = f"{key}.{name}" if key else str(name)
         yield path, child
         yield from leaves(child, path)
+
+
+def changes(before: Any, after: Any, key: str = "") -> dict[str, Any] | None:
+    """The values by dotted key that a plain tree has in the place of another's; None where one has other keys."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        if before.keys() != after.keys():
+            return None
+        found: dict[str, Any] = {}
+        for name, value in after.items():
+            inner = changes(before[name], value, f"{key}.{name}" if key else str(name))
+            if inner is None:
+                return None
+            found |= inner
+        return found
+    if isinstance(before, dict) or isinstance(after, dict):
+        return None
+    return {} if before == after and type(before) is type(after) else {key: after}
+
+
+def are_referred(keys: Iterable[str], raw: Any) -> bool:
+    """Whether an interpolation in an unresolved tree may refer to one of some keys: one names its last word."""
+    texts = [value for _, value in leaves(raw) if isinstance(value, str) and "${" in value]
+    return any(key.rpartition(".")[2] in text for key in keys for text in texts)
+
+
+def with_changes(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a plain tree with other values, by dotted key, of keys that are there."""
+    found = copy.deepcopy(dict(plain))
+    for key, value in values.items():
+        *path, last = key.split(".")
+        node = found
+        for name in path:
+            node = node[name]
+        node[last] = value
+    return found
 
 
 class Values:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -56,6 +57,10 @@ STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
 MAX_DEATHS = 20
 
 
+# Checks a config; takes, and gives, what it keeps of a config for that of the next job.
+Validate = Callable[[DictConfig, Any], Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """What the check found of a job. error: what is wrong with it. asked: its need, and the machine that meets it; None
@@ -65,14 +70,14 @@ class Checked:
     asked: tuple[Need, Machine] | None = None
 
 
-def checked(validate: Callable[[DictConfig], None], configs: Sequence[DictConfig]) -> Iterator[Checked]:
+def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Checked]:
     """What is wrong with each job, in a process of the check."""
     heed(signal.SIG_DFL)  # from here on, who raises KeyboardInterrupt is the user's own code
-    view = GpuView()
+    view, before = GpuView(), None
     for config in configs:
         try:
             asked = view.of(config)
-            validate(config)
+            before = validate(config, before)
             if isinstance(asked, Exception):
                 raise asked
         except ExpError as error:
@@ -139,14 +144,14 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
 class JobProcesses:
     """Checks jobs in a process beside this one, and runs one after another, each in a process of its own.
 
-    fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.plan.validate. Functions that another process
+    fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.alike.check_job. Functions that another process
     finds by their names.
 
     zygote: what starts the processes. asked: by `asks` of the jobs that were checked, their need, and the machine that
         meets it.
     """
 
-    def __init__(self, fit: Callable[[DictConfig], Report], validate: Callable[[DictConfig], None]) -> None:
+    def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
         self.fit, self._validate = fit, validate
         self.asked: dict[str, tuple[Need, Machine]] = {}
         self.zygote = Zygote(MODULES)

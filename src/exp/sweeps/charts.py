@@ -26,7 +26,7 @@ from exp.types import compared_tag
 MOST_CURVES, MOST_KEYS, MOST_AXES = 8, 12, 10
 MOST_POINTS = 400
 FEW_POINTS = 30
-MOST_LETTERS = 44
+MOST_LETTERS = 56
 # Okabe and Ito's colours but black and yellow: told apart by the colour-blind, on white and on black.
 BEST, GOOD, GREY = "#d55e00", "#1787d1", "#8f8f8f"
 # Of more groups than these, and the best, all but the best are grey.
@@ -93,7 +93,7 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> Charts:
     Raises: MissingExtraError without Matplotlib.
     """
     if not is_installed("matplotlib"):
-        raise MissingExtraError(feature="the pictures of a report", package="matplotlib", extra="report")
+        raise MissingExtraError(feature="a report with pictures", package="matplotlib", extra="report")
     import matplotlib
 
     notes: list[str] = []
@@ -187,7 +187,8 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
     few = len(groups) - bool(best) <= len(COLOURS)
     over = comparison.repeat_over
 
-    labels = [_label(comparison, group) for group in groups] if few else ["the best, a long one", "the others"]
+    labels = [_label(comparison, group) for group in groups if few or group.rows == best]
+    labels += [] if few else [_others(len(groups) - bool(best))]
 
     def plot(axes: Any) -> None:
         colours = iter(COLOURS)
@@ -201,10 +202,10 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
         axes.set(xlabel="optimizer step", title=tag)
         _log_where_wide(axes)
         axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        _legend(axes, few=few, others=len(groups) - bool(best))
+        _legend(axes, [] if few else labels)
 
     shown = f"the mean of runs over {over} with a band of one standard deviation" if over else "a line a run"
-    dropped = "" if few else f" The best is orange, the other {len(groups) - bool(best)} are grey."
+    dropped = "" if few else f" The best is orange, {_others(len(groups) - bool(best))} grey."
     repeats = (
         f" A line is the mean of completed runs that differ in {over} alone, the band one standard deviation (over"
         " n - 1) to each side, both where all of them have been. A dashed line is a run that was not completed."
@@ -286,16 +287,21 @@ def _make_log(axes: Any, axis: str) -> None:
     which.set_minor_formatter(NullFormatter())
 
 
-def _legend(axes: Any, *, few: bool, others: int) -> None:
-    """Beneath the axes, where it covers no line, the best first."""
-    lines, labels = axes.get_legend_handles_labels()
-    pairs = list(zip(lines, labels, strict=True))[::-1]
-    if not few:
+def _legend(axes: Any, chosen: Sequence[str]) -> None:
+    """Beneath the axes, where it covers no line, the best first. chosen: of many lines, those that are named."""
+    pairs = list(zip(*axes.get_legend_handles_labels(), strict=True))[::-1]
+    if chosen:
         from matplotlib.lines import Line2D
 
-        pairs = [pair for pair in pairs if pair[1].endswith("(best)")]
-        pairs.append((Line2D([], [], color=GREY, alpha=0.6), f"{others} other{'s' if others != 1 else ''}"))
-    axes.figure.legend(*zip(*pairs, strict=True), loc="lower left", ncols=_columns([label for _, label in pairs]))
+        pairs = [pair for pair in pairs if pair[1] in chosen]
+        pairs.append((Line2D([], [], color=GREY, alpha=0.6), chosen[-1]))
+    if pairs:
+        lines, labels = zip(*pairs, strict=True)
+        axes.figure.legend(lines, labels, loc="lower left", ncols=_columns(labels))
+
+
+def _others(count: int) -> str:
+    return f"{count} other{'s' if count != 1 else ''}"
 
 
 def _columns(labels: Sequence[str]) -> int:

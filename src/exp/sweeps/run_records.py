@@ -229,6 +229,7 @@ def _read(directory: Path, name: str, read: Callable[[Path], Any], problems: lis
         problems.append(f"{name} cannot be read: {error.strerror or error}")
     except DAMAGE as error:
         what = error.faults[0].got if isinstance(error, ConfigError) else str(error) or type(error).__name__
+        what = f"it has no {what}" if isinstance(error, KeyError) else what
         problems.append(f"{name} is not as exp wrote it: {shortened(what, most=200)}")
     return None
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     if arguments.watch is None:
         found = find_runs(_existing(arguments.directories))
         if not found.runs:
@@ -211,22 +211,24 @@ def _unwritable(directory: Path, error: OSError) -> RunError:
     return RunError(f"the report cannot be written to {where}: {error.strerror or error}. Choose another --output")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    found = argparse.ArgumentParser(
         prog="python -m exp.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = found.add_argument
     add("directories", nargs="+", type=Path, metavar="DIR", help="runs, sweeps, or folders above them")
     add("--output", type=Path, metavar="DIR", help="by default report/ of one sweep, else outputs/reports/DATE/TIME")
     add("--repeat-over", metavar="KEY", help="runs that differ in it alone are repeats; none: no run is one")
-    more = "compare by this tag, and draw it; TAG:max where more is better. Several are a Pareto front"
-    add("--metric", nargs="+", action="extend", default=[], metavar="TAG", help=more)
+    more = "compare by this tag, and draw it; TAG:max where more is better. Repeated, the tags are a Pareto front"
+    add("--metric", action="append", default=[], metavar="TAG", help=more)
     every = f"write it anew when something changed, looked at so often; by default every {WATCH_SECONDS:g} s"
-    add("--watch", nargs="?", type=_seconds, const=WATCH_SECONDS, metavar="SECONDS", help=every)
-    return parser
+    add("--watch", nargs="?", type=seconds, const=WATCH_SECONDS, metavar="SECONDS", help=every)
+    return found
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A time to wait, above 0. Raises: ValueError."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError(text)

@@ -295,6 +295,7 @@ def test_a_run_that_is_no_whole_one_is_a_row_that_says_so(folder):
         "1: report.json is not as exp wrote it: ",
         "2: config.yaml is not there",
         "3: overrides.yaml is not as exp wrote it: ",
+        "no curves of 5, 6: no TensorBoard events of a loss or of a metric of the validation",
         "6: events.out.tfevents.1 is empty",
         "7: report.json is not as exp wrote it: ",
         "8: report.json is not there: the run is going on",

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from exp.errors import MissingExtraError, is_installed
+from exp.spelling import among
 from exp.sweeps.analysis import LEAST_RUNS, band, numbers, pareto_front, share_explained, spans_decades, thinned
 from exp.sweeps.comparison import Comparison, finite_pairs
 from exp.sweeps.results import FINISHED, Repeats, Row
@@ -174,6 +175,9 @@ def _curves(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> It
     ordered = [tag for tag in dict.fromkeys([*first, *sorted(filter(is_of_validation, found))]) if tag in found]
     if not ordered:
         notes.append("no curves: no run has TensorBoard events of a loss or of a metric of the validation")
+    without = [name for name, one in zip(comparison.names, comparison.records, strict=True) if not one.curves]
+    if ordered and without:
+        notes.append(f"no curves of {among(without)}: no TensorBoard events of a loss or of a metric of the validation")
     if len(ordered) > MOST_CURVES:
         left = ", ".join(ordered[MOST_CURVES:])
         notes.append(f"curves of {left} are left out, behind the first {MOST_CURVES}. --metric TAG puts one first")

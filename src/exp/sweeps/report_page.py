@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 
 from exp.secrets import covered
 from exp.sweeps.charts import Chart
@@ -40,7 +42,7 @@ th[aria-sort=descending] button::after { content: " \\25BC"; }
 figure { margin: 0; min-width: 0; } figure.wide { grid-column: 1 / -1; }
 figure .scroll { border: 0; max-height: none; }
 figure svg { display: block; width: 100%; height: auto; max-width: 620px; }
-figure.wide svg { min-width: 560px; max-width: 1200px; }
+figure.wide svg { min-width: 560px; max-width: 1000px; }
 figure svg text { fill: var(--ink); }
 figcaption { color: var(--soft); font-size: 13px; max-width: 75ch; }
 ul { padding-left: 1.2rem; } li { max-width: 100ch; overflow-wrap: anywhere; }
@@ -71,7 +73,9 @@ def page(comparison: Comparison, charts: Sequence[Chart], *, notes: Sequence[str
     # Nothing is loaded, from nowhere, and the one script that runs is the one above.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     count = len(comparison.rows)
-    title = f"{count} run{'s' if count != 1 else ''} in {comparison.base.name}"
+    shown = os.path.relpath(comparison.base)
+    place = str(comparison.base) if shown.startswith("..") else Path.cwd().name if shown == "." else shown
+    title = f"{count} run{'s' if count != 1 else ''} in {place}"
     lines = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',

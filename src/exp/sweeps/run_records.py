@@ -235,7 +235,7 @@ def _read(directory: Path, name: str, read: Callable[[Path], Any], problems: lis
 
 
 def _plain(path: Path) -> Any:
-    path.stat()  # what read_yaml raises of a file that is not there is a fault of a config
+    path.open("rb").close()  # of a file that cannot be opened, read_yaml makes a fault of a config
     return read_yaml(path)
 
 

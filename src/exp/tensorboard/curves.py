@@ -6,6 +6,7 @@ buffer, Event, of which only the parts that hold a scalar are looked at. A runni
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -57,7 +58,13 @@ def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
     wants: whether the curve of a tag is read.
     """
     points, problems = _Points(wants=wants), []
-    for path in sorted(directory.glob(PATTERN)):
+    try:
+        paths = [directory / name for name in sorted(os.listdir(directory)) if fnmatch.fnmatchcase(name, PATTERN)]
+    except FileNotFoundError:
+        return Curves()
+    except OSError as error:
+        return Curves(problems=[f"{directory.name} cannot be read: {error.strerror or error}"])
+    for path in paths:
         try:
             with path.open("rb") as file:
                 problems += [f"{path.name} {problem}" for problem in _read(file, points)]

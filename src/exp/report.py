@@ -58,7 +58,7 @@ def _command(argv: Sequence[str]) -> int:
             raise _nothing(arguments.directories, found)
         report = RunsReport(arguments)
         report.write(found)
-        report.print()
+        report.tell()
         return 0
     return watch(arguments)
 
@@ -84,13 +84,14 @@ def watch(arguments: argparse.Namespace) -> int:
         now = [(run, signature(run)) for run in found.runs]
         if now != before and not found.runs:
             print(f"no runs yet in {' '.join(map(str, places))}", flush=True)
-        elif now != before and report is None:
-            report = RunsReport(arguments)
-            report.write(found)
-            report.print()
-        elif now != before and report is not None:
-            report.write(found)
-            print(f"{time.strftime('%H:%M:%S')}  {progress_line(report.comparison)}", flush=True)
+        elif now != before:
+            report = RunsReport(arguments) if report is None else report
+            try:
+                report.write(found)
+            except ReportError as error:  # such as a tag that no run has logged yet
+                print(error, flush=True)
+            else:
+                report.tell()
         before = now
         ended.wait(arguments.watch)
     return 0 if signals[0] == signal.SIGINT else 128 + signals[0]
@@ -105,6 +106,7 @@ class RunsReport:
         self._arguments = arguments
         self._known: dict[Path, tuple[object, RunRecord]] = {}
         self._notes: Sequence[str] = ()
+        self._is_told = False
         self.directory = _output(arguments)
 
     def write(self, found: Found) -> None:
@@ -128,8 +130,15 @@ class RunsReport:
         except OSError as error:
             raise _unwritable(self.directory, error) from error
 
-    def print(self) -> None:
-        """Print the tables, the best run, and where the page is."""
+    def tell(self) -> None:
+        """Print the tables, the best run and where the page is, or how far it is now if that was printed before."""
+        if self._is_told:
+            print(f"{time.strftime('%H:%M:%S')}  {progress_line(self.comparison)}", flush=True)
+            return
+        self._is_told = True
+        self._print()
+
+    def _print(self) -> None:
         from rich.console import Console
 
         console = Console(highlight=False)

@@ -255,16 +255,19 @@ def test_several_folders_are_one_report_and_each_run_is_counted_once(folder):
     sweep = write_sweep(folder / "outputs" / "train" / "sweeps" / "day" / "time")
     write_run(folder / "outputs" / "other" / "day" / "time", "seed=9", value=0.01)
     (folder / "link").symlink_to(sweep / "3")
+    for place, mark in (("find_lr", "lr.json"), ("data", "data.md")):  # a test and a look, which are no runs
+        write_run(folder / "outputs" / "train" / place / "day" / "time", "optimizer.lr=1e-8", value=0.0)
+        (folder / "outputs" / "train" / place / "day" / "time" / mark).touch()
     found = find_runs([folder / "outputs", sweep, sweep / "3", folder / "outputs" / ".." / "outputs", folder / "link"])
     assert len(found.runs) == 13
     jobs = [run.name for run in find_runs([sweep]).runs]
     assert jobs == [str(job) for job in range(12)]
-    status, shown = told("outputs", sweep)
+    status, shown = told("outputs", sweep, "--repeat-over", "none")
     assert status == 0
     assert "13 runs" in shown
     (page,) = folder.glob("outputs/reports/*/*/report.html")
     assert str(page.relative_to(folder)) in shown
-    assert "python -m exp.train from_run=outputs/train/sweeps/day/time/4" in shown
+    assert "python -m exp.train from_run=outputs/other/day/time" in shown
     told("outputs", "--output", "here")
     assert (folder / "here" / "report.html").is_file()
 

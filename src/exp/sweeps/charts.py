@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,11 @@ from exp.types import compared_tag
 # Of one picture; what is more is told.
 MOST_CURVES, MOST_KEYS, MOST_AXES = 8, 12, 10
 MOST_POINTS = 400
+# Of the axis of a key: values that are all written, columns that are all named, how near two of its length 1 may stand.
+MOST_TICKS, MOST_COLUMNS, LEAST_GAP = 8, 16, 0.06
 FEW_POINTS = 30
+# Kinds of points that the legend beside a title has room for.
+MOST_ABOVE = 3
 MOST_LETTERS = 56
 # Okabe and Ito's colours but black and yellow: told apart by the colour-blind, on white and on black.
 BEST, GOOD, GREY = "#d55e00", "#1787d1", "#8f8f8f"
@@ -98,7 +103,8 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> Charts:
     import matplotlib
 
     notes: list[str] = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         drawn = [
             *_curves(comparison, tags, notes),
             *_against_keys(comparison, notes),
@@ -106,6 +112,8 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> Charts:
             *_importance(comparison, notes),
             *_pareto(comparison, notes),
         ]
+    # Such as of a letter that its font does not have, which is a box in the PNGs.
+    notes += dict.fromkeys(f"of the pictures: {warning.message}" for warning in warned)
     return Charts(drawn=drawn, notes=notes)
 
 
@@ -317,10 +325,14 @@ def _beneath(labels: Sequence[str]) -> float:
     return 0.12 + 0.17 * math.ceil(len(labels) / _columns(labels))
 
 
-def _legend_above(axes: Any) -> None:
-    """At the right of the title."""
-    _, labels = axes.get_legend_handles_labels()
-    axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.97), ncols=len(labels), handletextpad=0.1, columnspacing=1.0)
+def _legend_of_points(axes: Any) -> None:
+    """At the right of the title; of many kinds, beneath the axes."""
+    points, labels = axes.get_legend_handles_labels()
+    style = {"ncols": len(labels), "handletextpad": 0.1, "columnspacing": 1.0}
+    if len(labels) <= MOST_ABOVE:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.97), **style)
+    else:
+        axes.figure.legend(points, labels, loc="lower left", **style)
 
 
 def _shortened(label: str, most: int = MOST_LETTERS) -> str:
@@ -333,11 +345,11 @@ def _shortened(label: str, most: int = MOST_LETTERS) -> str:
 
 def _against_keys(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
     if comparison.tag is None or not any(map(math.isfinite, comparison.values)):
-        notes.append("no values against keys: no run has a value that they are compared by")
+        notes.append("no values against keys: no run has a value by which all are compared")
         return
-    keys = comparison.keys
+    keys = comparison.keys if len(comparison.rows) > 1 else []
     if not keys:
-        notes.append("no values against keys: the runs do not differ in what was typed")
+        notes.append("no values against keys: the runs do not differ in what was typed, or there is one alone")
     if len(keys) > MOST_KEYS:
         notes.append(f"values against {', '.join(keys[MOST_KEYS:])} are left out, behind the first {MOST_KEYS} keys")
     for key in keys[:MOST_KEYS]:
@@ -352,10 +364,12 @@ def _against(comparison: Comparison, key: str) -> Chart:
     ]
     scale = Scale.of(comparison, key)
     best = comparison.best
+    kinds = list(dict.fromkeys(row.status for row, _, _ in shown))
+    beneath = 0.26 if len(kinds) + (best is not None) > MOST_ABOVE else 0.0
 
     def plot(axes: Any) -> None:
         _medians(axes, comparison, key, scale)
-        for status in dict.fromkeys(row.status for row, _, _ in shown):
+        for status in kinds:
             marker, colour = STATUS.get(status, OTHER_STATUS)
             own = [(text, value) for row, text, value in shown if row.status == status]
             xs, ys = scale.places([text for text, _ in own]), [value for _, value in own]
@@ -370,13 +384,14 @@ def _against(comparison: Comparison, key: str) -> Chart:
         if spans_decades(np.array([value for *_, value in shown])):
             _make_log(axes, "y")
         scale.label(axes)
-        _legend_above(axes)
+        _legend_of_points(axes)
 
     kind = "each value a column" if scale.names else "a logarithmic axis" if scale.is_log else "a linear axis"
     return _chart(
         plot,
         name=f"value-{key}",
-        margins=Margins(bottom=scale.bottom),
+        size=(5.2, 3.2 + beneath),
+        margins=Margins(bottom=scale.bottom + beneath),
         title=f"{comparison.tag} against {key}",
         text=f"{comparison.tag} of {len(shown)} runs against {key}, {kind}.",
         caption=f"{comparison.tag} against {key}: a point a run, its shape its status, the best a star. The grey line"
@@ -394,11 +409,16 @@ def _medians(axes: Any, comparison: Comparison, key: str, scale: Scale) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Where the values of a key stand on an axis. names: of a key of words, by place; none of a numeric one."""
+    """Where the values of a key stand on an axis.
+
+    names: where each value has a column, such as words, by place; else none. ticks: values that are written beside it;
+    is_whole: whether they are all.
+    """
 
     names: Sequence[str]
     is_log: bool
     ticks: Sequence[str]
+    is_whole: bool = True
 
     @classmethod
     def of(cls, comparison: Comparison, key: str) -> Scale:
@@ -407,8 +427,12 @@ class Scale:
         if found is None:
             return cls(names=sorted(texts), is_log=False, ticks=sorted(texts))
         ordered = [texts[place] for place in np.argsort(found)]
-        few = ordered if len(ordered) <= 6 else [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-        return cls(names=[], is_log=comparison.is_log(key), ticks=few)
+        is_few = len(ordered) <= MOST_TICKS
+        some = ordered if is_few else [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+        scale = cls(names=[], is_log=comparison.is_log(key), ticks=some, is_whole=is_few)
+        if is_few and len(ordered) > 1 and np.diff(scale.heights(ordered)).min() < LEAST_GAP:
+            return cls(names=ordered, is_log=False, ticks=ordered)  # 0, 1e-4, 1e-3: no axis tells them apart
+        return scale
 
     def places(self, texts: Sequence[str]) -> np.ndarray:
         """The coordinate of each value, before the axis takes its logarithm."""
@@ -425,34 +449,43 @@ class Scale:
         span = float(ends[1] - ends[0])
         return (places - ends[0]) / span if span else np.full(len(places), 0.5)
 
+    def words(self) -> list[str]:
+        """The ticks as they are written."""
+        if self.names:
+            return [_shortened(name, 16) for name in self.ticks]
+        return [tick if len(tick) <= 6 else f"{float(tick):.3g}" for tick in self.ticks]
+
     def label(self, axes: Any) -> None:
         """Give the horizontal axis its ticks."""
         if self.names:
-            names = [_shortened(name, 16) for name in self.names]
             shown = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if self._is_wordy else {}
-            axes.set_xticks(range(len(names)), names, **shown)
-            axes.set_xlim(-0.5, len(names) - 0.5)
+            step = math.ceil(len(self.names) / MOST_COLUMNS)
+            axes.set_xticks(range(0, len(self.names), step), self.words()[::step], **shown)
+            axes.set_xlim(-0.5, len(self.names) - 0.5)
             return
         if self.is_log:
             _make_log(axes, "x")
-        if len(self.ticks) <= 6 and not self._is_crowded():
-            axes.set_xticks(self.places(self.ticks), self.ticks)
+        first, last = self.places([self.ticks[0], self.ticks[-1]])
+        # Of an axis without two powers of ten, Matplotlib would write none.
+        if self._has_room and (self.is_whole or (self.is_log and last / first < 100)):
+            axes.set_xticks(self.places(self.ticks), self.words())
             axes.minorticks_off()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the ticks have room."""
+        heights = self.heights(self.ticks)
+        return bool(len(heights) < 2 or np.diff(heights).min() >= 0.11)
 
     @property
     def _is_wordy(self) -> bool:
         """Whether the names of the columns have no room side by side."""
-        return sum(min(len(name), 16) + 2 for name in self.names) > 54
+        return sum(len(word) + 2 for word in self.words()) > 54
 
     @property
     def bottom(self) -> float:
         """What the ticks and the name of the axis need, in inches."""
-        return 0.48 if not self._is_wordy else 0.5 + 0.045 * min(16, max(map(len, self.names)))
-
-    def _is_crowded(self) -> bool:
-        """Whether two of the ticks would stand in each other's way."""
-        heights = self.heights(self.ticks)
-        return bool(len(heights) > 1 and np.diff(heights).min() < 0.13)
+        return 0.48 if not self._is_wordy else 0.5 + 0.045 * max(map(len, self.words()))
 
 
 # --- all keys at once ---
@@ -494,7 +527,7 @@ def _parallel(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
             )
         for place, scale in enumerate(scales):
             axes.axvline(place, color=INK, linewidth=0.8)
-            _tick_texts(axes, place, scale.heights(scale.ticks), [_shortened(tick, 16) for tick in scale.ticks])
+            _tick_texts(axes, place, scale.heights(scale.ticks), scale.words())
         axes.axvline(len(keys), color=INK, linewidth=0.8)
         shown = [low, math.sqrt(low * high) if is_log else (low + high) / 2, high]
         _tick_texts(axes, len(keys), np.array([0.0, 0.5, 1.0]), [f"{value:.4g}" for value in shown])
@@ -549,7 +582,7 @@ def _importance(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
     done = sum(row.has_value for row in comparison.rows)
     if comparison.tag is None or done < LEAST_RUNS:
         notes.append(
-            f"no importance: it needs {LEAST_RUNS} completed runs that are compared by one tag, and there are {done}"
+            f"no importance: it needs {LEAST_RUNS} completed runs that are compared by one tag; completed are {done}"
         )
         return
     if not shares:
@@ -622,7 +655,7 @@ def _pareto(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
             if spans_decades(points[:, place]):
                 _make_log(axes, axis)
         axes.margins(0.08)
-        _legend_above(axes)
+        _legend_of_points(axes)
 
     listed = ", ".join(names[place] for place in np.flatnonzero(front)[:20].tolist())
     others = (

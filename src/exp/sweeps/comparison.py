@@ -279,7 +279,8 @@ def _objectives(
         return [_objective(records, name, one) for name, one in several.items()]
     if tag is None:
         return []
-    seconds = [record.seconds if record.status in FINISHED else math.nan for record in records]
+    # Who was ended early took less time for a worse value: no trade that anybody would make.
+    seconds = [record.seconds if record.status == "completed" else math.nan for record in records]
     return [
         Objective(name=SECONDS, mode="min", values=seconds),
         Objective(name=f"{tag} (best)", mode=mode, values=[row.value for row in rows]),
@@ -290,7 +291,7 @@ def _objective(records: Sequence[RunRecord], tag: str, mode: Mode) -> Objective:
     """As a search sees it: the best of the monitored tag, the last of any other."""
     is_best = all(record.monitor in (tag, None) for record in records)
     values = [
-        (record.value if is_best else record.metrics.get(tag, math.nan)) if record.status in FINISHED else math.nan
+        (record.value if is_best else record.metrics.get(tag, math.nan)) if record.status == "completed" else math.nan
         for record in records
     ]
     return Objective(name=f"{tag} ({'best' if is_best else 'last'})", mode=mode, values=values)

@@ -24,10 +24,11 @@ from exp.sweeps.ledger import JOBS, SETTINGS
 from exp.tensorboard.curves import PATTERN, Curve, read_curves
 from exp.types import Mode, compared_tag
 
-# Any of them makes a folder a run's. exp.data leaves a folder that has some of them, too, and says so by data.md.
+# Any of them makes a folder a run's.
 MARKS = ("config.yaml", "overrides.yaml", "provenance.json", "report.json")
 EVENTS = "tensorboard"
-NO_RUN = "data.md"
+# What exp.data and exp.find_lr leave: looks and tests, which are no runs to compare with others.
+NO_RUN = ("data.md", "lr.json")
 # Whose folders hold no runs, and may be large.
 SKIPPED = ("__pycache__", "node_modules", "checkpoints")
 RUNNING, NO_REPORT, UNREADABLE = "running", "no report", "unreadable"
@@ -111,7 +112,7 @@ def find_runs(places: Sequence[Path]) -> Found:
 def is_run(folder: Path, *, names: Collection[str] | None = None) -> bool:
     """Whether a folder is the one of a run. names: of what is in it, where they are known."""
     found = {entry.name for entry in folder.iterdir()} if names is None else names
-    if NO_RUN in found:
+    if any(name in found for name in NO_RUN):
         return False
     return any(name in found for name in MARKS) or (EVENTS in found and bool(_event_files(folder)))
 

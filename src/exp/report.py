@@ -29,7 +29,7 @@ from exp.spelling import nearest
 from exp.sweeps.comparison import Comparison, ReportError, compare, tags_of
 from exp.sweeps.report_page import page, progress_line
 from exp.sweeps.results import again_command, best_line, rich_tables
-from exp.sweeps.run_records import Found, RunRecord, find_runs, is_run, is_sweep, read_run, signature
+from exp.sweeps.run_records import MARKS, Found, RunRecord, find_runs, is_sweep, read_run, signature
 
 if TYPE_CHECKING:
     from exp.sweeps.charts import Chart
@@ -161,10 +161,10 @@ class RunsReport:
         sys.stdout.flush()
 
     def _record(self, run: Path) -> tuple[object, RunRecord]:
-        """A run as it is now. One that goes on without a report is read each time: who holds it may have ended."""
+        """A run as it is now, read where it has changed."""
         now = signature(run)
         before, record = self._known.get(run, (None, None))
-        if record is not None and before == now and record.seconds == record.seconds:
+        if record is not None and before == now:
             return now, record
         return now, read_run(run, tags=tags_of(self._arguments.metric))
 
@@ -183,19 +183,20 @@ def _drawn(comparison: Comparison, tags: Sequence[str]) -> tuple[Sequence[Chart]
 def _existing(places: Sequence[Path]) -> Sequence[Path]:
     """Raises: ReportError where one is no directory."""
     for place in places:
-        if place.is_dir():
+        if os.path.isdir(place):
             continue
-        there = "is a file" if place.exists() else "is not there"
-        beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
-        near = nearest(place.name, beside)
-        cure = f". Did you mean {place.parent / near[0]}?" if near and not place.exists() else ""
+        is_file = os.path.exists(place)
+        there = "is a file" if is_file else "is not there"
+        near = [] if is_file else nearest(place.name, (path.name for path in place.parent.glob("*/")))
+        cure = f". Did you mean {place.parent / near[0]}?" if near else ""
         raise ReportError(f"{place} {there}; expected {EXPECTED}{cure}")
     return places
 
 
 def _nothing(places: Sequence[Path], found: Found) -> ReportError:
     """What to say where no run was found."""
-    above = next((parent for place in places for parent in place.absolute().parents if is_run(parent)), None)
+    parents = [parent for place in places for parent in place.absolute().parents]
+    above = next((parent for parent in parents if any(os.path.isfile(parent / name) for name in MARKS)), None)
     cure = "" if above is None else f". Did you mean {os.path.relpath(above)}?"
     problems = "".join(f"\n  {problem}" for problem in found.problems)
     return ReportError(f"{' '.join(map(str, places))}: no run is there; expected {EXPECTED}{cure}{problems}")

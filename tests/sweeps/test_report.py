@@ -301,9 +301,9 @@ def test_a_run_that_is_no_whole_one_is_a_row_that_says_so(folder):
         "no curves of 5, 6: no TensorBoard events of a loss or of a metric of the validation",
         "6: events.out.tfevents.1 is empty",
         "7: report.json is not as exp wrote it: ",
-        "8: report.json is not there: the run is going on",
     ):
         assert f"<li>{line}" in text
+    assert "<li>8: " not in text
     assert "python -m exp.train from_run=sweep/4" in shown
 
 
@@ -342,13 +342,20 @@ def test_directories_that_go_away_while_they_are_read_are_rows(folder, monkeypat
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_what_may_not_be_read_is_said(folder):
     sweep = write_sweep(folder / "sweep")
-    (sweep / "1" / "config.yaml").chmod(0)
-    (sweep / "2").chmod(0)
+    closed = {sweep / "1" / "config.yaml": 0, sweep / "2": 0, sweep / "3": 0o444, sweep / "6" / "tensorboard": 0}
+    for path, mode in closed.items():
+        path.chmod(mode)
     status, shown = told(sweep)
+    for path in closed:
+        path.chmod(0o700)
     assert status == 0
-    assert "1: config.yaml cannot be read: Permission denied" in shown
-    assert "2: Permission denied" in shown
-    (sweep / "2").chmod(0o700)
+    for line in (
+        "2: Permission denied",
+        "1: config.yaml cannot be read: Permission denied",
+        "3: overrides.yaml cannot be read: Permission denied",
+        "6: tensorboard cannot be read: Permission denied",
+    ):
+        assert line in shown
 
 
 def test_a_value_of_a_secret_is_its_name_everywhere(folder, monkeypatch):
@@ -465,6 +472,10 @@ def test_a_watched_sweep_is_written_anew_when_something_changed_until_a_signal(f
             line = process.stdout.readline()
             assert re.fullmatch(r"\d\d:\d\d:\d\d  2 completed; best .*loss/val 0\.375 .*\n", line)
             assert ">1</th>" in (folder / "here" / "report.html").read_text()
+            with holding(folder / "sweep" / "0" / "config.yaml"):
+                (folder / "sweep" / "0" / "report.json").unlink()
+                assert "  1 running, 1 completed; " in process.stdout.readline()
+            assert "  1 no report, 1 completed; " in process.stdout.readline()  # it ended, and wrote nothing
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
             assert process.stderr.read() == ""

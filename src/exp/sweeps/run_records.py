@@ -21,7 +21,7 @@ from exp.files import is_locked
 from exp.run_report import Report, read_report
 from exp.secrets import covered
 from exp.sweeps.ledger import JOBS, SETTINGS
-from exp.tensorboard.curves import PATTERN, Curve, read_curves
+from exp.tensorboard.curves import Curve, event_files, read_curves
 from exp.types import Mode, compared_tag
 
 # Any of them makes a folder a run's.
@@ -109,12 +109,11 @@ def find_runs(places: Sequence[Path]) -> Found:
     return Found(runs=sorted(found.values(), key=natural), problems=list(dict.fromkeys(problems)))
 
 
-def is_run(folder: Path, *, names: Collection[str] | None = None) -> bool:
-    """Whether a folder is the one of a run. names: of what is in it, where they are known."""
-    found = {entry.name for entry in folder.iterdir()} if names is None else names
-    if any(name in found for name in NO_RUN):
+def is_run(folder: Path, *, names: Collection[str]) -> bool:
+    """Whether a folder is the one of a run. names: of what is in it."""
+    if any(name in names for name in NO_RUN):
         return False
-    return any(name in found for name in MARKS) or (EVENTS in found and bool(_event_files(folder)))
+    return any(name in names for name in MARKS) or (EVENTS in names and bool(_event_files(folder)))
 
 
 def natural(path: Path) -> list[tuple[int, int, str]]:
@@ -125,12 +124,14 @@ def natural(path: Path) -> list[tuple[int, int, str]]:
 
 def is_sweep(directory: Path) -> bool:
     """Whether a folder is the one of a sweep."""
-    return any((directory / name).is_file() for name in (SETTINGS, JOBS, "table.csv"))
+    # os.path, for pathlib raises where a directory may not be entered.
+    return any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS, "table.csv"))
 
 
 def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """What changes when a run writes: the names, times and sizes of its files; empty where it is gone."""
-    found = []
+    """What changes when a run writes or ends: names, times and sizes of its files, and whether a process holds it."""
+    is_held = not os.path.lexists(directory / "report.json") and _is_held(directory)
+    found = [("held", int(is_held), 0)]
     for path in [*(directory / name for name in MARKS), *_event_files(directory)]:
         try:
             status = path.stat()
@@ -141,7 +142,11 @@ def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _event_files(directory: Path) -> list[Path]:
-    return sorted((directory / EVENTS).glob(PATTERN))
+    """None of a run that has none, or whose cannot be looked into, which `read_run` tells."""
+    try:
+        return event_files(directory / EVENTS)
+    except OSError:
+        return []
 
 
 def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
@@ -185,9 +190,10 @@ def _reported(record: RunRecord, problems: list[str]) -> RunRecord:
     facts = _read(directory, "report.json", _facts, problems) if is_there else None
     if facts is not None:
         return _replaced(record, **facts)
-    if not is_there:
-        problems.append("report.json is not there: " + _why(directory))
     status = UNREADABLE if is_there else RUNNING if _is_held(directory) else NO_REPORT
+    if status == NO_REPORT:
+        why = "the run has not begun, or was killed" if os.path.isdir(directory) else "the directory has gone"
+        problems.append(f"report.json is not there: {why}")
     last = {tag: float(curve.values[-1]) for tag, curve in record.curves.items()}
     value, step = best_point(record.curves.get(compared_tag(record.monitor or "")), mode=record.mode)
     return _replaced(record, status=status, metrics=last, value=value, step=step)
@@ -195,12 +201,6 @@ def _reported(record: RunRecord, problems: list[str]) -> RunRecord:
 
 def _replaced(record: RunRecord, **changes: Any) -> RunRecord:
     return RunRecord(**{**vars(record), **changes})
-
-
-def _why(directory: Path) -> str:
-    if not directory.is_dir():
-        return "the directory has gone"
-    return "the run is going on" if _is_held(directory) else "the run has not begun, or was killed"
 
 
 def _is_held(directory: Path) -> bool:

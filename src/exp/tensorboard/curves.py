@@ -59,7 +59,7 @@ def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
     """
     points, problems = _Points(wants=wants), []
     try:
-        paths = [directory / name for name in sorted(os.listdir(directory)) if fnmatch.fnmatchcase(name, PATTERN)]
+        paths = event_files(directory)
     except FileNotFoundError:
         return Curves()
     except OSError as error:
@@ -71,6 +71,11 @@ def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
         except OSError as error:
             problems.append(f"{path.name} cannot be read: {error.strerror or error}")
     return Curves(by_tag={tag: _curve(found) for tag, found in points.by_tag.items() if found}, problems=problems)
+
+
+def event_files(directory: Path) -> list[Path]:
+    """In the order in which they are read. Raises: OSError where the directory cannot be looked into."""
+    return [directory / name for name in sorted(os.listdir(directory)) if fnmatch.fnmatchcase(name, PATTERN)]
 
 
 def _curve(found: dict[int, float]) -> Curve:

@@ -107,7 +107,14 @@ class RunsReport:
         self._known: dict[Path, tuple[object, RunRecord]] = {}
         self._notes: Sequence[str] = ()
         self._is_told = False
-        self.directory = _output(arguments)
+        self._directory: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where it is written, made when that is first asked for."""
+        if self._directory is None:
+            self._directory = _output(self._arguments)
+        return self._directory
 
     def write(self, found: Found) -> None:
         """Read the runs, and write the page and its pictures, each whole or not at all.

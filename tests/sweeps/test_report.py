@@ -422,7 +422,10 @@ def test_without_matplotlib_the_page_is_there_without_pictures_and_says_so(folde
             ["sweep", "--metric", "accuracy/vl"],
             r"--metric accuracy/vl: no run has this tag\. Did you mean accuracy/val\?",
         ),
-        (["sweep", "--repeat-over", "sed"], r"--repeat-over sed: the runs do not differ in it\. Did you mean seed\?"),
+        (
+            ["sweep", "empty", "--repeat-over", "sed"],
+            r"--repeat-over sed: the runs do not differ in it\. Did you mean seed\?",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_clear_line(folder, capsys, arguments, message):

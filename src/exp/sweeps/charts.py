@@ -26,7 +26,8 @@ from exp.types import compared_tag
 
 # Of one picture; what is more is told.
 MOST_CURVES, MOST_KEYS, MOST_AXES = 8, 12, 10
-MOST_POINTS = 400
+# Of a line, and of all lines of a picture, which a page would else be large and slow with.
+MOST_POINTS, MOST_POINTS_OF_ALL, LEAST_POINTS = 400, 40_000, 50
 # Of the axis of a key: values that are all written, columns that are all named, how near two of its length 1 may stand.
 MOST_TICKS, MOST_COLUMNS, LEAST_GAP = 8, 16, 0.06
 FEW_POINTS = 30
@@ -235,11 +236,17 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
     )
 
 
+def _most_points(comparison: Comparison) -> int:
+    """Of a line, where all runs are drawn."""
+    return max(LEAST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_ALL // len(comparison.rows)))
+
+
 def _thinning(comparison: Comparison, tag: str) -> str:
+    most = _most_points(comparison)
     longest = max(len(record.curves[tag].steps) for record in comparison.records if tag in record.curves)
-    if longest <= MOST_POINTS:
+    if longest <= most:
         return ""
-    return f" Of up to {longest:,} points {MOST_POINTS} at most are drawn, each the mean of neighbours."
+    return f" Of up to {longest:,} points {most} at most are drawn, each the mean of neighbours."
 
 
 def _has(comparison: Comparison, row: Row, tag: str) -> bool:
@@ -249,21 +256,22 @@ def _has(comparison: Comparison, row: Row, tag: str) -> bool:
 def _draw_group(
     axes: Any, comparison: Comparison, group: Repeats, tag: str, style: dict[str, Any], *, alpha: float, has_band: bool
 ) -> None:
+    most = _most_points(comparison)
     rows = [row for row in group.rows if _has(comparison, row, tag)]
     done = [row for row in rows if row.status in FINISHED]
     curves = [comparison.records[row.job].curves[tag] for row in done]
     joint = band([(curve.steps, curve.values) for curve in curves])
     alone = rows if joint is None else [row for row in rows if row not in done]
     if joint is not None:
-        steps, mean = thinned(joint.steps, joint.mean, most=MOST_POINTS)
+        steps, mean = thinned(joint.steps, joint.mean, most=most)
         _line(axes, steps, mean, {**style, "alpha": alpha})
         if joint.count > 1 and has_band:
-            _, deviation = thinned(joint.steps, joint.deviation, most=MOST_POINTS)
+            _, deviation = thinned(joint.steps, joint.deviation, most=most)
             axes.fill_between(steps, mean - deviation, mean + deviation, color=style["color"], alpha=0.18, linewidth=0)
         style = {**style, "label": "_"}
     for row in alone:
         curve = comparison.records[row.job].curves[tag]
-        steps, values = thinned(curve.steps, curve.values, most=MOST_POINTS)
+        steps, values = thinned(curve.steps, curve.values, most=most)
         _line(axes, steps, values, {**style, "alpha": alpha, "linestyle": "--", "linewidth": 1.0})
         style = {**style, "label": "_"}
 

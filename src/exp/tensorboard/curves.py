@@ -24,6 +24,7 @@ _STEP, _SUMMARY, _SESSION_LOG = 2, 5, 7
 _STATUS, _START = 1, 1
 _VALUE = 1
 _TAG, _SIMPLE_VALUE, _TENSOR = 1, 2, 8
+_VALUE_KEY, _TAG_KEY = _VALUE << 3 | _BYTES, _TAG << 3 | _BYTES
 _DTYPE, _CONTENT = 1, 4
 # By TensorProto's number of a dtype: how its bytes are read, and the field that holds a number of it by itself.
 _NUMBERS = {1: ("<f", 5), 2: ("<d", 6), 3: ("<i", 7), 9: ("<q", 10)}
@@ -103,18 +104,30 @@ class _Points:
             elif number == _SESSION_LOG and isinstance(value, bytes) and (_STATUS, _START) in _fields(value):
                 self._void(step)
         for summary in summaries:
-            for number, value in _fields(summary):
-                if number == _VALUE and isinstance(value, bytes):
-                    self._add_value(step, value)
+            self._add_summary(step, summary)
+
+    def _add_summary(self, step: int, summary: bytes) -> None:
+        """Most values are not wanted, and passed over by their tag, which every writer has first."""
+        at, end, known = 0, len(summary), self._known
+        while at < end:
+            if summary[at] != _VALUE_KEY:
+                raise ValueError("a summary holds values alone")
+            size, at = summary[at + 1], at + 2
+            if size > 127:
+                size, at = _varint(summary, at - 1)
+            if at + size > end:
+                raise ValueError("a value ends behind its summary")
+            is_short = size > 1 and summary[at] == _TAG_KEY and summary[at + 1] < 128
+            name = summary[at + 2 : at + 2 + summary[at + 1]] if is_short else b""
+            if name not in known or known[name] is not None:
+                self._add_value(step, summary[at : at + size])
+            at += size
 
     def _void(self, step: int) -> None:
         for tag, found in self.by_tag.items():
             self.by_tag[tag] = {at: value for at, value in found.items() if at < step}
 
     def _add_value(self, step: int, value: bytes) -> None:
-        # Tag first, as every writer has it; most are not wanted, and need not be read to their end.
-        if value[:1] == b"\x0a" and value[1] < 128 and self._tag(value[2 : 2 + value[1]]) is None:
-            return
         tag: str | None = None
         scalar: float | None = None
         for number, part in _fields(value):

@@ -329,6 +329,19 @@ def test_files_cut_off_anywhere_never_fail_it(folder, seed, monkeypatch):
     assert "report  report/report.html" in shown
 
 
+def test_runs_whose_configs_are_lost_are_no_repeats_of_each_other_and_none_is_the_best(folder):
+    sweep = write_sweep(folder / "sweep")
+    for job in (0, 2, 3):
+        (sweep / str(job) / "config.yaml").unlink()
+        (sweep / str(job) / "overrides.yaml").write_text("")
+        told_by = json.loads((sweep / str(job) / "report.json").read_text())
+        told_by["best"]["value"] = 0.0
+        (sweep / str(job) / "report.json").write_text(json.dumps(told_by))
+    found = compare([read_run(run) for run in find_runs([sweep]).runs])
+    assert found.best.job == 4
+    assert compare(found.records, repeat_over="none").best.job == 4
+
+
 def test_directories_that_go_away_while_they_are_read_are_rows(folder, monkeypatch):
     sweep = write_sweep(folder / "sweep")
     found = find_runs([sweep])

@@ -238,7 +238,8 @@ def _row(
         status=record.status,
         monitor=tag,
         mode=mode,
-        value=value if record.status in FINISHED else math.nan,
+        # Of a run without a config nobody knows what was good about it, nor of which others it is a repeat.
+        value=value if record.status in FINISHED and record.config else math.nan,
         step=step,
         metrics=record.metrics,
         seconds=record.seconds,

@@ -174,7 +174,7 @@ def test_a_real_sweep_is_read_as_it_was_written_and_the_command_for_the_best_run
 
 def test_the_page_has_a_row_a_run_and_nothing_from_elsewhere(folder):
     sweep = write_sweep(folder / "sweep")
-    hostile = '</script><script>alert(1)</script>"&$x^{'
+    hostile = '步</script><script>alert(1)</script>"&$x^{'
     write_run(sweep / "12", f"tag={hostile}", "optimizer.lr=0.5", value=9.0, error={"type": "E", "message": hostile})
     status, _ = told(sweep)
     assert status == 0
@@ -185,6 +185,7 @@ def test_the_page_has_a_row_a_run_and_nothing_from_elsewhere(folder):
     assert rows[0][header.index("optimizer.lr")] == "0.0001"
     assert rows[12][header.index("tag")] == hostile
     assert [tag for tag, _ in page.tags].count("script") == 1
+    assert "of the pictures: Glyph 27493" in page.text  # the PNGs' font has no such letter, and it is said
     assert not re.search(r"https?:|@import|\ssrc=|<link|<iframe|<object", text)
     assert all(name not in ("onclick", "onload") for _, own in page.tags for name in own)
     links = [own["href"] for tag, own in page.tags if own.get("href")]

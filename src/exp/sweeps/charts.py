@@ -74,7 +74,10 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One picture. name: of its file. text: what it shows, for who cannot see it. caption: how it is read."""
+    """One picture. name: of its file. text: what it shows, for who cannot see it. caption: how it is read.
+
+    width: in pixels, at which its letters are as large as those of the others.
+    """
 
     name: str
     title: str
@@ -82,6 +85,7 @@ class Chart:
     caption: str
     svg: str
     png: bytes
+    width: int
     is_wide: bool = False
 
 
@@ -157,7 +161,8 @@ def _chart(
     axes.patch.set_alpha(0.0)
     FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None, "Creator": None})
     file = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.")
-    return Chart(name=file, svg=_inline(svg.getvalue(), file), png=png.getvalue(), **words)
+    width = round(118 * size[0])
+    return Chart(name=file, svg=_inline(svg.getvalue(), file), png=png.getvalue(), width=width, **words)
 
 
 def _inline(svg: str, name: str) -> str:

@@ -41,8 +41,8 @@ th[aria-sort=descending] button::after { content: " \\25BC"; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }
 figure { margin: 0; min-width: 0; } figure.wide { grid-column: 1 / -1; }
 figure .scroll { border: 0; max-height: none; }
-figure svg { display: block; width: 100%; height: auto; max-width: 620px; }
-figure.wide svg { min-width: 560px; max-width: 1000px; }
+figure svg { display: block; width: 100%; height: auto; }
+figure.wide svg { min-width: 560px; }
 figure svg text { fill: var(--ink); }
 figcaption { color: var(--soft); font-size: 13px; max-width: 75ch; }
 ul { padding-left: 1.2rem; } li { max-width: 100ch; overflow-wrap: anywhere; }
@@ -110,7 +110,9 @@ def _pictures(charts: Sequence[Chart]) -> Iterator[str]:
         return
     yield '<h2>Pictures</h2><div class="charts">'
     for chart in charts:
-        svg = chart.svg.replace("<svg", f'<svg role="img" aria-label="{escape(chart.text)}"', 1)
+        svg = chart.svg.replace(
+            "<svg", f'<svg role="img" aria-label="{escape(chart.text)}" style="max-width: {chart.width}px"', 1
+        )
         yield f"<figure{' class=wide' if chart.is_wide else ''}>"
         yield f'<div class="scroll">{svg}</div><figcaption>{escape(chart.caption)}</figcaption></figure>'
     yield "</div>"

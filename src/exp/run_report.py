@@ -137,12 +137,20 @@ class Ongoing:
     def resume_command(self, checkpoint: str) -> str:
         """What goes on with this run from a checkpoint: its own command, with `resume`."""
         others = [text for text in self._overrides if text.lstrip("+").partition("=")[0] != "resume"]
-        path = os.path.relpath(checkpoint)
-        path = checkpoint if path.startswith("..") else path
-        # Hydra reads other signs as its own grammar; inside quotes a quote is escaped.
-        plain = re.fullmatch(r"[\w./+@%:-]+", path, re.ASCII)
-        escaped = path.replace("'", "\\'")
-        return _command([*others, f"resume={path}" if plain else f"resume='{escaped}'"])
+        return train_command(others, key="resume", path=checkpoint)
+
+
+def train_command(overrides: Sequence[str], *, key: str, path: str) -> str:
+    """The command of a run with a path as the value of a key behind its overrides, quoted for Hydra and for a shell.
+
+    The path is told from the working directory, where it lies below that.
+    """
+    shown = os.path.relpath(path)
+    shown = os.path.abspath(path) if shown.startswith("..") else shown
+    # Hydra reads other signs as its own grammar; inside quotes a quote is escaped.
+    plain = re.fullmatch(r"[\w./+@%:-]+", shown, re.ASCII)
+    escaped = shown.replace("'", "\\'")
+    return _command([*overrides, f"{key}={shown}" if plain else f"{key}='{escaped}'"])
 
 
 def _command(overrides: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from exp.check.__main__ import main as check
 from exp.find_lr import main as find_lr
+from exp.report import parser
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>.*)$", re.MULTILINE)
@@ -19,6 +20,7 @@ RATE, SIZE = (
     re.compile(rf"^ {{4,}}(?:\$ )?python -m exp\.{name}(?P<arguments>.*)$", re.MULTILINE)
     for name in ("find_lr", "find_batch")
 )
+REPORT = re.compile(r"^ {4,}(?:\$ )?python -m exp\.report(?P<arguments>.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
     "module=litnet optimizer.lr=0.1": "set beside module",
@@ -109,3 +111,8 @@ def test_a_documented_finder_finds_a_size_that_the_run_takes(page, line, tmp_pat
         return
     assert done.returncode == 0, done.stderr
     assert check(shlex.split(done.stdout.splitlines()[-1])[3:]) == 0
+
+
+@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(REPORT)])
+def test_a_documented_report_has_words_that_it_takes(page, line) -> None:
+    assert parser().parse_args(shlex.split(line, comments=True)).directories

@@ -3,11 +3,14 @@
 import csv
 import io
 import math
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from exp.sweeps.results import Row, best_repeats, best_row, print_table, repeats_of, write_table
+from exp.config.found_run import named_run
+from exp.sweeps.results import Row, again_command, best_repeats, best_row, print_table, repeats_of, write_table
 
 
 def row(
@@ -55,6 +58,28 @@ def test_the_screen_shows_the_best_and_where_the_rest_is(tmp_path, capsys, monke
     shown = capsys.readouterr().out
     assert "best       job 1, loss/val 0.25  seed=2" in shown
     assert "python -m exp.dashboard sweep" in shown
+    assert "python -m exp.report sweep" in shown
+
+
+def test_the_command_that_starts_from_the_best_is_told_and_kept_quoted_for_hydra_and_a_shell(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "it's a sweep"
+    (directory / "1").mkdir(parents=True)
+    (directory / "1" / "config.yaml").touch()
+    (directory / "1" / "overrides.yaml").write_text("[]")
+    rows = [row(0, 0.5, swept={"seed": "1"}, directory="0"), row(1, 0.25, swept={"seed": "2"}, directory="1")]
+    print_table(directory, rows)
+    write_table(directory, rows)
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("again"))
+    assert command.split(maxsplit=1)[1] in (directory / "table.md").read_text()
+    *words, named = shlex.split(command)[1:]
+    assert words == ["python", "-m", "exp.train"]
+    assert named_run([named]) == (Path("it's a sweep/1"), [])
+    assert again_command(tmp_path, rows[0]) == "python -m exp.train from_run=0"
+    monkeypatch.chdir(directory)
+    assert again_command(tmp_path, rows[0]) == f"python -m exp.train from_run={tmp_path / '0'}"
 
 
 def test_a_job_without_a_result_has_empty_cells(tmp_path, capsys):
@@ -146,4 +171,4 @@ def test_the_step_of_the_best_and_the_memory_are_columns_and_a_screen_has_no_emp
     print_table(tmp_path, [row(0, 0.5), row(1, 0.25)])
     shown = capsys.readouterr().out
     assert "peak_mib" not in shown
-    assert "step" not in shown.partition("results")[0]
+    assert "step" not in shown.partition("again")[0]

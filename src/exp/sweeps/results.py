@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.files import write_whole
+from exp.run_report import train_command
 from exp.types import STAGES, Mode
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_STARTED = "not started"
+# Who ended as they should, need not be run again, and have a value.
+FINISHED = ("completed", "pruned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Row:
 
     swept: key to value as text, of what differs from job to job. status: the report's, or that it was not started.
     value: the monitored one, nan where there is none. step: of the optimizer, at which it was.
-    seconds: of the job from start to end. peak_memory_mib: None where nobody has measured it.
+    seconds: of the job from start to end, nan where nobody knows. peak_memory_mib: None where nobody has measured it.
     directory: relative to the sweep's.
     """
 
@@ -107,6 +110,22 @@ def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
     return pick((group for group in groups if len(group.values) == most), key=lambda group: group.mean)
 
 
+def best_of(rows: Sequence[Row], *, repeat_over: str | None = None) -> Row | None:
+    """The best job; of repeats, the best one of those with the best mean."""
+    if repeat_over is None:
+        return best_row(rows)
+    group = best_repeats(rows, over=repeat_over)
+    return None if group is None else best_row(group.rows)
+
+
+def again_command(directory: Path, row: Row | None) -> str:
+    """What starts from the config of a job, for overrides to be typed behind it; nothing of None.
+
+    directory: below which the row's own is.
+    """
+    return "" if row is None else train_command([], key="from_run", path=str(directory / row.directory))
+
+
 def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
     """Writes table.csv with every value that a job had last, and table.md with losses and metrics, for readers.
 
@@ -123,7 +142,7 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     writer.writerow(header)
     writer.writerows(cells)
     write_whole(directory / "table.csv", text.getvalue())
-    write_whole(directory / "table.md", markdown(rows, repeat_over=repeat_over))
+    write_whole(directory / "table.md", markdown(rows, repeat_over=repeat_over, directory=directory))
 
 
 def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
@@ -147,6 +166,7 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     best = best_line(rows, repeat_over=repeat_over)
     if best:
         say(f"best       {best}")
+        say(f"again      {again_command(directory, best_of(rows, repeat_over=repeat_over))}")
     say(f"results    {shown}")
     say(f"compare    python -m exp.report {shown}")
     say(f"dashboard  python -m exp.dashboard {shown}")
@@ -260,7 +280,7 @@ def table_cells(
         line += [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
         line.append("" if row.step is None or not math.isfinite(row.value) else str(row.step))
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
-        line.append("" if row.status == NOT_STARTED else f"{row.seconds:.1f}")
+        line.append("" if row.status == NOT_STARTED or not math.isfinite(row.seconds) else f"{row.seconds:.1f}")
         line.append("" if row.peak_memory_mib is None else f"{row.peak_memory_mib:.0f}")
         cells.append(line if brief else [*line, row.directory, row.error])
     if not brief:
@@ -269,13 +289,22 @@ def table_cells(
     return [header[place] for place in filled], [[line[place] for place in filled] for line in cells]
 
 
-def markdown(rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None) -> str:
-    """The tables as a page. names: as of `table_cells`."""
+def markdown(
+    rows: Sequence[Row],
+    *,
+    repeat_over: str | None = None,
+    names: Sequence[str] | None = None,
+    directory: Path | None = None,
+) -> str:
+    """The tables as a page. names: as of `table_cells`. directory: below which the rows' own are."""
     what = "job" if names is None else "run"
     lines = [f"# {len(rows)} {what}{'s' if len(rows) != 1 else ''}", ""]
     best = best_line(rows, repeat_over=repeat_over, names=names)
     if best:
         lines += [f"Best: {best}", ""]
+        if directory is not None:
+            lines += ["Again, with what you change behind it:", ""]
+            lines += [f"    {again_command(directory, best_of(rows, repeat_over=repeat_over))}", ""]
     lines += _markdown_table(*table_cells(rows, results=True, names=names))
     if repeat_over is not None:
         lines += ["", f"## Over {repeat_over}", "", *_markdown_table(*repeat_cells(rows, over=repeat_over))]

@@ -35,7 +35,7 @@ from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
 from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, clear_unfrozen, found_sweep, identity_of, wait_for_dead
 from exp.sweeps.progress import Progress
-from exp.sweeps.results import NOT_STARTED, Row, best_row, print_table, write_table
+from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups
@@ -52,8 +52,6 @@ ROW_FILES = ".row.*.json"
 LEAST_STACKED = 4
 # Of launchers whose jobs an Executor of exp runs.
 OUR_LAUNCHERS = "hydra_plugins.exp."
-# Who ended and need not be run again.
-FINISHED = ("completed", "pruned")
 WAIT_SECONDS = 0.5
 # The table of more jobs than these is written so often at most.
 TABLE_SECONDS, TABLE_ROWS = 2.0, 50

@@ -297,7 +297,9 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
 
 def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
     """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
-    description = description_of(decided.plain, directory, trace=lambda: _trace(decided))
+    description = description_of(
+        decided.plain, directory, overrides=read_overrides(directory), trace=lambda: _trace(decided)
+    )
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):
             logger.describe(description)

@@ -186,16 +186,18 @@ def _forget_peak_memory() -> None:
     peak_of_run().forget()
 
 
-def write_report(report: Report) -> None:
+def write_report(report: Report, *, is_synced: bool = True) -> None:
     """Writes report.json and report.md into the run directory, each whole or not at all.
 
+    is_synced: whether they are on the disk when this returns.
     Raises: RunError where the directory cannot be written.
     """
     directory = Path(report.directory)
     plain = dataclasses.asdict(report)
     try:
-        write_whole(directory / "report.json", json.dumps(_finite(plain), indent=2, sort_keys=True) + "\n")
-        write_whole(directory / "report.md", as_markdown(report))
+        text = json.dumps(_finite(plain), indent=2, sort_keys=True) + "\n"
+        write_whole(directory / "report.json", text, is_synced=is_synced)
+        write_whole(directory / "report.md", as_markdown(report), is_synced=is_synced)
     except OSError as error:
         place = error.filename or directory
         raise RunError(f"the report cannot be written to {place}: {error.strerror or error}") from error

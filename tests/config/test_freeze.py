@@ -11,7 +11,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from exp import compose
-from exp.config.freeze import freeze, frozen_yaml, make_exclusively, provenance, read_frozen, read_overrides
+from exp.config.freeze import (
+    freeze,
+    frozen_yaml,
+    make_exclusively,
+    provenance,
+    read_frozen,
+    read_overrides,
+    shared_origin,
+)
 from exp.config.yaml_files import yaml_text
 from exp.errors import RunError
 
@@ -118,7 +126,7 @@ def test_yaml_text_is_what_omegaconf_writes_and_reads_back():
 def test_runs_that_share_their_origin_have_overrides_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose(overrides=["seed=5", "hydra.run.dir=outputs/shared"])
-    origin = {**provenance([]), "time": "then"}
+    origin = {**shared_origin(), "time": "then"}
     directory = freeze(config, text=frozen_yaml(config), origin=origin, is_synced=False)
     written = json.loads((directory / "provenance.json").read_text())
     assert written == {**origin, "overrides": ["seed=5"]}

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from exp.config.freeze import read_overrides
 from exp.loggers.run_logger import MAX_DIFF_CHARACTERS, fenced, texts
 
 
@@ -23,7 +24,7 @@ def provenance(directory, git) -> None:
 
 def test_the_command_can_be_typed_again(directory):
     provenance(directory, None)
-    found = texts(directory)
+    found = texts(directory, overrides=read_overrides(directory))
     assert list(found) == ["config", "command"]
     assert "python -m exp.train seed=0 'name=two words'\n" in found["command"]
     assert "in `/home/me`" in found["command"]
@@ -41,12 +42,12 @@ def test_the_command_can_be_typed_again(directory):
 )
 def test_the_revision_comes_with_what_was_changed(directory, diff, expected):
     provenance(directory, {"revision": "abc", "diff": diff})
-    assert texts(directory)["git"] == expected
+    assert texts(directory, overrides=read_overrides(directory))["git"] == expected
 
 
 def test_a_long_diff_is_cut_and_says_so(directory):
     provenance(directory, {"revision": "abc", "diff": "+" * (2 * MAX_DIFF_CHARACTERS)})
-    shown = texts(directory)["git"]
+    shown = texts(directory, overrides=read_overrides(directory))["git"]
     assert len(shown) < MAX_DIFF_CHARACTERS + 200
     assert "cut here; provenance.json has the whole diff" in shown
 

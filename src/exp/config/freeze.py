@@ -62,7 +62,7 @@ def freeze(
     A directory that stands already is never shared: `-2`, `-3` and so on are appended. One that was made for this
     config alone is taken; see `take_directory`.
 
-    text: of config.yaml, where it is made already. origin: `provenance`, where several runs of one process share it.
+    text: of config.yaml, where it is made already. origin: `shared_origin`, of several runs.
     is_synced: whether each file is on the disk when this returns, for 0.5 ms each; else when the system sees to it.
     Returns: the absolute path of the new directory.
     Raises: RunError where the directory cannot be made or written.
@@ -72,11 +72,11 @@ def freeze(
     try:
         directory = wanted.absolute() if TAKEN in composition else make_exclusively(wanted)
         overrides = list(composition.overrides)
-        found = provenance(overrides) if origin is None else {**origin, "overrides": overrides}
+        found = _covered(provenance(overrides)) if origin is None else {**origin, **_covered({"overrides": overrides})}
         for name, content in (
             ("config.yaml", frozen_yaml(config) if text is None else text),
             ("overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True)),
-            ("provenance.json", _as_json(found)),
+            ("provenance.json", json.dumps(found, indent=2) + "\n"),
         ):
             write_whole(directory / name, content, is_synced=is_synced)
     except OSError as error:
@@ -205,7 +205,8 @@ def read_overrides(directory: Path | str) -> list[str]:
 def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:
     """Adds to provenance.json of which run, and of which step of it, this one is a fork."""
     path = directory / "provenance.json"
-    write_whole(path, _as_json({**json.loads(path.read_text(encoding="utf-8")), "parent": parent}))
+    found = _covered({**json.loads(path.read_text(encoding="utf-8")), "parent": parent})
+    write_whole(path, json.dumps(found, indent=2) + "\n")
 
 
 def read_parent(directory: Path) -> Mapping[str, Any] | None:
@@ -217,9 +218,14 @@ def read_parent(directory: Path) -> Mapping[str, Any] | None:
     return parent
 
 
-def _as_json(found: Mapping[str, object]) -> str:
+def _covered(found: Mapping[str, object]) -> dict[str, Any]:
     # The diff may be of a file with secrets, the command of a program that was started with one.
-    return json.dumps(_with_texts(dict(found), covered), indent=2) + "\n"
+    return cast(dict[str, Any], _with_texts(dict(found), covered))
+
+
+def shared_origin() -> Mapping[str, Any]:
+    """Where runs of this process come from, without the overrides of each; secrets in it are named."""
+    return _covered(provenance([]))
 
 
 def provenance(overrides: list[str]) -> dict[str, Any]:

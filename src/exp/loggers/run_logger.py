@@ -16,7 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import Logger
 
-from exp.config.freeze import chosen_values, read_overrides
+from exp.config.freeze import chosen_values
 from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
@@ -48,10 +48,11 @@ def description_of(
     plain: Mapping[str, Any],
     directory: Path,
     *,
+    overrides: Sequence[str],
     trace: Callable[[], tuple[ForwardTrace | None, Sequence[str]]],
 ) -> Description:
-    """What is known of a run from its config's values and its directory."""
-    values = chosen_values(plain, read_overrides(directory))
+    """What is known of a run from its config's values, its overrides and its directory."""
+    values = chosen_values(plain, overrides)
     if plain["tags"]:
         values["tags"] = ", ".join(map(str, plain["tags"]))
     stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
@@ -61,7 +62,7 @@ def description_of(
         hyperparameters=values,
         metrics=list(columns),
         config=plain,
-        texts=texts(directory),
+        texts=texts(directory, overrides=overrides),
         tags=[str(tag) for tag in plain["tags"]],
         trace=trace,
     )
@@ -216,10 +217,10 @@ class LeftOut:
 MAX_DIFF_CHARACTERS = 100_000
 
 
-def texts(directory: Path) -> dict[str, str]:
+def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
     """By name, from what `freeze` wrote: `config`, `command` and, of a run inside a repository, `git`."""
     provenance = json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
-    command = shlex.join(["python", "-m", "exp.train", *read_overrides(directory)])
+    command = shlex.join(["python", "-m", "exp.train", *overrides])
     versions = "\n".join(f"| {name} | {version} |" for name, version in provenance["versions"].items())
     table = f"| package | version |\n|---|---|\n{versions}"
     found = {

@@ -11,7 +11,7 @@ import datetime
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from exp.engine.stopping import STATE as SECONDS
 from exp.engine.trial_record import TrialOfJob
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.hooks.panels import Panel
-from exp.loggers.run_logger import Description, RunLogger, has_begun, made
+from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
 from exp.run_report import Ongoing, Report, Status, write_report
 from exp.spelling import among
 from exp.types import EPOCH_LOSS, Stage
@@ -83,10 +83,11 @@ class Member:
         plain: Mapping[str, Any],
         text: str,
         directory: Path,
+        overrides: Sequence[str],
         ongoing: Ongoing,
         network: nn.Module,
     ) -> None:
-        self.place, self.plain, self.text = place, plain, text
+        self.place, self.plain, self.text, self.overrides = place, plain, text, overrides
         self.directory, self.ongoing, self.network = directory, ongoing, network
         self.optimizer: Optimizer
         self.schedule: LRScheduler | None = None
@@ -149,13 +150,15 @@ class Member:
 
     # --- what is written ---
 
-    def open_loggers(self, description: Description) -> None:
+    def open_loggers(self) -> None:
+        """Make its loggers, and tell them of the run; the graph of a stack is not drawn."""
         offers = {"directory": str(self.directory), "save_dir": str(self.directory)}
         for name, node in self.plain["logger"].items():
             key = f"logger.{name}"
             logger = made(partial(construct, node, key=key, allow=self.plain["security"]["allow"], **offers), name=key)
             if isinstance(logger, RunLogger) and has_begun(logger, name=key):
                 self._loggers.append(logger)
+        description = description_of(self.plain, self.directory, overrides=self.overrides, trace=_no_trace)
         for logger in self._loggers:
             logger.describe(description)
 
@@ -368,7 +371,7 @@ class Member:
         try:
             self.flush()
             self.write_log()
-            write_report(report)
+            write_report(report, is_synced=False)
             for logger in self._loggers:
                 logger.end(status)
         except (OSError, RunError) as second:
@@ -394,6 +397,10 @@ class Member:
         last = self.checkpoints / "last.ckpt"
         if isinstance(error, Interrupted | UserCodeError) and last.is_file():
             error.command = self.ongoing.resume_command(str(last))
+
+
+def _no_trace() -> tuple[None, Sequence[str]]:
+    return None, ("the graph is not drawn of a stack",)
 
 
 def _as_known(error: BaseException) -> ExpError:

@@ -10,6 +10,7 @@ exp.engine.checkpointing; the order here is theirs.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.check.plan import Plan, plan, refuse_other_data, resolve
-from exp.config.freeze import COMPOSITION, freeze, provenance, read_overrides
+from exp.config.freeze import COMPOSITION, freeze, read_overrides, shared_origin
+from exp.config.reading import are_referred, changes, with_changes
 from exp.config.yaml_files import yaml_text
 from exp.construct import (
     build_network,
@@ -32,7 +34,6 @@ from exp.construct import (
     build_optimization,
     build_run_precision,
     build_starting_network,
-    plain_config,
 )
 from exp.data.in_memory import EpochDependent, IndexedLoader
 from exp.data.loader import GlobalBatches, ShareSampler
@@ -46,7 +47,6 @@ from exp.engine.progress import Position, fit_loop_state
 from exp.engine.runtime import set_threads
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError
 from exp.launch.launcher import last_checkpoint
-from exp.loggers.run_logger import description_of
 from exp.nested import mapped
 from exp.objectives.objective import Objective
 from exp.optim.direct_step import DirectSteps
@@ -139,37 +139,76 @@ def _refuse(decided: Plan, *, members: int) -> None:
 
 def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], list[Outcome]]:
     """A member of each config, with its directory and its network; and those that came to no beginning."""
-    origin = provenance([])
+    origin = shared_origin()
     members: list[Member] = []
     ended: list[Outcome] = []
-    filled = _filled_in(configs[0], decided)
+    values = _Values(configs[0], decided)
     for place, config in enumerate(configs):
-        if filled:
-            config = cast(DictConfig, OmegaConf.merge(config, filled))
-        plain = {name: value for name, value in plain_config(config).items() if name != COMPOSITION}
-        text = yaml_text(plain)
         try:
+            plain = values.of(config)
+            text = values.text(plain)
             directory = Path(config[COMPOSITION].directory)
             if not (directory / "config.yaml").is_file():
                 directory = freeze(config, text=text, origin=origin, is_synced=False)
-            ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=1)
+            overrides = read_overrides(directory)
+            ongoing = Ongoing(directory, plain, overrides=overrides, world_size=1)
             goes_on = last_checkpoint(directory) is not None
             network = (build_network if goes_on else build_starting_network)(plain, decided.spec)
         except ExpError as error:
             ended.append((place, error))
             continue
-        members.append(Member(place, plain=plain, text=text, directory=directory, ongoing=ongoing, network=network))
+        members.append(
+            Member(
+                place,
+                plain=plain,
+                text=text,
+                directory=directory,
+                overrides=overrides,
+                ongoing=ongoing,
+                network=network,
+            )
+        )
     return members, ended
 
 
-def _filled_in(config: DictConfig, decided: Plan) -> dict[str, Any]:
-    """What the check of the first config took from the data, and from the weights that it names."""
-    found = {}
-    for name in ("data", "weights"):
-        own, whole = (OmegaConf.to_container(one[name], resolve=False) for one in (config, decided.resolved.config))
-        if own != whole:
-            found[name] = whole
-    return found
+class _Values:
+    """The resolved values of configs that differ little, and their texts, what they share worked out once.
+
+    first, decided: one of the configs, and its plan.
+    """
+
+    def __init__(self, first: DictConfig, decided: Plan) -> None:
+        self._known: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(_raw(first), decided.plain)]
+        self._texts: dict[tuple[str, str], str] = {}
+
+    def of(self, config: DictConfig) -> Mapping[str, Any]:
+        """The values of a config, as `resolve` has them."""
+        raw = _raw(config)
+        for other, plain in self._known:
+            changed = changes(other, raw)
+            # Weights may be those of a run, which is looked for.
+            if changed is None or are_referred(changed, raw) or any(key.startswith("weights.") for key in changed):
+                continue
+            return with_changes(plain, changed)
+        plain = resolve(config).plain
+        self._known.append((raw, plain))
+        return plain
+
+    def text(self, plain: Mapping[str, Any]) -> str:
+        """As `yaml_text`, of which each top-level key is a part of its own."""
+        return "".join(self._part(name, value) for name, value in plain.items())
+
+    def _part(self, name: str, value: Any) -> str:
+        key = name, json.dumps(value, default=repr)
+        if key not in self._texts:
+            self._texts[key] = yaml_text({name: value})
+        return self._texts[key]
+
+
+def _raw(config: DictConfig) -> dict[str, Any]:
+    raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+    del raw[COMPOSITION]
+    return raw
 
 
 @dataclass
@@ -314,7 +353,7 @@ class Stack:
         self._step = self._first = position.step
         self._batches_done = position.batches
         for member in self._members:
-            member.open_loggers(description_of(member.plain, member.directory, trace=_no_trace))
+            member.open_loggers()
             for note in decided.notes:
                 member.say(note, level=logging.WARNING)
             member.say(f"trained in a stack of {len(self._members)} jobs, in process {_process()}")
@@ -488,7 +527,7 @@ class Stack:
             for parameter, gradient in zip(members[place].parameters, rows[place], strict=True):
                 parameter.grad = gradient
         index = self._step + 1
-        values = hooks.before_update([dict(zip(names, row, strict=True)) for row in rows])
+        values = hooks.before_update(self._gradients)
         is_flush = self._is_flush(index)
         for member, found in zip(members, values, strict=True):
             if is_flush or member.schedule is not None or member.rates is None:
@@ -765,10 +804,6 @@ def _compiled(plain: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callab
     from exp.engine.compilation import compiled_function
 
     return functools.partial(compiled_function, backend=plain["runtime"]["compile_backend"])
-
-
-def _no_trace() -> tuple[None, Sequence[str]]:
-    return None, ("the graph is not drawn of a stack",)
 
 
 def _process() -> int:

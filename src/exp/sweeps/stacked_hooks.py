@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.engine.forward import Forward
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.gradients import Gradients
 from exp.hooks.hook import Hook, has_come
 from exp.hooks.memory import MIB, Memory
 from exp.hooks.memory_peaks import HOST
-from exp.hooks.norms import norms
 from exp.hooks.saved_tensors import kept_by
 from exp.hooks.step import Step
 from exp.hooks.throughput import Throughput
@@ -127,15 +127,15 @@ class StackedHooks:
             each[0].due(index) and (any(self._clips) or not each[0].norms_alone(index)) for each in self._gradients
         )
 
-    def before_update(self, rows: Sequence[Mapping[str, Tensor]]) -> Found:
-        """What the hooks give for true gradients, of each member. rows: the gradients by parameter, of each."""
+    def before_update(self, gradients: Mapping[str, Tensor]) -> Found:
+        """What the hooks give for true gradients, of each member. gradients: by parameter, those of all `[M, ...]`."""
         index = self._index
         found: Found = [{} for _ in self._networks]
         for each in self._gradients:
             if not each[0].due(index):
                 continue
             if each[0].norms_alone(index):
-                for values, norms_of_one in zip(found, self._norms(each, rows), strict=True):
+                for values, norms_of_one in zip(found, _norms(each, gradients), strict=True):
                     values |= norms_of_one
                 continue
             for place, hook in enumerate(each):
@@ -174,13 +174,6 @@ class StackedHooks:
                 for values in found:
                     values |= given
         self._window = []
-
-    def _norms(self, each: Sequence[Gradients], rows: Sequence[Mapping[str, Tensor]]) -> Found:
-        """Of each member, by one call for all of their gradients."""
-        names = each[0].names
-        numbers = torch.stack(norms([row[name] for row in rows for name in names])).tolist()
-        count = len(names)
-        return [dict(hook.named(numbers[n * count : (n + 1) * count])) for n, hook in enumerate(each)]
 
     # --- memory ---
 
@@ -249,3 +242,11 @@ class StackedHooks:
         step.batch_size, step.samples_seen = self._size, self._samples
         step.seconds_waited = self.seconds_waited
         step.data = self._window[-1].data
+
+
+def _norms(each: Sequence[Gradients], gradients: Mapping[str, Tensor]) -> Found:
+    """Of each member, by one call a parameter for the gradients of all."""
+    rows = [gradients[name].flatten(1) for name in each[0].names]
+    found = [torch.linalg.vector_norm(one, dim=1, dtype=at_least_float32(one.dtype)) for one in rows]
+    numbers = torch.stack(found, dim=1).tolist() if found else [[]] * len(each)
+    return [dict(hook.named(of_one)) for hook, of_one in zip(each, numbers, strict=True)]

@@ -201,17 +201,22 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
             )
 
 
-# The keys with a star among those whose values are bounded: a config has hundreds of the others.
-PATTERNS = {pattern: rule for pattern, rule in VALUES.items() if "*" in pattern}
+# By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.
+PATTERNS: dict[str, list[tuple[str, Any]]] = {}
+for _pattern, _rule in VALUES.items():
+    if "*" in _pattern:
+        PATTERNS.setdefault(_pattern.partition(".")[0], []).append((_pattern, _rule))
 
 
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
             yield Fault(key=key, got=show(value), expected="an integer of 64 bits")
-        rules = [VALUES[key]] if key in VALUES else []
-        for rule in (*rules, *(rule for pattern, rule in PATTERNS.items() if _matches(key, pattern))):
-            yield from _key_faults(key, value, rule)
+        if key in VALUES:
+            yield from _key_faults(key, value, VALUES[key])
+        for pattern, rule in PATTERNS.get(key.partition(".")[0], ()):
+            if _matches(key, pattern):
+                yield from _key_faults(key, value, rule)
 
 
 def _layers(plain: dict[str, Any]) -> Iterator[Fault]:

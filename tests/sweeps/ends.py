@@ -120,5 +120,13 @@ class Layer(torch.nn.Module):
         FOUND.touch()
         time.sleep(600)
 
+    def hangs_beside_a_job(self):
+        is_job = os.readlink("/proc/self/fd/1").endswith("output.log")
+        if not is_job and list(Path("outputs").rglob("output.log")):
+            while not list(Path().glob("waits*")):
+                time.sleep(0.01)
+            Path("checks").touch()
+            time.sleep(600)
+
     def well(self):
         pass

@@ -126,3 +126,34 @@ def test_an_interruption_of_the_check_ends_the_sweep_and_leaves_nothing(ending_m
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert not Path("outputs").exists()
+
+
+def test_a_signal_while_a_proposal_of_a_search_is_checked_reaches_the_running_job_which_saves(ending_model, commands):
+    started = commands.start(
+        "-m", *SMALL, "model=ending", "model._args_.0.how=hangs_beside_a_job", "callbacks.ends.how=waits",
+        "optimizer.lr=interval(0.001,0.1)", "sweep.trials=3", "sweep.jobs=2", "trainer.max_epochs=100000",
+    )  # fmt: skip
+    while not Path("checks").exists():
+        assert started.process.is_alive(), started.end()
+        time.sleep(0.05)
+    os.kill(started.process.pid, signal.SIGTERM)
+    done = started.end()
+    assert done.returncode == 143, done.stderr
+    assert [row["status"] for row in table()] == ["interrupted"]
+    assert len(list(Path("outputs").rglob("last.ckpt"))) == 1
+    assert "It goes on with" in done.stderr
+
+
+def test_a_second_ctrl_c_ends_a_sweep_at_once(commands):
+    hows = "callbacks.ends.how=waits_in_vain,waits_in_vain"
+    started = commands.start("-m", *SMALL, "trainer.max_epochs=100000", hows, "sweep.jobs=2", "seed=1,2")
+    while len(list(Path().glob("waits*"))) < 2:
+        assert started.process.is_alive(), started.end()
+        time.sleep(0.05)
+    # Nearly together, as an impatient hand has it.
+    for _ in range(2):
+        os.kill(started.process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    done = started.end(seconds=60)
+    assert done.returncode == 130, done.stderr
+    assert [row["status"] for row in table()] == ["interrupted", "interrupted", "not started", "not started"]

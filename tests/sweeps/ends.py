@@ -110,6 +110,16 @@ class Layer(torch.nn.Module):
 
     exit_0, segmentation_fault, killed, sys_exit = Ends.exit_0, Ends.segmentation_fault, Ends.killed, Ends.sys_exit
 
+    def raises_in_a_stack(self):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 100 and torch._C._functorch.maybe_current_level() is not None:
+            raise ValueError("of a layer of the user's own")
+
+    def raises_later(self):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 100:
+            raise ValueError("of a layer of the user's own")
+
     def ctrl_c(self):
         raise KeyboardInterrupt
 

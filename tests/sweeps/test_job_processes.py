@@ -157,3 +157,21 @@ def test_a_second_ctrl_c_ends_a_sweep_at_once(commands):
     done = started.end(seconds=60)
     assert done.returncode == 130, done.stderr
     assert [row["status"] for row in table()] == ["interrupted", "interrupted", "not started", "not started"]
+
+
+@pytest.mark.parametrize("how", ["raises_in_a_stack", "raises_later"])
+def test_an_error_in_a_stack_ends_none_that_would_not_end_alone(ending_model, how, commands):
+    Path("conf/model/ending.yaml").write_text(
+        Path("conf/model/ending.yaml").read_text().replace("constructor", "forward")
+    )
+    alone = ("hooks=[]", "logger=[]", "test=false", "callbacks=[]", "trainer.max_epochs=6", "sweep.stack=true")
+    done = commands.run("-m", *alone, "model=ending", f"model._args_.0.how={how}", "optimizer.lr=1e-3,1e-2", "seed=0,1")
+    rows = table()
+    assert "together they ended with ValueError: of a layer of the user's own" in done.stdout
+    if how == "raises_later":
+        assert done.returncode == 1
+        assert [row["status"] for row in rows] == ["failed"] * 4
+        assert all("ValueError: of a layer of the user's own" in row["error"] for row in rows)
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [row["status"] for row in rows] == ["completed"] * 4

@@ -28,7 +28,7 @@ class Job:
     """One job.
 
     swept: key to value as text, of what was swept. config, error: what can be run, or why it cannot.
-    is_known: an earlier sweep of the same directory has begun it.
+    is_known: an earlier sweep of the same directory has begun it. is_stacked: it is trained together with others.
     """
 
     number: int
@@ -37,6 +37,7 @@ class Job:
     config: DictConfig | None
     error: ConfigError | None = None
     is_known: bool = False
+    is_stacked: bool = False
 
     @functools.cached_property
     def plain(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_o
 from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
+from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.output import unwritable
 from exp.signals import heeding
@@ -54,7 +55,7 @@ from exp.sweeps.progress import Progress
 from exp.sweeps.results import NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
-from exp.sweeps.stacking import groups
+from exp.sweeps.stacking import groups, is_member
 from exp.types import Mode, Sampler, span_seconds
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Listed:
         return self._groups.popleft() if self._groups else ()
 
     def again(self, job: Job) -> None:
-        self._groups.append([replace(job, is_known=True)])
+        self._groups.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
         """Nothing follows from it."""
@@ -299,18 +300,29 @@ class Sweep:
 
     def _grouped(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """The jobs, those together that one process trains together; and of the others, what forbids it, in lines."""
-        alone: list[Job] = []
-        left: list[Job] = []
-        for job in jobs:
-            (alone if job.error is not None or self._ended_before(job) is not None else left).append(job)
         wanted = self.settings["stack"]
-        if wanted is False or not self.executor.stacks or len(left) < LEAST_STACKED:
+        whole = [job for job in jobs if job.error is None]
+        if wanted is False or not self.executor.stacks or len(whole) < LEAST_STACKED:
             return [[job] for job in jobs]
-        found = groups([job.plain for job in left], most=math.ceil(len(left) / self.executor.slots))
-        for reason, count in Counter(found.reasons.values()).items():
+        left = {job.number for job in whole if self._ended_before(job) is None}
+        # Of all jobs, those that have ended among them: a sweep that is gone on with divides them as it did.
+        found = groups([job.plain for job in whole], most=math.ceil(len(whole) / self.executor.slots))
+        reasons = Counter(reason for place, reason in found.reasons.items() if whole[place].number in left)
+        for reason, count in reasons.items():
             print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
-        stacked = [[left[place] for place in places] for places in found.stacked]
-        return [*stacked, *([left[place]] for place in sorted(found.reasons)), *([job] for job in alone)]
+        stacked: list[list[Job]] = []
+        for places in found.stacked:
+            members = [whole[place] for place in places if whole[place].number in left]
+            if members := [replace(job, is_stacked=True) for job in members if not self._began_alone(job)]:
+                stacked.append(members)
+        together = {job.number for members in stacked for job in members}
+        return [*stacked, *([job] for job in jobs if job.number not in together)]
+
+    def _began_alone(self, job: Job) -> bool:
+        """Whether an earlier sweep has trained it in a process of its own."""
+        assert job.config is not None
+        directory = Path(job.config[COMPOSITION].directory)
+        return job.is_known and last_checkpoint(directory) is not None and not is_member(directory)
 
     def _search(self, launcher: Launcher) -> None:
         """Draw the jobs, each when it can be run."""
@@ -552,7 +564,8 @@ class Sweep:
                 self._move_aside(config)
                 entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=self._shown(job)))
         self._ledger.write(entries)
-        self.executor.start(Work(jobs=tuple(job.number for job in jobs), configs=tuple(configs)))
+        numbers, is_stack = tuple(job.number for job in jobs), any(job.is_stacked for job in jobs)
+        self.executor.start(Work(jobs=numbers, configs=tuple(configs), is_stack=is_stack))
 
     def _move_aside(self, config: DictConfig) -> None:
         """Give a new job another directory where hydra.sweep.subdir gives it that of a job before."""

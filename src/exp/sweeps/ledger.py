@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from exp.config.freeze import COMPOSITION
+from exp.config.hydra_node import is_inside
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import holding, is_locked, write_whole
 
@@ -115,7 +116,7 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
     """The directory of the sweep to go on with; None where `auto` finds none.
 
     wanted: a directory, or auto. beside: where a new sweep of this name would be, <sweeps>/<date>/<time>.
-    Raises: ConfigError where it is none, or is still going on.
+    Raises: ConfigError where it is none, is elsewhere than below the working directory, or is still going on.
     """
     if wanted == AUTO:
         found = sorted(sweeps_of(beside).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
@@ -123,10 +124,14 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
             return None
         directory = found[-1].parent
     else:
-        directory = Path(wanted).absolute()
+        directory = Path(os.path.abspath(wanted))
         if not (directory / SETTINGS).is_file():
             got, expected = f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto"
             raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
+    if not is_inside(str(directory)):
+        got, expected = f"{directory}", "a directory below the working directory"
+        cure = "Start in the directory in which the sweep was begun, or copy it"
+        raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
     if is_locked(directory):
         raise _going_on(directory)
     return directory

@@ -29,6 +29,7 @@ from exp.config.compose import Composition, composition_of
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
+from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
@@ -69,6 +70,8 @@ ROW_FILES = ".row.*.json"
 LEAST_STACKED = 4
 # Of launchers whose jobs an Executor of exp runs.
 OUR_LAUNCHERS = "hydra_plugins.exp."
+# What may differ of a search that is gone on with, by its key in sweep.json; of any other key `another KEY`.
+OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
 # Who ended and need not be run again.
 FINISHED = ("completed", "pruned")
 WAIT_SECONDS = 0.5
@@ -234,6 +237,8 @@ class Sweep:
         self.rows: dict[int, Row] = {}
         self.planned: list[Job] = []
         self._space = space_of(master.config, master.loader, seed=self.seed)
+        # Of a search the identity of what all of its jobs share.
+        self._shared = identity_of(plain_values(master.config)) if self.is_search else None
         typed = task_overrides(master.config)
         self._typed = [text for text in typed if not text.startswith(("sweep.resume=", "sweep.retry_failed="))]
         self._ledger = Ledger(directory)
@@ -412,13 +417,16 @@ class Sweep:
         if self.is_search:
             search = {name: self.settings[name] for name in ("sampler", "repeat_over")}
             search |= {"axes": [repr(axis) for axis in self._space.axes], "seed": self.seed}
+            search |= {"objectives": dict(self._objectives()), "config": self._shared}
         if before is not None:
             if (before["search"] is None) != (search is None):
                 got = f"{'a search' if self.is_search else 'a grid'}, where a sweep of the other kind was"
                 raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
-            other = [key for key, value in (search or {}).items() if before["search"][key] != value]
+            other = [key for key, value in (search or {}).items() if before["search"].get(key, value) != value]
             if other:
-                got = f"another {other[0]} than {self.directory} was begun with: {' '.join(before['overrides'])}"
+                # Its record would hold what came of other jobs.
+                what, typed = OF_SEARCH.get(other[0], f"another {other[0]}"), " ".join(before["overrides"])
+                got = f"{what} than {self.directory} was begun with: {typed}"
                 expected = "the same search, of more trials if you like"
                 raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
             search = None if search is None else {**before["search"], **search}
@@ -459,7 +467,8 @@ class Sweep:
             return None
         if report.status == "failed" and self.settings["retry_failed"]:
             return None
-        return self._finished(job, report, seconds=report.wall_seconds)
+        # Where it stands now: the sweep may have been moved, or copied.
+        return self._finished(job, replace(report, directory=str(directory)), seconds=report.wall_seconds)
 
     # --- running them ---
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +17,7 @@ from exp.secrets import redacted
 
 # Of a file that is being written, beside its target; and what older versions called a checkpoint's.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
+PROBE_SECONDS = 0.1
 
 
 def write_whole(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
@@ -90,15 +93,39 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
 
 @contextlib.contextmanager
-def holding(path: Path) -> Iterator[None]:
-    """Lock a file that is there for as long as this is entered; what this process starts does not hold it."""
-    with path.open("rb") as file:
-        lock(file, wait=False)
-        _held_here.add(file.fileno())
+def holding(path: Path, *, alone: bool = False) -> Iterator[None]:
+    """Lock a file or a directory that is there for as long as this is entered, where the file system lets it be locked;
+    what this process starts does not hold it.
+
+    alone: raise where another program holds it; else this is entered all the same.
+    Raises: BlockingIOError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _is_held_elsewhere(descriptor) and alone:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
+        _held_here.add(descriptor)
+        yield
+    finally:
+        _held_here.discard(descriptor)
+        os.close(descriptor)
+
+
+def _is_held_elsewhere(descriptor: int) -> bool:
+    """Whether another program holds it; if not, it is locked now, where that is possible."""
+    ends = time.monotonic() + PROBE_SECONDS
+    while True:
         try:
-            yield
-        finally:
-            _held_here.discard(file.fileno())
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Whoever asks `is_locked` holds it for a moment.
+            if time.monotonic() > ends:
+                return True
+            time.sleep(0.005)
+        except OSError:
+            return False
+        else:
+            return False
 
 
 def _let_go() -> None:
@@ -113,14 +140,20 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another program has locked a file; not known, and no, where it is not there or cannot be locked."""
+    """Whether another program has locked a file or a directory; not known, and no, where it is not there or cannot be
+    locked."""
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
+    finally:
+        os.close(descriptor)
     return False
 
 

@@ -354,7 +354,7 @@ def _unwritable(ongoing: Ongoing, error: OSError) -> str:
         return f"{what}, before anything was saved. {cure} another place with hydra.run.dir"
     command = ongoing.resume_command(str(saved))
     again = "With room again" if is_full else "Once that is mended"
-    return f"{what}; what it had saved before is good. {again}, it goes on with\n  {command}"
+    return f"{what}; what it had saved before is good.\n{again}, it goes on with\n  {command}"
 
 
 def as_markdown(report: Report) -> str:

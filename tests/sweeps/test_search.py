@@ -103,6 +103,17 @@ def test_what_is_proposed_does_not_depend_on_which_of_several_ends_first(tmp_pat
     assert oldest == newest
 
 
+def test_a_trial_that_failed_and_is_retried_leaves_the_proposals_behind_it_as_they_were(tmp_path):
+    found = search(tmp_path, trials=14)
+    for _ in range(14):
+        proposal = found.ask()
+        found.tell(proposal.number, "failed" if proposal.number == 2 else "completed", [loss(proposal.values)])
+    again = search(tmp_path, trials=16)
+    assert len(run(again)) == 16
+    study = optuna.load_study(study_name=STUDY, storage=opened(tmp_path, None))
+    assert [trial.number for trial in study.trials if trial.state.name == "FAIL"] == [2]
+
+
 def test_another_space_than_the_record_s_is_told(tmp_path):
     run(search(tmp_path), 12)
     with pytest.raises(RunError, match="trial 0 of the search was recorded with"):

@@ -223,7 +223,7 @@ def test_a_member_leaves_the_files_of_a_run_alone():
         for name in ("config.yaml", "overrides.yaml"):
             assert (directories[0] / name).read_text() == (directories[1] / name).read_text()
         first, second = (json.loads((d / "provenance.json").read_text()) for d in directories)
-        assert {**first, "time": 0} == {**second, "time": 0}
+        assert {**first, "time": 0} == {**second, "time": 0, "stack": True}
 
         points = [{key for key in events(one) if not key[0].startswith(OF_THE_STACK)} for one in (one, other)]
         assert points[0] == points[1]

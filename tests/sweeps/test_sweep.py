@@ -14,7 +14,7 @@ import pytest
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
-from exp.run_report import Report
+from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
 from exp.sweeps.jobs import Jobs
 from exp.sweeps.sweep import compose_sweep, sweep
@@ -290,7 +290,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from exp.errors import RunError
-from exp.run_report import Report
+from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
 from exp.sweeps.sweep import Sweep, compose_sweep, sweep
 
@@ -404,3 +404,105 @@ def test_a_job_whose_process_was_killed_before_it_froze_its_config_begins_again_
     assert len(runs.configs) == 2
     assert [row["directory"] for row in rows()] == ["0", "1"]
     assert sorted(path.name for path in Path("outputs/s").iterdir() if path.is_dir()) == ["0", "1"]
+
+
+def test_a_wider_grid_runs_what_is_new_wherever_its_directory_was_moved_and_however_it_is_called():
+    run_sweep("seed=1,2", "optimizer.lr=0.1", "hydra.sweep.dir=outputs/s")
+    for number in range(2):
+        # As a run leaves it; this stand-in for training writes neither.
+        directory = Path(f"outputs/s/{number}")
+        (directory / "config.yaml").touch()
+        write_report(Report(status="completed", directory=str(directory), metrics={"loss/val": number}))
+    Path("outputs/s").rename("moved")
+    status, runs = run_sweep(
+        "seed=3,2,1", "optimizer.lr=0.1", "name=other", "sweep.jobs=2", "sweep.resume=moved", "sweep.timeout=1h"
+    )
+    assert status == 0
+    assert [config.seed for config in runs.configs] == [3]
+    (directory,) = Path.cwd().rglob("table.csv")
+    table = list(csv.DictReader(directory.read_text().splitlines()))
+    assert [(row["job"], row["seed"], row["directory"]) for row in table] == [
+        ("0", "1", "0"), ("1", "2", "1"), ("2", "3", "2"),
+    ]  # fmt: skip
+
+
+def test_a_sweep_elsewhere_than_below_the_working_directory_is_not_gone_on_with(tmp_path, monkeypatch):
+    run_sweep("seed=1", "hydra.sweep.dir=outputs/s")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"sweep\.resume: .*/outputs/s; expected a directory below the working"):
+        run_sweep("seed=1", "sweep.resume=../outputs/s")
+
+
+def test_auto_begins_a_sweep_where_there_is_none_and_says_so(capsys):
+    status, _ = run_sweep("seed=1", "sweep.resume=auto")
+    assert status == 0
+    assert "sweep.resume=auto: there is no sweep in outputs/train/sweeps, so one begins" in capsys.readouterr().out
+    run_sweep("seed=1", "sweep.resume=auto")
+    assert "no sweep" not in capsys.readouterr().out
+    assert len(sweep_directories()) == 1
+
+
+SEARCH = ("optimizer.lr=interval(0.001,0.1)", "sweep.trials=2", "hydra.sweep.dir=outputs/s")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["monitor=accuracy/val", "mode=max"], "another monitor than"),
+        (["trainer.max_epochs=3"], "other settings of its jobs than"),
+        (["seed=4"], "another seed than"),
+        (["data.batch_size=8,16"], "other axes than"),
+    ],
+)
+def test_a_search_is_gone_on_with_as_the_search_that_it_was(overrides, words):
+    run_sweep(*SEARCH, "name=one")
+    status, _ = run_sweep(*SEARCH, "name=two", "sweep.trials=3", "sweep.resume=outputs/s")
+    assert status == 0
+    with pytest.raises(ConfigError, match=rf"sweep\.resume: {words} .*; expected the same search, of more trials"):
+        run_sweep(*SEARCH, *overrides, "sweep.resume=outputs/s")
+
+
+def test_a_sweep_that_runs_is_refused_to_another_one_even_where_its_settings_were_written_anew():
+    refused = []
+
+    def check(configs):
+        with pytest.raises(ConfigError, match="where a sweep is still going on") as caught:
+            sweep(compose_sweep([*SEARCH, "sweep.resume=outputs/s"]), executor=Runs(), check=valid)
+        refused.append(caught.value)
+        return [None for _ in configs]
+
+    # Before the search has written down what it depends on, and behind that.
+    assert sweep(compose_sweep(SEARCH), executor=Runs(), check=check) == 0
+    assert len(refused) == 3
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_the_table_is_shown_has_its_status_and_the_table_is_whole(signum, monkeypatch, capsys):
+    monkeypatch.setattr("exp.sweeps.sweep.print_table", lambda *_, **__: signal.raise_signal(signum))
+    status, _ = run_sweep("seed=1,2", "hydra.sweep.dir=outputs/s")
+    assert status == 128 + signum
+    assert [row["status"] for row in rows()] == ["completed"] * 2
+    assert "interrupted as the table was shown: outputs/s/table.md has it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("overrides", [("seed=range(0,50)",), SEARCH])
+def test_a_signal_as_jobs_are_composed_ends_it_behind_the_next_one_and_leaves_nothing(
+    overrides, signum, monkeypatch, capsys
+):
+    composed, numbers = Jobs.composed, []
+
+    def interrupted(self, number, overrides):
+        numbers.append(number)
+        if number == 1:
+            signal.raise_signal(signum)
+            signal.raise_signal(signum)
+        return composed(self, number, overrides)
+
+    monkeypatch.setattr(Jobs, "composed", interrupted)
+    status, runs = run_sweep(*overrides)
+    assert status == 128 + signum
+    assert (numbers, runs.configs) == ([0, 1], [])
+    assert list(Path.cwd().iterdir()) == []
+    assert f"interrupted by signal {signum:d}" in capsys.readouterr().err

@@ -225,13 +225,13 @@ def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
     if secret is not None:
         key = "name" if "name" in config and secret[0] in str(config.name) else key
         return [_fault(key, f"{secret[0]} in the name of a folder", "a name that holds no secret")]
-    if not _is_inside(directory):
+    if not is_inside(directory):
         cure = "Link a larger disk to ./outputs, or start in the directory that is to hold the results"
         return [_fault(key, directory, "a directory below the working directory", cure)]
     return []
 
 
-def _is_inside(directory: str) -> bool:
+def is_inside(directory: str) -> bool:
     """Whether a path lies below the working directory, read as text: links may lead out, `..` may not."""
     path = Path(directory)
     return Path.cwd() in Path(os.path.abspath(path)).parents and ".." not in path.parts
@@ -248,7 +248,7 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     if faults:
         raise ConfigError(faults)
     directory = os.path.join(sweep, config.hydra.sweep.subdir)
-    if not _is_inside(directory) or not os.path.abspath(directory).startswith(os.path.abspath(sweep) + os.sep):
+    if not is_inside(directory) or not os.path.abspath(directory).startswith(os.path.abspath(sweep) + os.sep):
         raise ConfigError(
             [_fault("hydra.sweep.subdir", config.hydra.sweep.subdir, "a directory below the sweep's own")]
         )

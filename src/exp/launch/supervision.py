@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,16 +24,29 @@ LEAVE_SECONDS = 2.0
 LOG_TAIL_LINES = 20
 
 
+class _Collector:
+    """A handler that keeps every signal."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
 @contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run for `supervise`, and put the handlers back; none outside the main thread."""
-    received: list[int] = []
+    """Collect the signals that end a run for `supervise`, and put the handlers back; none outside the main thread.
 
-    def collect(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    with heeding(collect):
-        yield received
+    Inside another of these it is that one's list, so that whoever asked first hears of every signal.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if isinstance(before, _Collector) and threading.current_thread() is threading.main_thread():
+        yield before.received
+        return
+    collector = _Collector()
+    with heeding(collector):
+        yield collector.received
 
 
 class Grace:

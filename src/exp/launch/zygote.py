@@ -191,7 +191,8 @@ class Zygote:
         """function(*arguments) in a process of its own; all of it is pickled.
 
         A signal that ends a run is passed on to it, a second one kills it.
-        Raises: Died where it ended otherwise than by returning; Interrupted where it was killed by a signal to here.
+        Raises: Died where it ended otherwise than by returning; Interrupted where it was killed by a signal to here, or
+            would have begun behind one.
         """
         values: list[Result]
         values, died = self.collect(_alone, function, arguments)
@@ -205,9 +206,11 @@ class Zygote:
         """What a generator function gives in a process of its own, as `call`.
 
         Returns: the values; and how the process ended before the last of them, None where it did not.
-        Raises: Interrupted where it was ended by a signal to here.
+        Raises: Interrupted where it was ended by a signal to here, or would have begun behind one.
         """
         with collected_signals() as received:
+            if received:
+                raise Interrupted(signum=received[0], checkpoint=None)
             process = self.begin(function, *arguments)
             passed_on = 0
             while not process.is_over:
@@ -398,6 +401,8 @@ def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
             size = os.fstat(descriptor).st_size
             function, arguments = pickle.loads(os.pread(descriptor, size, 0))
             file.seek(size)
+            if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             for value in function(*arguments):
                 file.write(pickle.dumps((value,)))
             file.write(pickle.dumps(()))  # that was all
@@ -409,10 +414,13 @@ def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
 
 
 def _answer_signals() -> None:
-    """Let the signals that end a run do what they do in a new interpreter; what was ignored stays so."""
+    """Let the signals that end a run end this process, where they are not ignored; one may have come already.
+
+    Ctrl-C, too, without a traceback, until its function begins.
+    """
     for signum in ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 

@@ -22,10 +22,12 @@ class Work:
     jobs: their numbers.
     configs: of each, checked; `_composition_.directory` is its own run directory, absolute. A directory that holds a
         config.yaml already is gone on with, in place, from its newest whole checkpoint.
+    is_stack: they are trained together, or one is whose like have ended.
     """
 
     jobs: tuple[int, ...]
     configs: tuple[DictConfig, ...]
+    is_stack: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

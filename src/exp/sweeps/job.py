@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from exp.config.freeze import COMPOSITION, OUTPUT, read_frozen, read_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
 from exp.launch.launcher import last_checkpoint
+from exp.launch.supervision import collected_signals
 from exp.launch.zygote import Died, Zygote
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.secrets import redacted
@@ -172,17 +173,20 @@ class JobProcesses:
         """
         found: list[ConfigError | None] = []
         deaths = 0
-        while len(found) < len(configs) and deaths < MAX_DEATHS:
-            results, died = self.zygote.collect(checked, self._validate, configs[len(found) :])
-            for result in results:
-                if result.error is not None and not isinstance(result.error, ConfigError):
-                    raise result.error
-                if result.asked is not None:
-                    self.asked[asks(configs[len(found)])] = result.asked
-                found.append(result.error)
-            if died is not None:
-                deaths += 1
-                found.append(_ended(str(died).removeprefix("ended ")))
+        with collected_signals() as received:
+            while len(found) < len(configs) and deaths < MAX_DEATHS:
+                results, died = self.zygote.collect(checked, self._validate, configs[len(found) :])
+                for result in results:
+                    if result.error is not None and not isinstance(result.error, ConfigError):
+                        raise result.error
+                    if result.asked is not None:
+                        self.asked[asks(configs[len(found)])] = result.asked
+                    found.append(result.error)
+                if died is not None:
+                    deaths += 1
+                    found.append(_ended(str(died).removeprefix("ended ")))
+            if received:  # as the last of them was done
+                raise Interrupted(signum=received[0], checkpoint=None)
         return [*found, *[None] * (len(configs) - len(found))]
 
     def __call__(self, config: DictConfig) -> Report:

@@ -31,7 +31,7 @@ class Job:
 
     swept: key to value as text, of what was swept. config, error: what can be run, or why it cannot.
     plain: the values of its config, as `plain_values` has them, without the record of its composition.
-    is_known: an earlier sweep of the same directory has begun it.
+    is_known: an earlier sweep of the same directory has begun it. is_stacked: it is trained together with others.
     """
 
     number: int
@@ -41,6 +41,7 @@ class Job:
     plain: Mapping[str, Any] = field(default_factory=dict)
     error: ConfigError | None = None
     is_known: bool = False
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

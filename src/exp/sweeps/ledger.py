@@ -1,25 +1,29 @@
 """What a sweep's directory remembers, so that the same command goes on with it: how it was started, which job is which.
 
-sweep.json     the command's overrides, and of a search what its proposals depend on; locked while the sweep runs
+sweep.json     the command's overrides, and of a search what its proposals depend on
 jobs.jsonl     a line a job, written before it starts: its number, its identity, its directory
+
+The directory itself is locked while the sweep runs: its files are replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from exp.config.freeze import COMPOSITION
+from exp.config.hydra_node import is_inside
 from exp.errors import ConfigError, Fault, RunError
-from exp.files import is_locked, write_whole
+from exp.files import holding, is_locked, write_whole
 
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
@@ -112,23 +116,49 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
     """The directory of the sweep to go on with; None where `auto` finds none.
 
     wanted: a directory, or auto. beside: where a new sweep of this name would be, <sweeps>/<date>/<time>.
-    Raises: ConfigError where it is none, or is still going on.
+    Raises: ConfigError where it is none, is elsewhere than below the working directory, or is still going on.
     """
     if wanted == AUTO:
-        root = beside.absolute().parent.parent
-        found = sorted(root.glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted(sweeps_of(beside).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
         if not found:
             return None
         directory = found[-1].parent
     else:
-        directory = Path(wanted).absolute()
+        directory = Path(os.path.abspath(wanted))
         if not (directory / SETTINGS).is_file():
             got, expected = f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto"
             raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
-    if is_locked(directory / SETTINGS):
-        got = f"{directory}, where a sweep is still going on"
-        raise ConfigError([Fault(key="sweep.resume", got=got, expected="one that has ended, or was killed")])
+    if not is_inside(str(directory)):
+        got, expected = f"{directory}", "a directory below the working directory"
+        cure = "Start in the directory in which the sweep was begun, or copy it"
+        raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
+    if is_locked(directory):
+        raise _going_on(directory)
     return directory
+
+
+def sweeps_of(wanted: Path) -> Path:
+    """The directory of all sweeps of a name, by the directory that one of them would have."""
+    return wanted.absolute().parent.parent
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other sweeps out of a sweep's directory, for as long as this is entered.
+
+    Raises: ConfigError where one is still going on there.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(holding(directory, alone=True))
+        except BlockingIOError as error:
+            raise _going_on(directory) from error
+        yield
+
+
+def _going_on(directory: Path) -> ConfigError:
+    got = f"{directory}, where a sweep is still going on"
+    return ConfigError([Fault(key="sweep.resume", got=got, expected="one that has ended, or was killed")])
 
 
 def clear_unfrozen(directory: Path) -> None:

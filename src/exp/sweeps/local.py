@@ -34,10 +34,15 @@ STACK_SECONDS = 0.25
 
 
 def outcomes(
-    configs: Sequence[DictConfig], most_threads: int, at_once: int, fit: Callable[[DictConfig], Report]
+    configs: Sequence[DictConfig],
+    is_stack: bool,
+    most_threads: int,
+    at_once: int,
+    fit: Callable[[DictConfig], Report],
 ) -> Iterator[tuple[int, Report | ExpError]]:
     """What came of the jobs of a work, in their process: the place of each among them, and its outcome.
 
+    is_stack: they are trained together.
     most_threads: of each rank's operators, where a config leaves them open. at_once: works that share the machine.
     fit: of a job that has a process alone.
     """
@@ -46,7 +51,7 @@ def outcomes(
     each = min(most_threads, torch.get_num_threads())
     torch.set_num_threads(each)
     os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read it
-    if len(configs) == 1:
+    if not is_stack:
         yield 0, ended(fit, configs[0])
         return
     from exp.sweeps.stack import train
@@ -122,6 +127,7 @@ class LocalExecutor:
         process = self._processes.zygote.begin(
             outcomes,
             work.configs,
+            work.is_stack,
             threads(need, slots=self.slots, machine=machine),
             self.slots,
             self._processes.fit,
@@ -142,7 +148,7 @@ class LocalExecutor:
                 left = deadline - time.monotonic()
                 if self._ended or left <= 0:
                     break
-                has_stack = any(len(one.work.jobs) > 1 for one in self._running)
+                has_stack = any(one.work.is_stack for one in self._running)
                 if self._processes.zygote.wait(min(left, STACK_SECONDS) if has_stack else left, beside=wakes):
                     self._take_in()
                     break
@@ -190,7 +196,7 @@ class LocalExecutor:
             if self._devices is not None:
                 self._devices.give_back(one.gpus, one.need)
             for place in one.waiting:
-                if len(one.work.jobs) > 1 and not self._signals:
+                if one.work.is_stack and not self._signals:
                     # Which of them it was, nobody knows: each by itself has an end of its own.
                     died = one.process.died or Died("gave no result")
                     self._ended.append(End(job=one.work.jobs[place], outcome=Unstacked(f"their process {died}")))

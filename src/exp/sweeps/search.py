@@ -113,13 +113,21 @@ class Search:
     def tell(self, number: int, end: End, values: Sequence[float]) -> None:
         """What came of a trial. values: of the objectives; of a trial that was not completed none are read.
 
-        Where the record knows the end already, of before a resume, it stays.
+        Where the record knows the end already, of before a resume, it stays, of a job that is retried, too: what was
+        proposed behind it followed from it.
         """
         from optuna.trial import TrialState
 
-        states = {"completed": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+        states: Mapping[End, TrialState] = {
+            "completed": TrialState.COMPLETE,
+            "pruned": TrialState.PRUNED,
+            "failed": TrialState.FAIL,
+        }
         recorded = self._record.get_trials(deepcopy=False)[number]
-        if not recorded.state.is_finished():
+        if recorded.state.is_finished():
+            end = next(word for word, state in states.items() if state == recorded.state)
+            values = recorded.values or values
+        else:
             with quiet():
                 told = list(values) if end == "completed" else None
                 self._record.tell(number, values=told, state=states[end])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.check.plan import Plan, plan, refuse_other_data, resolve
-from exp.config.freeze import COMPOSITION, freeze, read_overrides, shared_origin
+from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, shared_origin, take_directory
 from exp.config.reading import are_referred, changes, with_changes
 from exp.config.yaml_files import yaml_text
 from exp.construct import (
@@ -45,7 +45,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.non_finite import kinds_by_design, refuse_lost
 from exp.engine.progress import Position, fit_loop_state
 from exp.engine.runtime import set_threads
-from exp.errors import ExpError, Interrupted, NonFiniteError, RunError
+from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, one_line
 from exp.launch.launcher import last_checkpoint
 from exp.nested import mapped
 from exp.objectives.objective import Objective
@@ -53,13 +53,14 @@ from exp.optim.direct_step import DirectSteps
 from exp.optim.phase import rate_names
 from exp.run_report import Ongoing, Report, explain
 from exp.signals import SignalFlag
+from exp.sweeps.executor import Unstacked
 from exp.sweeps.forecast import is_faster, most_members
 from exp.sweeps.member import HERE, Member, Shared
 from exp.sweeps.stacked_evaluation import StackedEvaluation
 from exp.sweeps.stacked_hooks import StackedHooks
 from exp.sweeps.stacked_network import Losses, StackedNetwork, Unstackable, examine
 from exp.sweeps.stacked_products import exact_products
-from exp.sweeps.stacking import obstacle
+from exp.sweeps.stacking import STACK, is_member, obstacle
 from exp.types import EPOCH_LOSS, Batch, Stage
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcom
     configs: composed and checked; `groups` of exp.sweeps.stacking has put them together. A directory that holds a
         config.yaml already is gone on with, from its last checkpoint.
     at_once: how many stacks there are on this machine, which share its memory.
-    Yields: the place of a member that has ended, and its report, or the error that a run alone would have raised.
+    Yields: the place of a member that has ended, and its report, or the error that a run alone would have raised;
+        Unstacked where an error is of all of them.
     Raises: Unstackable, before any directory is made, where the built parts of the jobs do not go together.
     """
     with torch.random.fork_rng(devices=[]), exact_products():
@@ -84,7 +86,8 @@ def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcom
 
 def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     decided = plan(resolve(configs[0]))
-    _refuse(decided, members=len(configs))
+    was_decided = any(is_member(Path(config[COMPOSITION].directory)) for config in configs)
+    _refuse(decided, members=len(configs), was_decided=was_decided)
     refuse_other_data(decided)
     members, ended = _made(configs, decided)
     yield from ended
@@ -113,8 +116,11 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
         flag.restore()
 
 
-def _refuse(decided: Plan, *, members: int) -> None:
-    """Raises: Unstackable where the key of the config, or what it makes, forbids a stack."""
+def _refuse(decided: Plan, *, members: int, was_decided: bool) -> None:
+    """Raises: Unstackable where the key of the config, or what it makes, forbids a stack.
+
+    was_decided: a sweep before has begun to train them together.
+    """
     reason = obstacle(decided.plain)
     if reason is not None:
         raise Unstackable(reason)
@@ -133,13 +139,14 @@ def _refuse(decided: Plan, *, members: int) -> None:
     network = build_network(decided.plain, decided.spec)
     run = forward_by_name(network, tuple(decided.spec.inputs))
     examine(network, next(iter(decided.data.loader("train"))), run=run, objective=decided.objective)
-    if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided, members=members):
+    is_auto = decided.plain["sweep"]["stack"] == "auto" and not was_decided
+    if is_auto and not is_faster(decided, members=members):
         raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
 
 
 def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], list[Outcome]]:
     """A member of each config, with its directory and its network; and those that came to no beginning."""
-    origin = shared_origin()
+    origin = {**shared_origin(), STACK: True}
     members: list[Member] = []
     ended: list[Outcome] = []
     values = _Values(configs[0], decided)
@@ -148,11 +155,14 @@ def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], l
             plain = values.of(config)
             text = values.text(plain)
             directory = Path(config[COMPOSITION].directory)
-            if not (directory / "config.yaml").is_file():
+            goes_on = last_checkpoint(directory) is not None
+            if not goes_on:
+                if (directory / "config.yaml").is_file():  # killed before its first checkpoint
+                    clear(directory)
+                    take_directory(config, directory)
                 directory = freeze(config, text=text, origin=origin, is_synced=False)
             overrides = read_overrides(directory)
             ongoing = Ongoing(directory, plain, overrides=overrides, world_size=1)
-            goes_on = last_checkpoint(directory) is not None
             network = (build_network if goes_on else build_starting_network)(plain, decided.spec)
         except ExpError as error:
             ended.append((place, error))
@@ -334,11 +344,16 @@ class Stack:
         except _Stopped as stopped:
             yield from self._interrupted(stopped.position)
         except Exception as error:
+            if not isinstance(error, ExpError | OSError):
+                log.exception("the stack failed")
+            if len(self._members) > 1:
+                # Whose it is, such as that of a user's own layer, nobody knows: each alone has an end of its own.
+                for member in self._members:
+                    yield member.place, Unstacked(f"together they ended with {one_line(error)}")
+                return
             for member in self._members:
                 told = explain(error, member.ongoing, parts=None)
                 yield member.place, member.end("failed", error=told)
-            if not isinstance(error, ExpError | OSError):
-                log.exception("the stack failed")
         finally:
             self._hooks.detach()
 

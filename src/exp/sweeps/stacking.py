@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from exp.config.freeze import COMPOSITION
@@ -32,6 +33,8 @@ DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "
 WORDS = ("fp32", "fp64", "bf16")
 # An optimizer that evaluates the loss by itself, and one for gradients that are sparse.
 OTHER_OPTIMIZERS = {"torch.optim.LBFGS", "torch.optim.SparseAdam"}
+# In the provenance of a job that was begun in a stack.
+STACK = "stack"
 ONE_RUN = "it acts on one run"
 OWN_LOOP = "a stack has a loop of its own"
 
@@ -126,6 +129,13 @@ def _parts(places: list[int], *, most: int | None) -> Iterator[tuple[int, ...]]:
         stop = start + base + (number < extra)
         yield tuple(places[start:stop])
         start = stop
+
+
+def is_member(directory: Path) -> bool:
+    """Whether the job of a run directory was begun in a stack. It goes on in one, were it alone there: what a stack
+    rounds, such as a layer norm, it rounds otherwise than a run, and the same for any number of members."""
+    path = directory / "provenance.json"
+    return path.is_file() and STACK in json.loads(path.read_text(encoding="utf-8"))
 
 
 def obstacle(plain: Plain) -> str | None:

@@ -9,12 +9,14 @@ import math
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hydra.core.utils import JobReturn
@@ -27,18 +29,34 @@ from exp.config.compose import Composition, composition_of
 from exp.config.freeze import COMPOSITION, make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
+from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
-from exp.files import holding, write_whole
+from exp.files import write_whole
+from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
+from exp.output import unwritable
+from exp.signals import heeding
 from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
-from exp.sweeps.ledger import JOBS, SETTINGS, Entry, Ledger, clear_unfrozen, found_sweep, identity_of, wait_for_dead
+from exp.sweeps.ledger import (
+    AUTO,
+    JOBS,
+    SETTINGS,
+    Entry,
+    Ledger,
+    clear_unfrozen,
+    found_sweep,
+    held,
+    identity_of,
+    sweeps_of,
+    wait_for_dead,
+)
 from exp.sweeps.progress import Progress
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
-from exp.sweeps.stacking import groups
+from exp.sweeps.stacking import groups, is_member
 from exp.types import Mode, Sampler, span_seconds
 
 if TYPE_CHECKING:
@@ -52,6 +70,8 @@ ROW_FILES = ".row.*.json"
 LEAST_STACKED = 4
 # Of launchers whose jobs an Executor of exp runs.
 OUR_LAUNCHERS = "hydra_plugins.exp."
+# What may differ of a search that is gone on with, by its key in sweep.json; of any other key `another KEY`.
+OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
 WAIT_SECONDS = 0.5
 # The table of more jobs than these is written so often at most.
 TABLE_SECONDS, TABLE_ROWS = 2.0, 50
@@ -90,7 +110,7 @@ class Listed:
         return self._groups.popleft() if self._groups else ()
 
     def again(self, job: Job) -> None:
-        self._groups.append([replace(job, is_known=True)])
+        self._groups.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
         """Nothing follows from it."""
@@ -143,6 +163,49 @@ class Searched:
         return list(self._waiting)
 
 
+class _Running:
+    """The jobs that run, and the works that they are of. received: signals to this process, which are passed on."""
+
+    def __init__(self, executor: Executor, received: Sequence[int]) -> None:
+        self.received = received
+        # By number: the job, and when it was started.
+        self.jobs: dict[int, tuple[Job, float]] = {}
+        self._executor = executor
+        self._works: list[set[int]] = []
+        self._passed_on = 0
+
+    @property
+    def works(self) -> int:
+        """How many processes run."""
+        return len(self._works)
+
+    def add(self, jobs: Sequence[Job], started: float) -> None:
+        """Add the jobs of one process."""
+        self._works.append({job.number for job in jobs})
+        self.jobs |= {job.number: (job, started) for job in jobs}
+
+    def ends(self) -> list[tuple[Job, End, float]]:
+        """Wait for ends, or a moment: each job that has ended, and its seconds."""
+        for signum in self.received[self._passed_on :]:
+            self._executor.end(signum)
+            self._passed_on += 1
+        found = []
+        for end in self._executor.ends(WAIT_SECONDS):
+            job, started = self.jobs.pop(end.job)
+            self._works = [rest for work in self._works if (rest := work - {end.job})]
+            found.append((job, end, time.perf_counter() - started))
+        return found
+
+    def ended(self) -> list[tuple[Job, End, float]]:
+        """End all as a signal does, and wait for it; a signal to here ends them at once."""
+        if self.jobs and not self._passed_on:
+            self._executor.end(signal.SIGTERM)
+        found = []
+        while self.jobs:
+            found += self.ends()
+        return found
+
+
 class Sweep:
     """A sweep as Hydra's sweeper and our launcher share it.
 
@@ -172,6 +235,8 @@ class Sweep:
         self.rows: dict[int, Row] = {}
         self.planned: list[Job] = []
         self._space = space_of(master.config, master.loader, seed=self.seed)
+        # Of a search the identity of what all of its jobs share.
+        self._shared = identity_of(plain_values(master.config)) if self.is_search else None
         typed = task_overrides(master.config)
         self._typed = [text for text in typed if not text.startswith(("sweep.resume=", "sweep.retry_failed="))]
         self._ledger = Ledger(directory)
@@ -221,31 +286,46 @@ class Sweep:
         return sampler != "grid" and (sampler != "auto" or self._space.has_intervals)
 
     def _run_all(self, batch: Sequence[Sequence[str]], *, first: int) -> list[Job]:
-        jobs = [self._known(self.jobs.composed(first + place, overrides)) for place, overrides in enumerate(batch)]
-        # What needs torch is looked at when the sweep might start.
-        if self.rows or self.jobs.everything or not any(job.error for job in jobs):
-            jobs = self.jobs.checked(jobs)
-        if not self.rows and any(job.error for job in jobs):
-            raise ConfigError(job_faults(jobs))
-        self.planned += jobs
-        if not self.is_dry:
-            self._work_off(Listed(self._grouped(jobs)))
+        with collected_signals() as received:
+            jobs = []
+            for number, overrides in enumerate(batch, first):
+                jobs.append(self._known(self.jobs.composed(number, overrides)))
+                _heed(received)
+            # What needs torch is looked at when the sweep might start.
+            if self.rows or self.jobs.everything or not any(job.error for job in jobs):
+                jobs = self.jobs.checked(jobs)
+            if not self.rows and any(job.error for job in jobs):
+                raise ConfigError(job_faults(jobs))
+            self.planned += jobs
+            if not self.is_dry:
+                self._work_off(Listed(self._grouped(jobs)))
         return jobs
 
     def _grouped(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """The jobs, those together that one process trains together; and of the others, what forbids it, in lines."""
-        alone: list[Job] = []
-        left: list[Job] = []
-        for job in jobs:
-            (alone if job.error is not None or self._ended_before(job) is not None else left).append(job)
         wanted = self.settings["stack"]
-        if wanted is False or not self.executor.stacks or len(left) < LEAST_STACKED:
+        whole = [job for job in jobs if job.error is None]
+        if wanted is False or not self.executor.stacks or len(whole) < LEAST_STACKED:
             return [[job] for job in jobs]
-        found = groups([job.plain for job in left], most=math.ceil(len(left) / self.executor.slots))
-        for reason, count in Counter(found.reasons.values()).items():
+        left = {job.number for job in whole if self._ended_before(job) is None}
+        # Of all jobs, those that have ended among them: a sweep that is gone on with divides them as it did.
+        found = groups([job.plain for job in whole], most=math.ceil(len(whole) / self.executor.slots))
+        reasons = Counter(reason for place, reason in found.reasons.items() if whole[place].number in left)
+        for reason, count in reasons.items():
             print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
-        stacked = [[left[place] for place in places] for places in found.stacked]
-        return [*stacked, *([left[place]] for place in sorted(found.reasons)), *([job] for job in alone)]
+        stacked: list[list[Job]] = []
+        for places in found.stacked:
+            members = [whole[place] for place in places if whole[place].number in left]
+            if members := [replace(job, is_stacked=True) for job in members if not self._began_alone(job)]:
+                stacked.append(members)
+        together = {job.number for members in stacked for job in members}
+        return [*stacked, *([job] for job in jobs if job.number not in together)]
+
+    def _began_alone(self, job: Job) -> bool:
+        """Whether an earlier sweep has trained it in a process of its own."""
+        assert job.config is not None
+        directory = Path(job.config[COMPOSITION].directory)
+        return job.is_known and last_checkpoint(directory) is not None and not is_member(directory)
 
     def _search(self, launcher: Launcher) -> None:
         """Draw the jobs, each when it can be run."""
@@ -255,12 +335,13 @@ class Sweep:
         drawn = replace(self._space, axes=tuple(axis for axis in self._space.axes if axis not in repeated))
         repeats = [{axis.key: text} for axis in repeated for text in axis.texts] or [{}]
         self._refuse_drawing(drawn)
-        corners = [
-            self.jobs.composed(place, self._space.overrides(values))
-            for place, values in enumerate(_corners(self._space))
-        ]
-        if not any(job.error for job in corners):
-            corners = self.jobs.checked(corners)
+        corners = []
+        with collected_signals() as received:
+            for place, values in enumerate(_corners(self._space)):
+                corners.append(self.jobs.composed(place, self._space.overrides(values)))
+                _heed(received)
+            if not any(job.error for job in corners):
+                corners = self.jobs.checked(corners)
         if any(job.error for job in corners):
             raise ConfigError(job_faults(corners))
         if self.is_dry:
@@ -334,13 +415,16 @@ class Sweep:
         if self.is_search:
             search = {name: self.settings[name] for name in ("sampler", "repeat_over")}
             search |= {"axes": [repr(axis) for axis in self._space.axes], "seed": self.seed}
+            search |= {"objectives": dict(self._objectives()), "config": self._shared}
         if before is not None:
             if (before["search"] is None) != (search is None):
                 got = f"{'a search' if self.is_search else 'a grid'}, where a sweep of the other kind was"
                 raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
-            other = [key for key, value in (search or {}).items() if before["search"][key] != value]
+            other = [key for key, value in (search or {}).items() if before["search"].get(key, value) != value]
             if other:
-                got = f"another {other[0]} than {self.directory} was begun with: {' '.join(before['overrides'])}"
+                # Its record would hold what came of other jobs.
+                what, typed = OF_SEARCH.get(other[0], f"another {other[0]}"), " ".join(before["overrides"])
+                got = f"{what} than {self.directory} was begun with: {typed}"
                 expected = "the same search, of more trials if you like"
                 raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
             search = None if search is None else {**before["search"], **search}
@@ -381,65 +465,81 @@ class Sweep:
             return None
         if report.status == "failed" and self.settings["retry_failed"]:
             return None
-        return self._finished(job, report, seconds=report.wall_seconds)
+        # Where it stands now: the sweep may have been moved, or copied.
+        return self._finished(job, replace(report, directory=str(directory)), seconds=report.wall_seconds)
 
     # --- running them ---
 
     def _work_off(self, queue: Queue) -> None:
         """Start jobs as places come free, until none is left or the sweep is to end.
 
-        Raises: Interrupted behind a signal, when the running jobs have ended.
+        Raises: Interrupted behind a signal, and whatever else ends the sweep, when the running jobs have ended.
         """
-        executor, begun = self.executor, time.monotonic()
-        running: dict[int, tuple[Job, float]] = {}
-        works: list[set[int]] = []
         with contextlib.closing(Progress(total=queue.total)) as progress, collected_signals() as received:
-            passed_on = 0
+            running = _Running(self.executor, received)
+            begun = time.monotonic()
 
             def ended(row: Row) -> None:
                 self._record(row)
                 queue.end(row)
                 progress.end(row, best=best_row(list(self.rows.values())))
 
-            while True:
-                while not received and len(works) < executor.slots and self._goes_on(begun):
-                    jobs = queue.next()
-                    if not jobs:
+            try:
+                while True:
+                    while not received and running.works < self.executor.slots and self._goes_on(begun):
+                        if not self._start_next(queue, running, progress, ended):
+                            break
+                    if not running.jobs:
                         break
-                    started, left = time.perf_counter(), []
-                    for job in jobs:
-                        row = self._without_running(job)
-                        if row is None:
-                            left.append(job)
+                    for job, end, seconds in running.ends():
+                        if isinstance(end.outcome, Unstacked):
+                            progress.say_once(f"side by side: {end.outcome}")
+                            queue.again(job)
                         else:
-                            ended(row)
-                    if left:
-                        self._start(left)
-                        works.append({job.number for job in left})
-                    for job in left:
-                        running[job.number] = (job, started)
-                        progress.begin(job.number, swept=job.swept, directory=self.directory / self._shown(job))
-                if not running:
-                    break
-                for end in executor.ends(WAIT_SECONDS):
-                    job, started = running.pop(end.job)
-                    works = [rest for work in works if (rest := work - {end.job})]
-                    if isinstance(end.outcome, Unstacked):
-                        progress.say_once(f"side by side: {end.outcome}")
-                        queue.again(job)
-                        continue
-                    ended(self._row_of(job, end, seconds=time.perf_counter() - started))
-                progress.refresh()
-                if len(received) > passed_on:
-                    passed_on = len(received)
-                    executor.end(received[-1])
-        for job in queue.rest():
-            self._record(replace(self._row(job, status=NOT_STARTED), directory=""))
-        self._write()
+                            ended(self._row_of(job, end, seconds=seconds))
+                    progress.refresh()
+                for job in queue.rest():
+                    row = self._without_running(job)
+                    self._record(replace(self._row(job, status=NOT_STARTED), directory="") if row is None else row)
+                self._write()
+            except Exception:
+                # The sweep itself has failed, as on a full disk. What runs saves and ends as at a signal.
+                for job, end, seconds in running.ended():
+                    row = self._row_of(job, end, seconds=seconds)
+                    self.rows[row.job] = row
+                raise
         if received:
             interrupted = Interrupted(signum=received[0], checkpoint=str(self.directory))
             interrupted.command = self._resume_command()
             raise interrupted
+
+    def _start_next(self, queue: Queue, running: _Running, progress: Progress, ended: Callable[[Row], None]) -> bool:
+        """Start what the queue has next, or tell of it where it need not, or cannot, be run; whether it had any."""
+        try:
+            jobs = queue.next()
+        except Interrupted:  # as a proposal was checked
+            return False
+        started, left = time.perf_counter(), []
+        for job in jobs:
+            row = self._without_running(job)
+            if row is None:
+                left.append(job)
+            else:
+                ended(row)
+        if not left:
+            return bool(jobs)
+        try:
+            if not running.received:
+                self._start(left)
+                running.add(left, started)
+        except Interrupted:  # as somebody looked for what it needs
+            pass
+        for job in left:
+            if job.number in running.jobs:
+                progress.begin(job.number, swept=job.swept, directory=self.directory / self._shown(job))
+            else:
+                queue.again(job)
+        return True
 
     def _resume_command(self) -> str:
         where = f"sweep.resume={os.path.relpath(self.directory)}"
@@ -471,7 +571,8 @@ class Sweep:
                 self._move_aside(config)
                 entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=self._shown(job)))
         self._ledger.write(entries)
-        self.executor.start(Work(jobs=tuple(job.number for job in jobs), configs=tuple(configs)))
+        numbers, is_stack = tuple(job.number for job in jobs), any(job.is_stacked for job in jobs)
+        self.executor.start(Work(jobs=numbers, configs=tuple(configs), is_stack=is_stack))
 
     def _move_aside(self, config: DictConfig) -> None:
         """Give a new job another directory where hydra.sweep.subdir gives it that of a job before."""
@@ -603,6 +704,12 @@ def _corners(space: Space) -> list[Combination]:
     return found
 
 
+def _heed(received: Sequence[int]) -> None:
+    """Raises: Interrupted where a signal has come and no job runs."""
+    if received:
+        raise Interrupted(signum=received[0], checkpoint=None)
+
+
 def _process() -> tuple[str, int]:
     return platform.node(), os.getpid()
 
@@ -667,37 +774,63 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     """
     wanted, settings = _wanted_directory(master), master.config.sweep
     resumed = None if settings.resume is None else found_sweep(settings.resume, beside=wanted)
-    try:
-        # Fixed before the first job: with `-m name=a,b` the name is another in every job.
-        directory = make_exclusively(wanted) if resumed is None else resumed
-    except OSError as error:
-        raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
+    if resumed is None and settings.resume == AUTO:
+        print(f"sweep.resume=auto: there is no sweep in {os.path.relpath(sweeps_of(wanted))}, so one begins")
     is_ours = str(master.config.hydra.launcher._target_).startswith(OUR_LAUNCHERS)
     # Hydra's own sweeper composes every job for a try, and stops at the first fault.
     master.loader.tries_jobs = not is_ours
+    with heeding(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
+        try:
+            # Fixed before the first job: with `-m name=a,b` the name is another in every job.
+            directory = make_exclusively(wanted) if resumed is None else resumed
+        except OSError as error:
+            raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
+        with held(directory):
+            return _run(master, directory, executor=executor, check=check)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    # Not as an Exception, of which whoever composes and whoever draws make others.
+    raise KeyboardInterrupt from Interrupted(signum=signum, checkpoint=None)
+
+
+def _run(master: Composition, directory: Path, *, executor: Executor, check: Check) -> int:
     jobs: Sweep | None = None
     try:
-        jobs = Sweep(master=master, directory=directory, executor=executor, check=check, is_dry=settings.dry_run)
+        is_dry = master.config.sweep.dry_run
+        jobs = Sweep(master=master, directory=directory, executor=executor, check=check, is_dry=is_dry)
         jobs.begin()
-        with holding(directory / SETTINGS):
-            run_sweeper(master.config, master.loader, jobs, directory=directory)
+        run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
         return _finish(jobs, directory, error.exit_status)
     except KeyboardInterrupt as error:
-        status = error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130
-        return _finish(jobs, directory, status)
+        return _finish(jobs, directory, _status_of(error))
     except Exception as error:
-        _finish(jobs, directory, 1)
+        with contextlib.suppress(OSError):  # of which this one tells
+            _finish(jobs, directory, 1)
         if isinstance(error, HydraException):
             raise ConfigError([fault_of(error)]) from error
+        if isinstance(error, OSError):
+            raise RunError(
+                f"the sweep ended, for {unwritable(error.filename or directory, error)}, and go on with"
+                f" sweep.resume={os.path.relpath(directory)}"
+            ) from error
         raise
     if jobs.is_dry:
         _print_plan(jobs)
-    status = _finish(jobs, directory, 0)
+    try:
+        status = _finish(jobs, directory, 0)
+    except KeyboardInterrupt as error:
+        print(f"interrupted as the table was shown: {os.path.relpath(directory)}/table.md has it", file=sys.stderr)
+        return _status_of(error)
     if not jobs.rows and not jobs.is_dry:
         raise ConfigError([_no_job("hydra.sweeper")])
     return status
+
+
+def _status_of(error: KeyboardInterrupt) -> int:
+    return error.__cause__.exit_status if isinstance(error.__cause__, Interrupted) else 130
 
 
 def _wanted_directory(master: Composition) -> Path:

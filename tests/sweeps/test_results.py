@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from exp.config.found_run import named_run
-from exp.sweeps.results import Row, again_command, best_repeats, best_row, print_table, repeats_of, write_table
+from exp.sweeps.results import (
+    Row,
+    again_command,
+    best_repeats,
+    best_row,
+    print_table,
+    repeats_of,
+    table_cells,
+    write_table,
+)
 
 
 def row(
@@ -172,3 +181,16 @@ def test_the_step_of_the_best_and_the_memory_are_columns_and_a_screen_has_no_emp
     shown = capsys.readouterr().out
     assert "peak_mib" not in shown
     assert "step" not in shown.partition("again")[0]
+
+
+def test_a_drawn_number_is_short_on_the_screen_and_whole_in_the_file(tmp_path):
+    drawn = "0.004430375245218269"
+    rows = [
+        row(0, 0.1, swept={"optimizer.lr": drawn, "seed": "1"}),
+        row(1, 0.2, swept={"optimizer.lr": "1e-3", "seed": "two"}),
+    ]
+    header, cells = table_cells(rows, brief=True)
+    place = header.index("optimizer.lr")
+    assert [line[place] for line in cells] == ["0.00443038", "1e-3"]
+    write_table(tmp_path, rows)
+    assert drawn in (tmp_path / "table.csv").read_text()

@@ -99,6 +99,26 @@ def test_none_is_lost_none_runs_twice_and_every_value_is_the_same(overrides, com
         assert trials(broken) == trials(whole)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "number", "together"),
+    [
+        pytest.param(("sweep.sampler=random", "sweep.trials=8"), 8, 8, id="all that a random search draws"),
+        pytest.param(("seed=0,1,2,3", "sweep.repeat_over=seed", "sweep.trials=2"), 2, 4, id="the repeats of a trial"),
+    ],
+)
+def test_jobs_of_a_search_that_are_known_together_are_trained_together(overrides, number, together, commands):
+    drawn = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "sweep.stack=true", "sweep.jobs=1")
+    directory = Path("outputs/search").absolute()
+    done = commands.run("-m", *SMALL, *drawn, *overrides, f"hydra.sweep.dir={directory}")
+    assert done.returncode == 0, done.stderr
+    rows = table(directory)
+    assert [row["status"] for row in rows] == ["completed"] * 8
+    logs = [(directory / row["directory"] / "train.log").read_text() for row in rows]
+    assert all(f"trained in a stack of {together} jobs" in log for log in logs)
+    study = optuna.load_study(study_name=STUDY, storage=opened(directory, None))
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * number
+
+
 def result(directory: Path) -> tuple[object, ...]:
     report = json.loads((directory / "report.json").read_text())
     return report["status"], report["steps"], report["best"], report["metrics"]["loss/val"]

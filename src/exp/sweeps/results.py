@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_STARTED = "not started"
+# Characters of a swept number on the screen.
+LONGEST = 10
 # Who ended as they should, need not be run again, and have a value.
 FINISHED = ("completed", "pruned")
 
@@ -275,7 +277,8 @@ def table_cells(
     cells = []
     for place, row in enumerate(rows):
         called = str(row.job) if names is None else names[place]
-        line = [called, row.status, *(row.swept.get(key, "") for key in swept)]
+        values = (row.swept.get(key, "") for key in swept)
+        line = [called, row.status, *(map(_shortened, values) if brief else values)]
         # A job that was not completed has no best.
         line += [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
         line.append("" if row.step is None or not math.isfinite(row.value) else str(row.step))
@@ -318,6 +321,16 @@ def _markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> li
 def _line(values: Sequence[str]) -> str:
     escaped = (" ".join(value.replace("|", "\\|").split()) for value in values)
     return "| " + " | ".join(escaped) + " |"
+
+
+def _shortened(text: str) -> str:
+    """A drawn number, which has all of its digits in table.csv, with six of them; any other text as it is."""
+    if len(text) <= LONGEST:
+        return text
+    try:
+        return _number(float(text))
+    except ValueError:
+        return text
 
 
 def _number(value: float) -> str:

@@ -46,6 +46,8 @@ class Search:
     width: how many trials are open at a time; a trial is proposed when that many before it may still be open.
     directory: of the sweep. storage: a URL of Optuna's; None is the journal in the directory.
     objectives: the tags whose values come back, and whether the smallest or the largest is the best.
+
+    is_blind: whether no proposal waits for a result.
     Raises: MissingExtraError without Optuna; RunError where the storage cannot be opened.
     """
 
@@ -63,7 +65,8 @@ class Search:
     ) -> None:
         optuna = optuna_package()
         self.space, self.trials, self.objectives = space, trials, objectives
-        self._width = trials if sampler in BLIND else width
+        self.is_blind = sampler in BLIND
+        self._width = trials if self.is_blind else width
         self._asked = self._passed_on = 0
         # By number of the trial: how it ended, its values, and what its job reported on the way.
         self._results: dict[int, tuple[End, Sequence[float], Mapping[int, float]]] = {}

@@ -54,7 +54,7 @@ from exp.sweeps.ledger import (
 )
 from exp.sweeps.progress import Progress
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
-from exp.sweeps.search import DEFAULT_TRIALS, Search
+from exp.sweeps.search import DEFAULT_TRIALS, Proposal, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups, is_member
 from exp.types import Mode, Sampler, span_seconds
@@ -122,30 +122,41 @@ class Listed:
 class Searched:
     """Jobs that a search proposes, one a trial, or several that repeat it with other values of one key.
 
-    make: a job of a number, a trial and the values of its axes. repeats: the values of the key, the key's name.
+    Grouped are those that are known together whatever ends first: of a search that waits for no result all, of any
+    other the repeats of a trial.
+
+    make: the job of a number, a trial and the values of its axes. repeats: the values of the key, the key's name.
+    group: checks jobs, and puts those together that one process trains together.
     """
 
     def __init__(
-        self, search: Search, *, make: Callable[[int, int, Combination], Job], repeats: Sequence[Combination]
+        self,
+        search: Search,
+        *,
+        make: Callable[[int, int, Combination], Job],
+        repeats: Sequence[Combination],
+        group: Callable[[Sequence[Job]], Iterable[Sequence[Job]]],
     ) -> None:
-        self._search, self._make, self._repeats = search, make, repeats
+        self._search, self._make, self._repeats, self._group = search, make, repeats, group
         self.total: int | None = search.trials * len(repeats)
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[Sequence[Job]] = deque()
         self._rows: dict[int, list[Row]] = {}
 
     def next(self) -> Sequence[Job]:
         if not self._waiting:
-            proposal = self._search.ask()
-            if proposal is None:
-                return ()
-            self._rows[proposal.number] = []
-            for place, repeat in enumerate(self._repeats):
-                number = proposal.number * len(self._repeats) + place
-                self._waiting.append(self._make(number, proposal.number, {**proposal.values, **repeat}))
-        return [self._waiting.popleft()]
+            asked = itertools.islice(iter(self._search.ask, None), None if self._search.is_blind else 1)
+            jobs = [job for proposal in asked for job in self._jobs(proposal)]
+            self._waiting.extend(self._group(jobs) if jobs else ())
+        return self._waiting.popleft() if self._waiting else ()
+
+    def _jobs(self, proposal: Proposal) -> Iterable[Job]:
+        self._rows[proposal.number] = []
+        for place, repeat in enumerate(self._repeats):
+            number = proposal.number * len(self._repeats) + place
+            yield self._make(number, proposal.number, {**proposal.values, **repeat})
 
     def again(self, job: Job) -> None:
-        self._waiting.append(replace(job, is_known=True))
+        self._waiting.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
         trial = row.job // len(self._repeats)
@@ -160,7 +171,7 @@ class Searched:
                 self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
 
     def rest(self) -> Sequence[Job]:
-        return list(self._waiting)
+        return [job for group in self._waiting for job in group]
 
 
 class _Running:
@@ -366,10 +377,12 @@ class Sweep:
                 sweep = os.path.relpath(self.directory, job.config[COMPOSITION].directory)
                 with open_dict(job.config):
                     job.config.sweep.trial = {"number": trial, "sweep": sweep}
-                (job,) = self.jobs.checked([job])
-            return self._known(job)
+            return job
 
-        queue = Searched(search, make=make, repeats=repeats)
+        def group(jobs: Sequence[Job]) -> list[list[Job]]:
+            return self._grouped([self._known(job) for job in self.jobs.checked(jobs)])
+
+        queue = Searched(search, make=make, repeats=repeats, group=group)
         if self.launcher.startswith(OUR_LAUNCHERS):
             self._work_off(queue)
             return

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf, open_dict
 
 from exp.check.stages import config_faults, early_faults
 from exp.config.compose import Composition, composition_of
-from exp.config.freeze import COMPOSITION, make_exclusively
+from exp.config.freeze import COMPOSITION, PRUNED_TAG, chosen_values, compared_tags, make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.engine.trial_record import JOURNAL
@@ -39,6 +39,7 @@ from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups
+from exp.tensorboard.hparams import declaration, declare, withdraw, write_bad_end
 from exp.types import Mode, Sampler, span_seconds
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ ROW_FILES = ".row.*.json"
 LEAST_STACKED = 4
 # Of launchers whose jobs an Executor of exp runs.
 OUR_LAUNCHERS = "hydra_plugins.exp."
+TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
 WAIT_SECONDS = 0.5
 # The table of more jobs than these is written so often at most.
 TABLE_SECONDS, TABLE_ROWS = 2.0, 50
@@ -229,6 +231,7 @@ class Sweep:
             raise ConfigError(job_faults(jobs))
         self.planned += jobs
         if not self.is_dry:
+            self._declare(jobs)
             self._work_off(Listed(self._grouped(jobs)))
         return jobs
 
@@ -266,6 +269,7 @@ class Sweep:
         if self.is_dry:
             self.planned = corners
             return
+        self._declare(corners)
         sampler: Sampler = "tpe" if settings["sampler"] == "auto" else settings["sampler"]
         slots = self.executor.slots
         search = Search(
@@ -322,6 +326,46 @@ class Sweep:
             cure = "Write monitor=loss/val"
             raise ConfigError([Fault(key="monitor", got="null", expected="the tag that a search compares", cure=cure)])
         return {self.monitor: self.mode}
+
+    def _declare(self, jobs: Sequence[Job]) -> None:
+        """Tell TensorBoard, in the sweep's directory, what it goes over and compares; once, of sweepers that exp knows.
+
+        jobs: of the first batch; of a search the ends of its space.
+        """
+        domains = {axis.name: domain for axis in self._space.axes if (domain := axis.domain()) is not None}
+        loggers = {node["_target_"] for job in jobs if job.config is not None for node in job.plain["logger"].values()}
+        if self.rows or not self._space.axes or TENSORBOARD not in loggers:
+            return
+        values: dict[str, list[object]] = {}
+        tags: list[str] = []
+        seen = set[tuple[str, str]]()
+        for job in jobs:
+            # Of ten thousand jobs those that bring a value which none before has.
+            if job.config is None or seen >= job.swept.items():
+                continue
+            seen |= job.swept.items()
+            for key, value in chosen_values(job.plain, job.config[COMPOSITION].overrides).items():
+                values.setdefault(key, []).append(value)
+            tags += compared_tags(job.plain)
+        if self.is_search and self.settings["pruner"] != "none":
+            tags.append(PRUNED_TAG)
+        try:
+            declare(self.directory, declaration(values, [*dict.fromkeys(tags)], domains=domains))
+        except RunError as error:
+            print(error, file=sys.stderr)
+
+    def _end_session(self, job: Job, row: Row) -> None:
+        """Show in TensorBoard how a job has ended whose own process could not say it."""
+        if job.config is None or row.status in FINISHED or not row.directory:
+            return
+        if TENSORBOARD not in {node["_target_"] for node in job.plain["logger"].values()}:
+            return
+        directory = self.directory / row.directory
+        params = chosen_values(job.plain, job.config[COMPOSITION].overrides)
+        try:
+            write_bad_end(directory, params, compared_tags(job.plain), status=row.status)
+        except RunError as error:
+            print(error, file=sys.stderr)
 
     # --- what is known of them ---
 
@@ -428,7 +472,9 @@ class Sweep:
                         progress.say_once(f"side by side: {end.outcome}")
                         queue.again(job)
                         continue
-                    ended(self._row_of(job, end, seconds=time.perf_counter() - started))
+                    row = self._row_of(job, end, seconds=time.perf_counter() - started)
+                    self._end_session(job, row)
+                    ended(row)
                 progress.refresh()
                 if len(received) > passed_on:
                     passed_on = len(received)
@@ -731,6 +777,7 @@ def _remove_unused(directory: Path) -> None:
         return  # of an earlier sweep that this one would have gone on with
     for name in ("multirun.yaml", SETTINGS, JOURNAL):
         (directory / name).unlink(missing_ok=True)
+    withdraw(directory)
     # Not empty, or gone already, where another sweep is at work beside this one.
     with contextlib.suppress(OSError):
         for path in (directory, *directory.parents):

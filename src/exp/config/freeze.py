@@ -273,15 +273,15 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     return values
 
 
-def compared_tags(plain: Mapping[str, Any]) -> list[str]:
+def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> list[str]:
     """The tags by which runs are compared: what is monitored, what a search looks for, the metrics.
 
-    plain: the config's values.
+    plain: the config's values. is_trial: whether it is the job of a search; None where the config says it.
     """
     sweep = plain["sweep"]
     stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
     tags = [plain["monitor"], *(sweep["monitor"] or ())]
-    tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]
-    if sweep["trial"] is not None and sweep["pruner"] != "none":
+    if sweep["pruner"] != "none" and (sweep["trial"] is not None if is_trial is None else is_trial):
         tags.append(PRUNED_TAG)
+    tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]
     return [tag for tag in dict.fromkeys(tags) if tag is not None]

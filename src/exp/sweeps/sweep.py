@@ -24,7 +24,7 @@ from omegaconf import OmegaConf, open_dict
 
 from exp.check.stages import config_faults, early_faults
 from exp.config.compose import Composition, composition_of
-from exp.config.freeze import COMPOSITION, PRUNED_TAG, chosen_values, compared_tags, make_exclusively
+from exp.config.freeze import COMPOSITION, chosen_values, compared_tags, make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.engine.trial_record import JOURNAL
@@ -196,6 +196,7 @@ class Sweep:
         if self.is_search:
             self._search(launcher)
         else:
+            self._refuse_combining()
             combinations = [self._space.overrides(values) for values in self._space.grid()]
             if self.launcher.startswith(OUR_LAUNCHERS):
                 self._run_all(combinations, first=0)
@@ -302,6 +303,22 @@ class Sweep:
             for job in batch:
                 queue.end(self.rows[job.number])
 
+    def _refuse_combining(self) -> None:
+        """Reject what a grid would pass over in silence."""
+        settings, faults = self.settings, []
+        if (interval := next((axis for axis in self._space.axes if axis.is_interval), None)) is not None:
+            got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
+            faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
+        cure = "Write sweep.sampler=random, or another, to draw from lists, too"
+        if settings["trials"] is not None:
+            got, expected = f"{settings['trials']}, of a grid", "null: it has as many jobs as combinations"
+            faults.append(Fault(key="sweep.trials", got=got, expected=expected, cure=cure))
+        if settings["pruner"] != "none":
+            got, expected = f"{settings['pruner']}, of a grid", "none: only the jobs of a search are pruned"
+            faults.append(Fault(key="sweep.pruner", got=got, expected=expected, cure=cure))
+        if faults:
+            raise ConfigError(faults)
+
     def _refuse_drawing(self, drawn: Space) -> None:
         settings, faults = self.settings, []
         if settings["repeat_over"] is not None and len(drawn.axes) == len(self._space.axes):
@@ -346,9 +363,7 @@ class Sweep:
             seen |= job.swept.items()
             for key, value in chosen_values(job.plain, job.config[COMPOSITION].overrides).items():
                 values.setdefault(key, []).append(value)
-            tags += compared_tags(job.plain)
-        if self.is_search and self.settings["pruner"] != "none":
-            tags.append(PRUNED_TAG)
+            tags += compared_tags(job.plain, is_trial=self.is_search)
         try:
             declare(self.directory, declaration(values, [*dict.fromkeys(tags)], domains=domains))
         except RunError as error:

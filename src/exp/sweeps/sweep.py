@@ -305,7 +305,7 @@ class Sweep:
 
     def _refuse_combining(self) -> None:
         """Reject what a grid would pass over in silence."""
-        settings, faults = self.settings, []
+        settings, faults = self.settings, self._repeat_faults()
         if (interval := next((axis for axis in self._space.axes if axis.is_interval), None)) is not None:
             got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
             faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
@@ -319,11 +319,16 @@ class Sweep:
         if faults:
             raise ConfigError(faults)
 
+    def _repeat_faults(self) -> list[Fault]:
+        over = self.settings["repeat_over"]
+        if over is None or any(axis.name == over for axis in self._space.axes):
+            return []
+        expected = "a swept key, such as seed=0,1,2"
+        return [Fault(key="sweep.repeat_over", got=f"{over}, which is not swept", expected=expected)]
+
     def _refuse_drawing(self, drawn: Space) -> None:
         settings, faults = self.settings, []
-        if settings["repeat_over"] is not None and len(drawn.axes) == len(self._space.axes):
-            got, expected = f"{settings['repeat_over']}, which is not swept", "a swept key, such as seed=0,1,2"
-            faults.append(Fault(key="sweep.repeat_over", got=got, expected=expected))
+        faults += self._repeat_faults()
         if any(axis.is_interval and axis not in drawn.axes for axis in self._space.axes):
             faults.append(Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2"))
         if settings["pruner"] != "none" and settings["repeat_over"] is not None:

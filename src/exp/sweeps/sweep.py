@@ -136,6 +136,9 @@ class Searched:
             rows = self._rows.pop(trial)
             values = [_mean(_objective(row, tag) for row in rows) for tag in self._search.objectives]
             statuses = {row.status for row in rows}
+            missing = [tag for tag, value in zip(self._search.objectives, values, strict=True) if math.isnan(value)]
+            if statuses == {"completed"} and missing:
+                print(f"trial {trial} has no {' and no '.join(missing)}: to the search it failed", file=sys.stderr)
             if statuses == {"completed"} and all(map(math.isfinite, values)):
                 self._search.tell(trial, "completed", values)
             elif "interrupted" not in statuses:  # that one goes on another time

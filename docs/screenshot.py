@@ -1,9 +1,10 @@
-"""Makes the pictures of docs/tensorboard.md: a sweep of 12 small runs, the dashboard, and a headless Chromium.
+"""Makes the pictures of docs/tensorboard.md and docs/sweeps.md: a grid of 12 small runs, a search of 12 trials, the
+dashboards, and a headless Chromium.
 
-    python docs/screenshot.py [--folder docs] [--only hparams] [override ...]
+    python docs/screenshot.py [--folder docs] [--only tensorboard_hparams] [override ...]
 
 It trains in a temporary folder for about a minute, needs `chromium` (Debian: apt-get install chromium), and ends
-what it starts.
+what it starts. Where the command optuna-dashboard is not found, its picture is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,16 @@ SWEEP = (
     "hydra.sweep.dir=outputs/digits",
     "hydra.sweep.subdir=${hydra.job.num}",
 )
+SEARCH = (
+    "model=mlp",
+    "optimizer.lr=tag(log,interval(1e-4,1))",
+    "model.constants.width=8,16,32",
+    "sweep.trials=12",
+    "sweep.sampler=tpe",
+    "sweep.pruner=median",
+    "trainer.max_epochs=6",
+    "hydra.sweep.dir=outputs/search",
+)
 # Not on the command line, which HParams shows.
 EXPERIMENT = """# @package _global_
 # A small convolutional network, with pictures of what it sees: experiment=pictures
@@ -45,14 +57,20 @@ hooks:
 """
 TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total)$"
 IMAGES = r"^(confusion|features|samples)/"
-# The name of each picture: of the sweep or of which job, what to put behind the address, and the window's size.
+# The name of each picture: the sweep or the job below outputs/, what to put behind the address, and the window's size.
 PICTURES = {
-    "scalars": (".", f"?tagFilter={urllib.parse.quote(TAGS, safe='')}&smoothing=0.8#timeseries", "1500,1040"),
-    "hparams": (".", "#hparams", "1500,760"),
-    "custom_scalars": ("11", "?smoothing=0.6#custom_scalars", "1500,1240"),
-    "pr_curves": ("0", "#pr_curves", "1500,1000"),
-    "images": ("0", f"#images&tagFilter={urllib.parse.quote(IMAGES, safe='')}", "1500,1400"),
+    "tensorboard_scalars": (
+        "digits",
+        f"?tagFilter={urllib.parse.quote(TAGS, safe='')}&smoothing=0.8#timeseries",
+        "1500,1040",
+    ),
+    "tensorboard_hparams": ("digits", "#hparams", "1500,760"),
+    "tensorboard_custom_scalars": ("digits/11", "?smoothing=0.6#custom_scalars", "1500,1240"),
+    "tensorboard_pr_curves": ("digits/0", "#pr_curves", "1500,1000"),
+    "tensorboard_images": ("digits/0", f"#images&tagFilter={urllib.parse.quote(IMAGES, safe='')}", "1500,1400"),
+    "sweep_hparams": ("search", "#hparams", "1840,740"),
 }
+OPTUNA = "sweep_optuna_dashboard"
 # Without --disable-3d-apis the charts stay empty: there is no GPU to draw them.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--hide-scrollbars")
 
@@ -60,15 +78,15 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--
 def train(folder: Path, overrides: list[str]) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "pictures.yaml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "exp.train", "-m", *SWEEP, *overrides]
-    subprocess.run(command, cwd=folder, check=True, timeout=1200)
+    for sweep in (SWEEP, SEARCH):
+        command = [sys.executable, "-m", "exp.train", "-m", *sweep, *overrides]
+        subprocess.run(command, cwd=folder, check=True, timeout=1200)
 
 
 @contextlib.contextmanager
-def dashboard(folder: Path, below: str) -> Iterator[str]:
+def dashboard(folder: Path, shown: str) -> Iterator[str]:
     """Its address, as long as the context is open. The page shows the path as it is given here."""
-    shown = str(Path("outputs", "digits", below))
-    command = [sys.executable, "-m", "exp.dashboard", shown, "--port", "0", "--no-browser"]
+    command = [sys.executable, "-m", "exp.dashboard", f"outputs/{shown}", "--port", "0", "--no-browser"]
     server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
         address = server.stdout.readline().split()[2].partition("#")[0]
@@ -79,15 +97,35 @@ def dashboard(folder: Path, below: str) -> Iterator[str]:
         server.wait(timeout=10)
 
 
+@contextlib.contextmanager
+def optuna_dashboard(folder: Path, command: str) -> Iterator[str]:
+    """The address of the search's study, as long as the context is open."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    journal = folder / "outputs" / "search" / "sweep.journal"
+    server = subprocess.Popen(
+        [command, str(journal), "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/api/studies", server)
+        yield f"http://127.0.0.1:{port}/dashboard/studies/0"
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+
+
 def wait_for(address: str, server: subprocess.Popen, seconds: float = 60) -> None:
-    """Until TensorBoard has found a run there."""
+    """Until a dashboard answers there, and TensorBoard has found a run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as reply:
             if reply.read().strip() != b"[]":
                 return
         time.sleep(0.5)
-    raise SystemExit(f"TensorBoard has shown no run at {address} in {seconds:.0f} s")
+    raise SystemExit(f"nothing was shown at {address} in {seconds:.0f} s")
 
 
 def photograph(address: str, output: Path, *, size: str) -> None:
@@ -109,18 +147,26 @@ def photograph(address: str, output: Path, *, size: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--only", choices=tuple(PICTURES))
-    parser.add_argument("--trained", type=Path, help="a folder in which outputs/digits is there already")
+    parser.add_argument("--only", choices=(*PICTURES, OPTUNA))
+    parser.add_argument("--trained", type=Path, help="a folder in which outputs/ is there already")
     parser.add_argument("overrides", nargs="*", help="of the trainings, such as trainer.max_epochs=30")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.trained or Path(name)
         if arguments.trained is None:
             train(folder, arguments.overrides)
-        for picture in [arguments.only] if arguments.only else PICTURES:
-            below, ending, size = PICTURES[picture]
-            with dashboard(folder, below) as address:
-                photograph(address + ending, arguments.folder / f"tensorboard_{picture}.png", size=size)
+        for picture in [arguments.only] if arguments.only else [*PICTURES, OPTUNA]:
+            output = arguments.folder / f"{picture}.png"
+            if picture == OPTUNA:
+                if (command := shutil.which("optuna-dashboard")) is None:
+                    print("optuna-dashboard is not installed: its picture is left out")
+                    continue
+                with optuna_dashboard(folder, command) as address:
+                    photograph(address, output, size="1500,1240")
+                continue
+            shown, ending, size = PICTURES[picture]
+            with dashboard(folder, shown) as address:
+                photograph(address + ending, output, size=size)
 
 
 if __name__ == "__main__":

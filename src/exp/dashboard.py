@@ -22,6 +22,7 @@ from pathlib import Path
 
 from exp.errors import ExpError
 from exp.signals import heed
+from exp.tensorboard.hparams import EVENTS, OF_SWEEP
 
 LOOPBACK = "127.0.0.1"
 # What a user calls a page, and what TensorBoard calls it in an address.
@@ -87,7 +88,7 @@ def runs_below(directory: Path) -> list[Path]:
         raise DashboardError(
             f"{directory} {there}; expected a directory of runs, such as outputs, which python -m exp.train makes"
         )
-    found = sorted({path.parent for path in directory.rglob("events.out.tfevents.*")})
+    found = sorted({path.parent for path in directory.rglob(EVENTS) if not path.name.endswith(OF_SWEEP)})
     if not found:
         raise DashboardError(
             f"{directory} holds no TensorBoard events; expected a run directory, or one above. Runs that were started "

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,25 @@ def compose_master(override: str):
 
 
 MASTER = {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=0,1", "sweep.trials=3"], r"sweep\.trials: 3, of a grid; expected null"),
+        (["seed=0,1", "sweep.pruner=median"], r"sweep\.pruner: median, of a grid; expected none"),
+        (
+            ["optimizer.lr=interval(0,1)", "sweep.sampler=grid"],
+            r"sweep\.sampler: grid, where optimizer\.lr is an interval",
+        ),
+        (["optimizer.lr=0.1,0.2", "sweep.repeat_over=seed"], r"sweep\.repeat_over: seed, which is not swept"),
+        (
+            ["optimizer.lr=interval(0.1,1)", "sweep.monitor={loss/val:min,acuracy/val:max}"],
+            r"sweep\.monitor: 'acuracy/val'.*Did you mean accuracy/val\?",
+        ),
+    ],
+)
+def test_what_a_sweep_would_pass_over_in_silence_is_refused(commands, overrides, message):
+    done = commands.run("-m", *overrides, module="exp.check.__main__")
+    assert done.returncode == 2, done.stdout
+    assert re.search(message, done.stderr), done.stderr

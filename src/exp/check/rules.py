@@ -190,6 +190,11 @@ def monitors_are_logged(values: Values) -> Iterator[Fault]:
     for key, monitor in _monitored(values).items():
         if key != "monitor":
             yield from _monitor_faults(values, key, monitor, without=without)
+    # Of a search; what hooks measure, such as throughput/step_ms, has no stage.
+    objectives = values["sweep.monitor"]
+    for tag in objectives if isinstance(objectives, dict) else ():
+        if _stage(tag) in ("val", "train"):
+            yield from _monitor_faults(values, "sweep.monitor", tag, without=without)
 
 
 def _monitored(values: Values) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from exp.secrets import covered
 COMPOSITION = "_composition_"
 # In it, where the run directory stands already and is this config's own.
 TAKEN = "is_taken"
+# 1 where a search has pruned the job, else 0: TensorBoard's page of hyperparameters has no word for it.
+PRUNED_TAG = "sweep/pruned"
 # What a job of a sweep prints, which its process holds open.
 OUTPUT = "output.log"
 DISTRIBUTIONS = (
@@ -266,4 +268,20 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             continue
         value = known[key.partition("@")[0]]
         values[key] = typed if value in (None, UNKNOWN) or isinstance(value, dict | list) else value
+    if plain["tags"]:
+        values["tags"] = ", ".join(map(str, plain["tags"]))
     return values
+
+
+def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> list[str]:
+    """The tags by which runs are compared: what is monitored, what a search looks for, the metrics.
+
+    plain: the config's values. is_trial: whether it is the job of a search; None where the config says it.
+    """
+    sweep = plain["sweep"]
+    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
+    tags = [plain["monitor"], *(sweep["monitor"] or ())]
+    if sweep["pruner"] != "none" and (sweep["trial"] is not None if is_trial is None else is_trial):
+        tags.append(PRUNED_TAG)
+    tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]
+    return [tag for tag in dict.fromkeys(tags) if tag is not None]

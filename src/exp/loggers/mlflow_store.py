@@ -28,7 +28,7 @@ _SQLITE = "sqlite:///"
 # MLflow takes no more in one call.
 _METRICS_A_BATCH = 1000
 _ROWS_A_WRITE = 200
-_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_STATUS = {"completed": "FINISHED", "pruned": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _REFUSED_IN_NAMES = re.compile(r"[^\w.\- :/]")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import Logger
 
-from exp.config.freeze import chosen_values
+from exp.config.freeze import chosen_values, compared_tags
 from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
@@ -53,14 +53,9 @@ def description_of(
 ) -> Description:
     """What is known of a run from its config's values, its overrides and its directory."""
     values = chosen_values(plain, overrides)
-    if plain["tags"]:
-        values["tags"] = ", ".join(map(str, plain["tags"]))
-    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
-    monitored = [] if plain["monitor"] is None else [plain["monitor"]]
-    columns = dict.fromkeys([*monitored, *(f"{name}/{stage}" for name in plain["metrics"] for stage in stages)])
     return Description(
         hyperparameters=values,
-        metrics=list(columns),
+        metrics=compared_tags(plain),
         config=plain,
         texts=texts(directory, overrides=overrides),
         tags=[str(tag) for tag in plain["tags"]],
@@ -85,7 +80,7 @@ class RunLogger(Logger):
 
     @abstractmethod
     def end(self, status: str) -> None:
-        """The run is over: completed, failed or interrupted."""
+        """The run is over: completed, pruned, failed or interrupted."""
 
 
 # What the engine and Lightning ask of a logger.

@@ -100,7 +100,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     def end(self, status: str) -> None:
         self.save()
         # Else a later run of this process would be drawn into this one.
-        self.experiment.finish(exit_code=0 if status == "completed" else 1)
+        self.experiment.finish(exit_code=0 if status in ("completed", "pruned") else 1)
 
 
 def _media(panel: Panel) -> Any:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.config.hydra_adapter import Loader, parse_override, swept_texts
 from exp.errors import ConfigError, Fault
 from exp.spelling import among
+from exp.tensorboard.hparams import Domain
 
 Combination = Mapping[str, str]
 
@@ -53,6 +54,17 @@ class Axis:
         if not self.is_interval:
             return self.texts
         return tuple(dict.fromkeys((self.text(self.low), self.text(self.high))))
+
+    def domain(self) -> Domain | None:
+        """What it goes over, as TensorBoard shows it; None where that is another in each job's config."""
+        if self.is_interval:
+            return Domain(low=self.low, high=self.high)
+        if any("${" in text for text in self.texts):
+            return None
+        parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
+        return Domain(
+            values=[text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
+        )
 
     def text(self, value: float) -> str:
         """A drawn number as an override ends: read again, it is the same number."""

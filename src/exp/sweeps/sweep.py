@@ -12,12 +12,12 @@ import shlex
 import signal
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
@@ -26,7 +26,7 @@ from omegaconf import OmegaConf, open_dict
 
 from exp.check.stages import config_faults, early_faults
 from exp.config.compose import Composition, composition_of
-from exp.config.freeze import COMPOSITION, make_exclusively
+from exp.config.freeze import COMPOSITION, chosen_values, compared_tags, make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.config.reading import plain_values
@@ -53,10 +53,12 @@ from exp.sweeps.ledger import (
     wait_for_dead,
 )
 from exp.sweeps.progress import Progress
+from exp.sweeps.queue import Listed, Queue, Running, Searched
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
-from exp.sweeps.search import DEFAULT_TRIALS, Proposal, Search
+from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups, is_member
+from exp.tensorboard.hparams import declaration, declare, withdraw, write_bad_end
 from exp.types import Mode, Sampler, span_seconds
 
 if TYPE_CHECKING:
@@ -72,149 +74,9 @@ LEAST_STACKED = 4
 OUR_LAUNCHERS = "hydra_plugins.exp."
 # What may differ of a search that is gone on with, by its key in sweep.json; of any other key `another KEY`.
 OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
-WAIT_SECONDS = 0.5
+TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
 # The table of more jobs than these is written so often at most.
 TABLE_SECONDS, TABLE_ROWS = 2.0, 50
-
-
-class Queue(Protocol):
-    """The jobs that are still to come, and who waits for their ends."""
-
-    total: int | None
-
-    def next(self) -> Sequence[Job]:
-        """The jobs that one process starts now; empty where there are none, or none yet."""
-        ...
-
-    def again(self, job: Job) -> None:
-        """Take back a job that is to be run alone."""
-        ...
-
-    def end(self, row: Row) -> None:
-        """Hear how a job has ended."""
-        ...
-
-    def rest(self) -> Sequence[Job]:
-        """The known jobs that were not started."""
-        ...
-
-
-class Listed:
-    """Jobs that are all known, in groups of which each has a process."""
-
-    def __init__(self, groups: Iterable[Sequence[Job]]) -> None:
-        self._groups = deque(groups)
-        self.total: int | None = sum(map(len, self._groups))
-
-    def next(self) -> Sequence[Job]:
-        return self._groups.popleft() if self._groups else ()
-
-    def again(self, job: Job) -> None:
-        self._groups.append([replace(job, is_known=True, is_stacked=False)])
-
-    def end(self, row: Row) -> None:
-        """Nothing follows from it."""
-
-    def rest(self) -> Sequence[Job]:
-        return [job for group in self._groups for job in group]
-
-
-class Searched:
-    """Jobs that a search proposes, one a trial, or several that repeat it with other values of one key.
-
-    Grouped are those that are known together whatever ends first: of a search that waits for no result all, of any
-    other the repeats of a trial.
-
-    make: the job of a number, a trial and the values of its axes. repeats: the values of the key, the key's name.
-    group: checks jobs, and puts those together that one process trains together.
-    """
-
-    def __init__(
-        self,
-        search: Search,
-        *,
-        make: Callable[[int, int, Combination], Job],
-        repeats: Sequence[Combination],
-        group: Callable[[Sequence[Job]], Iterable[Sequence[Job]]],
-    ) -> None:
-        self._search, self._make, self._repeats, self._group = search, make, repeats, group
-        self.total: int | None = search.trials * len(repeats)
-        self._waiting: deque[Sequence[Job]] = deque()
-        self._rows: dict[int, list[Row]] = {}
-
-    def next(self) -> Sequence[Job]:
-        if not self._waiting:
-            asked = itertools.islice(iter(self._search.ask, None), None if self._search.is_blind else 1)
-            jobs = [job for proposal in asked for job in self._jobs(proposal)]
-            self._waiting.extend(self._group(jobs) if jobs else ())
-        return self._waiting.popleft() if self._waiting else ()
-
-    def _jobs(self, proposal: Proposal) -> Iterable[Job]:
-        self._rows[proposal.number] = []
-        for place, repeat in enumerate(self._repeats):
-            number = proposal.number * len(self._repeats) + place
-            yield self._make(number, proposal.number, {**proposal.values, **repeat})
-
-    def again(self, job: Job) -> None:
-        self._waiting.append([replace(job, is_known=True, is_stacked=False)])
-
-    def end(self, row: Row) -> None:
-        trial = row.job // len(self._repeats)
-        self._rows[trial].append(row)
-        if len(self._rows[trial]) == len(self._repeats):
-            rows = self._rows.pop(trial)
-            values = [_mean(_objective(row, tag) for row in rows) for tag in self._search.objectives]
-            statuses = {row.status for row in rows}
-            if statuses == {"completed"} and all(map(math.isfinite, values)):
-                self._search.tell(trial, "completed", values)
-            elif "interrupted" not in statuses:  # that one goes on another time
-                self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
-
-    def rest(self) -> Sequence[Job]:
-        return [job for group in self._waiting for job in group]
-
-
-class _Running:
-    """The jobs that run, and the works that they are of. received: signals to this process, which are passed on."""
-
-    def __init__(self, executor: Executor, received: Sequence[int]) -> None:
-        self.received = received
-        # By number: the job, and when it was started.
-        self.jobs: dict[int, tuple[Job, float]] = {}
-        self._executor = executor
-        self._works: list[set[int]] = []
-        self._passed_on = 0
-
-    @property
-    def works(self) -> int:
-        """How many processes run."""
-        return len(self._works)
-
-    def add(self, jobs: Sequence[Job], started: float) -> None:
-        """Add the jobs of one process."""
-        self._works.append({job.number for job in jobs})
-        self.jobs |= {job.number: (job, started) for job in jobs}
-
-    def ends(self) -> list[tuple[Job, End, float]]:
-        """Wait for ends, or a moment: each job that has ended, and its seconds."""
-        for signum in self.received[self._passed_on :]:
-            self._executor.end(signum)
-            self._passed_on += 1
-        found = []
-        for end in self._executor.ends(WAIT_SECONDS):
-            job, started = self.jobs.pop(end.job)
-            self._works = [rest for work in self._works if (rest := work - {end.job})]
-            found.append((job, end, time.perf_counter() - started))
-        return found
-
-    def ended(self) -> list[tuple[Job, End, float]]:
-        """End all as a signal does, and wait for it; a signal to here ends them at once."""
-        if self.jobs and not self._passed_on:
-            self._executor.end(signal.SIGTERM)
-        found = []
-        while self.jobs:
-            found += self.ends()
-        return found
 
 
 class Sweep:
@@ -270,6 +132,7 @@ class Sweep:
         if self.is_search:
             self._search(launcher)
         else:
+            self._refuse_combining()
             combinations = [self._space.overrides(values) for values in self._space.grid()]
             if self.launcher.startswith(OUR_LAUNCHERS):
                 self._run_all(combinations, first=0)
@@ -309,6 +172,7 @@ class Sweep:
                 raise ConfigError(job_faults(jobs))
             self.planned += jobs
             if not self.is_dry:
+                self._declare(jobs)
                 self._work_off(Listed(self._grouped(jobs)))
         return jobs
 
@@ -358,6 +222,7 @@ class Sweep:
         if self.is_dry:
             self.planned = corners
             return
+        self._declare(corners)
         sampler: Sampler = "tpe" if settings["sampler"] == "auto" else settings["sampler"]
         slots = self.executor.slots
         search = Search(
@@ -392,11 +257,32 @@ class Sweep:
             for job in batch:
                 queue.end(self.rows[job.number])
 
+    def _refuse_combining(self) -> None:
+        """Reject what a grid would pass over in silence."""
+        settings, faults = self.settings, self._repeat_faults()
+        if (interval := next((axis for axis in self._space.axes if axis.is_interval), None)) is not None:
+            got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
+            faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
+        cure = "Write sweep.sampler=random, or another, to draw from lists, too"
+        if settings["trials"] is not None:
+            got, expected = f"{settings['trials']}, of a grid", "null: it has as many jobs as combinations"
+            faults.append(Fault(key="sweep.trials", got=got, expected=expected, cure=cure))
+        if settings["pruner"] != "none":
+            got, expected = f"{settings['pruner']}, of a grid", "none: only the jobs of a search are pruned"
+            faults.append(Fault(key="sweep.pruner", got=got, expected=expected, cure=cure))
+        if faults:
+            raise ConfigError(faults)
+
+    def _repeat_faults(self) -> list[Fault]:
+        over = self.settings["repeat_over"]
+        if over is None or any(axis.name == over for axis in self._space.axes):
+            return []
+        expected = "a swept key, such as seed=0,1,2"
+        return [Fault(key="sweep.repeat_over", got=f"{over}, which is not swept", expected=expected)]
+
     def _refuse_drawing(self, drawn: Space) -> None:
         settings, faults = self.settings, []
-        if settings["repeat_over"] is not None and len(drawn.axes) == len(self._space.axes):
-            got, expected = f"{settings['repeat_over']}, which is not swept", "a swept key, such as seed=0,1,2"
-            faults.append(Fault(key="sweep.repeat_over", got=got, expected=expected))
+        faults += self._repeat_faults()
         if any(axis.is_interval and axis not in drawn.axes for axis in self._space.axes):
             faults.append(Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2"))
         if settings["pruner"] != "none" and settings["repeat_over"] is not None:
@@ -416,6 +302,44 @@ class Sweep:
             cure = "Write monitor=loss/val"
             raise ConfigError([Fault(key="monitor", got="null", expected="the tag that a search compares", cure=cure)])
         return {self.monitor: self.mode}
+
+    def _declare(self, jobs: Sequence[Job]) -> None:
+        """Tell TensorBoard, in the sweep's directory, what it goes over and compares; once, of sweepers that exp knows.
+
+        jobs: of the first batch; of a search the ends of its space.
+        """
+        domains = {axis.name: domain for axis in self._space.axes if (domain := axis.domain()) is not None}
+        loggers = {node["_target_"] for job in jobs if job.config is not None for node in job.plain["logger"].values()}
+        if self.rows or not self._space.axes or TENSORBOARD not in loggers:
+            return
+        values: dict[str, list[object]] = {}
+        tags: list[str] = []
+        seen = set[tuple[str, str]]()
+        for job in jobs:
+            # Of ten thousand jobs those that bring a value which none before has.
+            if job.config is None or seen >= job.swept.items():
+                continue
+            seen |= job.swept.items()
+            for key, value in chosen_values(job.plain, job.config[COMPOSITION].overrides).items():
+                values.setdefault(key, []).append(value)
+            tags += compared_tags(job.plain, is_trial=self.is_search)
+        try:
+            declare(self.directory, declaration(values, [*dict.fromkeys(tags)], domains=domains))
+        except RunError as error:
+            print(error, file=sys.stderr)
+
+    def _end_session(self, job: Job, row: Row) -> None:
+        """Show in TensorBoard how a job has ended whose own process could not say it."""
+        if job.config is None or row.status in FINISHED or not row.directory:
+            return
+        if TENSORBOARD not in {node["_target_"] for node in job.plain["logger"].values()}:
+            return
+        directory = self.directory / row.directory
+        params = chosen_values(job.plain, job.config[COMPOSITION].overrides)
+        try:
+            write_bad_end(directory, params, compared_tags(job.plain), status=row.status)
+        except RunError as error:
+            print(error, file=sys.stderr)
 
     # --- what is known of them ---
 
@@ -489,7 +413,7 @@ class Sweep:
         Raises: Interrupted behind a signal, and whatever else ends the sweep, when the running jobs have ended.
         """
         with contextlib.closing(Progress(total=queue.total)) as progress, collected_signals() as received:
-            running = _Running(self.executor, received)
+            running = Running(self.executor, received)
             begun = time.monotonic()
 
             def ended(row: Row) -> None:
@@ -509,7 +433,9 @@ class Sweep:
                             progress.say_once(f"side by side: {end.outcome}")
                             queue.again(job)
                         else:
-                            ended(self._row_of(job, end, seconds=seconds))
+                            told = self._row_of(job, end, seconds=seconds)
+                            self._end_session(job, told)
+                            ended(told)
                     progress.refresh()
                 for job in queue.rest():
                     row = self._without_running(job)
@@ -526,7 +452,7 @@ class Sweep:
             interrupted.command = self._resume_command()
             raise interrupted
 
-    def _start_next(self, queue: Queue, running: _Running, progress: Progress, ended: Callable[[Row], None]) -> bool:
+    def _start_next(self, queue: Queue, running: Running, progress: Progress, ended: Callable[[Row], None]) -> bool:
         """Start what the queue has next, or tell of it where it need not, or cannot, be run; whether it had any."""
         try:
             jobs = queue.next()
@@ -685,18 +611,6 @@ class Sweep:
         self._write()
         for file in files:
             file.unlink()
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.fsum(found) / len(found)
-
-
-def _objective(row: Row, tag: str) -> float:
-    """The value of a tag that a search compares: the best of the monitored one, the last of any other."""
-    if tag == row.monitor:
-        return row.value
-    return float(row.metrics[tag]) if tag in row.metrics else math.nan
 
 
 def _corners(space: Space) -> list[Combination]:
@@ -877,6 +791,7 @@ def _remove_unused(directory: Path) -> None:
         return  # of an earlier sweep that this one would have gone on with
     for name in ("multirun.yaml", SETTINGS, JOURNAL):
         (directory / name).unlink(missing_ok=True)
+    withdraw(directory)
     # Not empty, or gone already, where another sweep is at work beside this one.
     with contextlib.suppress(OSError):
         for path in (directory, *directory.parents):

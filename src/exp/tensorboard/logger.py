@@ -15,15 +15,16 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from exp.config.freeze import PRUNED_TAG
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
-from exp.tensorboard.summaries import Layout, end_summary, graph_of, start_summaries, summary_value, text_value
+from exp.tensorboard.hparams import EVENTS, UNFINISHED, declared_above, end_summary, has_begun, start_summaries
+from exp.tensorboard.summaries import Layout, graph_of, summary_value, text_value
 
 log = logging.getLogger(__name__)
 
 _EVENTS_A_WRITE = 200
-_UNFINISHED = ".unfinished"
 
 
 class TensorBoardLogger(RunLogger):
@@ -49,13 +50,16 @@ class TensorBoardLogger(RunLogger):
         self.flush_seconds = flush_seconds
         self.graph = graph
         # Another process has begun this run, and has described it.
-        self._is_continued = any(self.directory.glob("events.out.tfevents.*"))
+        self._is_continued = has_begun(self.directory)
         # What an earlier process wrote of steps before this one stays.
         self._begins = math.inf if self._is_continued else 0.0
         self._layout = Layout()
         self._file = EventFile(self.directory)
         self._waiting: list[tuple[float, int, Mapping[str, float | Panel]]] = []
         self._last_write = time.time()
+        # Whether the job of a search may be pruned, and the last step that was logged.
+        self._tells_pruned = False
+        self._last_step = 0
 
     @property
     def name(self) -> str:
@@ -85,6 +89,7 @@ class TensorBoardLogger(RunLogger):
             known = written_at(self.directory, step)
             values = {tag: value for tag, value in values.items() if tag not in known}
         now = time.time()
+        self._last_step = max(self._last_step, step)
         # A copy: whoever gave them may go on with the mapping before it is written.
         self._waiting.append((now, step, {**values}))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
@@ -118,9 +123,11 @@ class TensorBoardLogger(RunLogger):
         """The run's row in the HParams tab. params: by dotted key; metrics: the tags that are its other columns."""
         plain = vars(params) if isinstance(params, Namespace) else params
         # The run was started again: TensorBoard would believe the first end that it reads.
-        for path in self.directory.glob(f"*{_UNFINISHED}"):
+        for path in self.directory.glob(EVENTS + UNFINISHED):
             path.unlink(missing_ok=True)
-        self._write(Event(wall_time=time.time(), summary=one) for one in start_summaries(plain, metrics))
+        self._tells_pruned = PRUNED_TAG in metrics
+        summaries = start_summaries(plain, metrics, declared=declared_above(self.directory.parent))
+        self._write(Event(wall_time=time.time(), summary=one) for one in summaries)
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int = 0) -> None:
@@ -154,15 +161,17 @@ class TensorBoardLogger(RunLogger):
 
     @rank_zero_only
     def end(self, status: str) -> None:
-        """Say in the HParams tab how the run ended. status: completed, failed or interrupted.
+        """Say in the HParams tab how the run ended. status: completed, pruned, failed or interrupted.
 
         An end that a restart may yet undo stands in a file of its own, which the next start removes.
         """
+        if self._tells_pruned and status in ("completed", "pruned"):
+            self._add(self._last_step, {PRUNED_TAG: float(status == "pruned")})
         event = Event(wall_time=time.time(), summary=end_summary(status))
         self._write([event] if status == "completed" else [])
         self._file.close()
         if status != "completed" and not self._file.failed:
-            end = EventFile(self.directory, suffix=_UNFINISHED)
+            end = EventFile(self.directory, suffix=UNFINISHED)
             end.write([event])
             end.close()
 

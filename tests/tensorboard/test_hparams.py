@@ -1,0 +1,154 @@
+"""The HParams page of a sweep, as TensorBoard's own backend reads it: domains, values, metrics, ends."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups, metadata
+from tensorboard.plugins.hparams.backend_context import Context
+
+from exp.dashboard import runs_below
+from exp.sweeps.space import Axis
+from exp.tensorboard import hparams
+from exp.tensorboard.hparams import Domain, declaration, declare, declared_above, write_bad_end
+from exp.tensorboard.logger import TensorBoardLogger
+
+ENDS = Path(__file__).parents[1] / "sweeps" / "ends.py"
+SMALL = ("model=mlp", "model.constants.width=8", "hooks=[]", "trainer.max_epochs=2", "launch.accelerator=cpu")
+
+
+def page(directory: Path) -> tuple[Any, dict[str, Any]]:
+    """What the page shows of a directory: the declared columns, and the session of each job by its number."""
+    runs = EventMultiplexer()
+    runs.AddRunsFromDirectory(str(directory))
+    runs.Reload()
+    context = Context(TBContext(data_provider=MultiplexerDataProvider(runs, str(directory))))
+    columns = get_experiment.Handler(RequestContext(), context, "", api_pb2.GetExperimentRequest()).run()
+    request = api_pb2.ListSessionGroupsRequest(slice_size=100, allowed_statuses=api_pb2.Status.values())
+    found = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
+    return columns, {group.name.partition("/")[0]: group for group in found}
+
+
+def domains(columns: Any) -> dict[str, Any]:
+    found = {}
+    for info in columns.hparam_infos:
+        if info.HasField("domain_interval"):
+            found[info.name] = (info.domain_interval.min_value, info.domain_interval.max_value)
+        elif info.HasField("domain_discrete"):
+            found[info.name] = list(info.domain_discrete)
+    return found
+
+
+def status(group: Any) -> str:
+    (session,) = group.sessions
+    return api_pb2.Status.Name(session.status).removeprefix("STATUS_")
+
+
+def values(group: Any) -> dict[str, Any]:
+    return {key: getattr(value, value.WhichOneof("kind")) for key, value in group.hparams.items()}
+
+
+def metrics(group: Any) -> dict[str, float]:
+    return {value.name.tag: value.value for value in group.metric_values}
+
+
+def test_the_names_are_tensorboard_s():
+    assert hparams.PLUGIN == metadata.PLUGIN_NAME
+    assert hparams.EXPERIMENT_TAG == metadata.EXPERIMENT_TAG
+    assert hparams.START_TAG == metadata.SESSION_START_INFO_TAG
+    assert hparams.END_TAG == metadata.SESSION_END_INFO_TAG
+    assert metadata.PLUGIN_DATA_VERSION == 0
+
+
+def test_values_of_a_list_have_the_kinds_that_the_runs_have():
+    axis = Axis(key="+optimizer.lr", texts=("1e-3", "0.5", "2"))
+    assert axis.domain() == Domain(values=[1e-3, 0.5, 2])
+    assert Axis(key="model", texts=("mlp", "lenet")).domain() == Domain(values=["mlp", "lenet"])
+    assert Axis(key="data.drop_last", texts=("true", "false")).domain() == Domain(values=[True, False])
+    assert Axis(key="hooks", texts=("[]", "[memory]", "null")).domain() == Domain(values=["[]", "[memory]", "null"])
+    assert Axis(key="seed", texts=("${data.batch_size}",)).domain() is None
+    assert Axis(key="optimizer.lr", low=1e-5, high=0.1, is_interval=True).domain() == Domain(low=1e-5, high=0.1)
+
+
+def test_a_job_repeats_what_its_sweep_has_declared_and_another_run_does_not(tmp_path):
+    found = declaration({"seed": [0, 1]}, ["loss/val"], domains={"seed": Domain(values=[0, 1])})
+    declare(tmp_path, declaration({"seed": [0]}, []))
+    declare(tmp_path, found)
+    assert len(list(tmp_path.iterdir())) == 1, "the one before is replaced"
+    assert declared_above(tmp_path / "a" / "0").hparam_infos == found.hparam_infos
+    assert declared_above(tmp_path.parent / "elsewhere") is None
+    for name, params in (("0", {"seed": 0}), ("other", {"seed": 0, "model": "mlp"})):
+        logger = TensorBoardLogger(directory=tmp_path / name)
+        logger.log_hyperparams(params, metrics=["accuracy/val"])
+        logger.finalize("success")
+    assert domains(page(tmp_path / "0")[0]) == {"seed": [0, 1]}
+    assert [info.name.tag for info in page(tmp_path / "0")[0].metric_infos] == ["loss/val"]
+    assert [info.name.tag for info in page(tmp_path / "other")[0].metric_infos] == ["accuracy/val"]
+    assert len(runs_below(tmp_path)) == 2, "the sweep's own directory is no run"
+    (file,) = tmp_path.glob("events*")
+    file.write_bytes(file.read_bytes()[:-20])
+    assert declared_above(tmp_path / "0") is None
+
+
+def test_a_job_that_ended_without_a_word_is_a_failure_until_it_is_run_again(tmp_path):
+    run = tmp_path / "0"
+    for _ in range(2):
+        write_bad_end(run, {"seed": 3}, ["loss/val"], status="failed")
+    assert len(list((run / "tensorboard").iterdir())) == 1
+    group = page(tmp_path)[1]["0"]
+    assert (values(group), status(group)) == ({"seed": 3}, "FAILURE")
+    logger = TensorBoardLogger(directory=run)
+    logger.log_hyperparams({"seed": 3}, metrics=["loss/val"])
+    logger.end("completed")
+    assert status(page(tmp_path)[1]["0"]) == "SUCCESS"
+
+
+def test_a_grid_is_shown_with_its_lists_and_the_end_of_each_job(commands, tmp_path):
+    shutil.copy(ENDS, tmp_path)
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    (tmp_path / "conf" / "callbacks" / "ends.yaml").write_text("# Ends\nends: {_target_: ends.Ends, how: well}\n")
+    swept = ("callbacks.ends.how=well,raises,killed", "optimizer.lr=1e-3,0.01")
+    done = commands.run("-m", "callbacks=[ends]", *SMALL, *swept, "hydra.sweep.dir=outputs/s", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    columns, jobs = page(tmp_path / "outputs" / "s")
+    assert domains(columns) == {"callbacks.ends.how": ["well", "raises", "killed"], "optimizer.lr": [0.001, 0.01]}
+    assert [info.name for info in columns.hparam_infos][:2] == ["callbacks.ends.how", "optimizer.lr"]
+    assert [info.name.tag for info in columns.metric_infos] == ["loss/val", "accuracy/val", "accuracy/test"]
+    assert sorted(jobs) == ["0", "1", "2", "3", "4", "5"]
+    for number, group in enumerate(jobs[str(number)] for number in range(6)):
+        how = ("well", "raises", "killed")[number // 2]
+        assert values(group)["callbacks.ends.how"] == how
+        assert values(group)["optimizer.lr"] == (0.001, 0.01)[number % 2]
+        assert status(group) == ("SUCCESS" if how == "well" else "FAILURE")
+        assert set(metrics(group)) == ({"loss/val", "accuracy/val", "accuracy/test"} if how == "well" else set())
+
+
+def test_a_search_is_shown_with_its_intervals_and_says_which_jobs_were_pruned(commands, tmp_path):
+    swept = ("optimizer.lr=tag(log,interval(1e-5,1e-1))", "data.batch_size=int(interval(32,256))", "seed=0,1")
+    search = ("sweep.sampler=random", "sweep.trials=8", "sweep.pruner=median", "sweep.jobs=1", "trainer.max_epochs=4")
+    done = commands.run("-m", *SMALL, *search, *swept, "test=false", "hydra.sweep.dir=outputs/s", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    columns, jobs = page(tmp_path / "outputs" / "s")
+    assert domains(columns) == {"optimizer.lr": (1e-5, 1e-1), "data.batch_size": (32, 256), "seed": [0, 1]}
+    assert "sweep/pruned" in [info.name.tag for info in columns.metric_infos]
+    lines = (tmp_path / "outputs" / "s" / "table.csv").read_text().splitlines()[1:]
+    told = {line.split(",")[0]: line.split(",")[1] for line in lines}
+    assert set(told.values()) == {"completed", "pruned"}
+    assert jobs.keys() == told.keys()
+    for number, group in jobs.items():
+        assert status(group) == "SUCCESS"
+        assert metrics(group)["sweep/pruned"] == (told[number] == "pruned")
+        assert 1e-5 <= values(group)["optimizer.lr"] <= 1e-1
+
+
+@pytest.mark.parametrize("fault", ["optimizer.lr=-1,-2", "model=mlp,nosuch"])
+def test_nothing_is_left_of_a_sweep_that_is_refused(commands, tmp_path, fault):
+    assert commands.run("-m", *SMALL, fault, cwd=tmp_path).returncode == 2
+    assert not (tmp_path / "outputs").exists()

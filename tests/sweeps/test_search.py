@@ -1,12 +1,13 @@
 """A search: what is proposed, in which order results count, and what the record holds."""
 
 import math
+import sys
 
 import optuna
 import pytest
 
 from exp.engine.trial_record import STUDY, TrialOfJob, opened
-from exp.errors import ConfigError, RunError
+from exp.errors import ConfigError, MissingExtraError, RunError
 from exp.sweeps.search import Search
 from exp.sweeps.space import Axis, Space
 
@@ -178,3 +179,11 @@ def test_a_job_reports_and_is_pruned_where_it_falls_behind_and_what_is_recorded_
     assert again.report(0.0, step=2)
     study = optuna.load_study(study_name=STUDY, storage=opened(tmp_path, None))
     assert study.trials[7].intermediate_values == {1: 9.0, 2: 9.0}
+
+
+def test_without_optuna_a_search_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(
+        MissingExtraError, match=r"a sweep that searches needs .* pip install 'exp-framework\[search\]'"
+    ):
+        search(tmp_path)

@@ -228,6 +228,10 @@ def test_a_sweep_kind_that_the_sweeper_does_not_know_is_a_fault():
         (["seed=range(0,100000000)"], r"seed: 100,000,000 values, which makes 100,000,000 jobs; expected 10,000 jobs"),
         (["seed=range(0,1000)", "optimizer.lr=1e-1,1e-2", "train=true,false", "data.batch_size=1,2,3"], r"12,000 jobs"),
         (["optimizer.lr=range(0,1,1e-9)"], r"optimizer.lr: 1,000,000,000 values"),
+        (
+            ["seed=range(0,100000000)", "sweep.sampler=random"],
+            r"seed: 100,000,000 values; expected 10,000 at most. Draw .* seed=interval\(0,1000000\)",
+        ),
         (["seed=range(0)"], r"seed: no value to sweep over, so no job; expected one value or more"),
         (["seed=1,2", "data.batch_size=range(8,4)"], r"data.batch_size: no value to sweep over"),
         (["model=glob(zz*)"], r"model: no value to sweep over"),
@@ -506,3 +510,16 @@ def test_a_signal_as_jobs_are_composed_ends_it_behind_the_next_one_and_leaves_no
     assert (numbers, runs.configs) == ([0, 1], [])
     assert list(Path.cwd().iterdir()) == []
     assert f"interrupted by signal {signum:d}" in capsys.readouterr().err
+
+
+def test_a_search_of_100_million_combinations_checks_the_ends_of_ranges_and_begins_at_once():
+    composed = []
+
+    def check(configs):
+        composed.append(len(configs))
+        return [None for _ in configs]
+
+    runs = Runs()
+    grid = ("seed=range(0,10000)", "data.batch_size=range(1,10001)", "sweep.sampler=random", "sweep.trials=2")
+    assert sweep(compose_sweep(grid), executor=runs, check=check) == 0
+    assert (composed, len(runs.configs)) == ([3, 1, 1], 2)

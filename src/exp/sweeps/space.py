@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
@@ -31,7 +31,8 @@ class Axis:
     """One key and the values it takes.
 
     key: with its sign, as an override begins. texts: its values, as an override ends; none of an interval.
-    low, high: of an interval, both within; is_log: drawn evenly in its logarithm; is_integer. step: of a range.
+    low, high: of an interval, both within; is_log: drawn evenly in its logarithm; is_integer. is_range: the values are
+        the numbers of a range, in their order.
     when: this axis is there alone where another key has one of these values; else the key keeps its own.
     """
 
@@ -43,6 +44,7 @@ class Axis:
     is_integer: bool = False
     is_interval: bool = False
     when: Mapping[str, tuple[str, ...]] | None = None
+    is_range: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -50,7 +52,9 @@ class Axis:
         return self.key.lstrip("+~")
 
     def ends(self) -> tuple[str, ...]:
-        """Every value of a list; the two ends of an interval."""
+        """Every value of a list; the two ends of an interval, and of a range."""
+        if self.is_range:
+            return tuple(dict.fromkeys((self.texts[0], self.texts[-1])))
         if not self.is_interval:
             return self.texts
         return tuple(dict.fromkeys((self.text(self.low), self.text(self.high))))
@@ -185,7 +189,8 @@ def _axis(line: Override, loader: Loader, *, seed: int, when: Mapping[str, Any] 
     key, value = line.get_key_element(), line.value()
     conditions = None if when is None else {name: _texts_of(wanted) for name, wanted in when.items()}
     if not isinstance(value, IntervalSweep):
-        return Axis(key=key, texts=_texts(line, loader, seed=seed), when=conditions)
+        is_range = isinstance(value, RangeSweep) and not value.shuffle
+        return Axis(key=key, texts=_texts(line, loader, seed=seed), when=conditions, is_range=is_range)
     low, high = value.start, value.end
     assert low is not None
     assert high is not None

@@ -614,7 +614,7 @@ class Sweep:
 
 
 def _corners(space: Space) -> list[Combination]:
-    """Combinations in which every value of every list, and both ends of every interval, are there once at least."""
+    """Combinations in which every value of every list, and both ends of every interval and range, are there once."""
     found: list[Combination] = []
     for varied in space.axes:
         for text in varied.ends():
@@ -656,13 +656,17 @@ def refuse_size(master: Composition) -> None:
         return
     faults = [_no_job(key) for key, count in counts.items() if count == 0]
     jobs = math.prod(counts.values())
+    key = max(counts, key=lambda key: counts[key], default="")
     if jobs > MAX_JOBS and master.config.sweep.sampler in ("auto", "grid"):
-        key = max(counts, key=lambda key: counts[key])
         got = f"{counts[key]:,} values, which makes {jobs:,} jobs"
         cure = (
             "Take fewer values, make several sweeps of it, or draw some of them: sweep.sampler=random sweep.trials=100"
         )
         faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", cure=cure))
+    elif jobs > MAX_JOBS and counts[key] > MAX_JOBS:
+        cure = f"Draw from all numbers between two: {key}=interval(0,1000000)"
+        expected = f"{MAX_JOBS:,} at most"
+        faults.append(Fault(key=key.lstrip("+~"), got=f"{counts[key]:,} values", expected=expected, cure=cure))
     if faults:
         raise ConfigError(faults)
 

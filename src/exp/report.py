@@ -26,9 +26,9 @@ from exp.errors import MissingExtraError, RunError, exit_status
 from exp.files import write_whole
 from exp.signals import heed
 from exp.spelling import nearest
-from exp.sweeps.comparison import Comparison, ReportError, compare, tags_of
 from exp.sweeps.report_page import page, progress_line
 from exp.sweeps.results import again_command, best_line, rich_tables
+from exp.sweeps.run_comparison import Comparison, ReportError, compare, tags_of
 from exp.sweeps.run_records import MARKS, Found, RunRecord, find_runs, is_sweep, read_run, signature
 
 if TYPE_CHECKING:

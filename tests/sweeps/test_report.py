@@ -33,7 +33,7 @@ from exp.files import holding
 from exp.run_report import read_report
 from exp.sweeps import charts
 from exp.sweeps.charts import draw
-from exp.sweeps.comparison import compare
+from exp.sweeps.run_comparison import compare
 from exp.sweeps.run_records import find_runs, read_run
 from exp.tensorboard.event_file import records
 

@@ -19,8 +19,8 @@ import numpy as np
 from exp.errors import MissingExtraError, is_installed
 from exp.spelling import among
 from exp.sweeps.analysis import LEAST_RUNS, band, numbers, pareto_front, share_explained, spans_decades, thinned
-from exp.sweeps.comparison import Comparison, finite_pairs
 from exp.sweeps.results import FINISHED, Repeats, Row
+from exp.sweeps.run_comparison import Comparison, finite_pairs
 from exp.sweeps.run_records import is_of_validation
 from exp.types import compared_tag
 

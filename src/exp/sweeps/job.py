@@ -25,7 +25,7 @@ from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.secrets import redacted
 from exp.signals import heed
 from exp.strategies.placement import Machine
-from exp.sweeps.slots import VISIBLE, Devices, Need, asks, need_of, visible
+from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
 
 # What a run imports: here once, and not in every job. Where one is left out, a job takes longer, and that is all.
 MODULES = (

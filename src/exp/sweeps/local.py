@@ -21,9 +21,9 @@ from omegaconf import DictConfig
 from exp.config.freeze import COMPOSITION, OUTPUT, make_exclusively, take_directory
 from exp.errors import ConfigError, ExpError, RunError, words_of
 from exp.launch.zygote import Died, Process
+from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 from exp.sweeps.executor import End, Unstacked, Work
 from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_bad_end
-from exp.sweeps.slots import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 
 if TYPE_CHECKING:
     from exp.run_report import Report

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from exp.secrets import covered
 from exp.sweeps.charts import Chart
-from exp.sweeps.comparison import Comparison
 from exp.sweeps.results import again_command, best_line, repeat_cells, table_cells
+from exp.sweeps.run_comparison import Comparison
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #202124; --soft: #5f6368; --rule: #d5d6d8; --fill: #f4f5f6;

@@ -52,7 +52,7 @@ from exp.sweeps.ledger import (
     sweeps_of,
     wait_for_dead,
 )
-from exp.sweeps.progress import Progress
+from exp.sweeps.progress_table import Progress
 from exp.sweeps.queue import Listed, Queue, Running, Searched
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from exp.sweeps.progress import Progress
+from exp.sweeps.progress_table import Progress
 from exp.sweeps.results import Row
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from exp.errors import ConfigError
 from exp.strategies.placement import Demand, Dimensions, Machine
-from exp.sweeps.slots import Devices, Need, need, slots, threads, visible
+from exp.sweeps.devices import Devices, Need, need, slots, threads, visible
 
 CPU = Machine(gpus=0, cores=8)
 FOUR = Machine(gpus=4, cores=16)

@@ -54,7 +54,6 @@ def test_rates_of_dropouts_differ_within_a_stack_and_what_a_program_names_does_n
         (["precision=fp16"], "precision.word"),
         (["optimizer=lbfgs"], "optimizer"),
         (["runtime.non_finite=skip"], "runtime.non_finite"),
-        (["runtime.compile=true"], "runtime.compile"),
         (["trainer.limit_train_batches=1"], "trainer.limit_train_batches"),
         (["trainer.max_epochs=null", "trainer.max_steps=10"], "trainer.max_epochs"),
         (["+hooks=nan_guard"], "hooks.nan_guard"),

@@ -615,20 +615,20 @@ class Sweep:
 
 def _corners(space: Space) -> list[Combination]:
     """Combinations in which every value of every list, and both ends of every interval and range, are there once."""
-    found: list[Combination] = []
+    found: dict[tuple[tuple[str, str], ...], Combination] = {}
+    ordered = space.by_condition()
     for varied in space.axes:
         for text in varied.ends():
             values: dict[str, str] = {}
-            for axis in space.by_condition():
+            for axis in ordered:
                 if axis is varied:
                     values[axis.key] = text
                 elif space.is_there(axis, values):
                     # What the varied axis needs beside it.
                     needed = (varied.when or {}).get(axis.name, ())
                     values[axis.key] = next((one for one in axis.ends() if one in needed), axis.ends()[0])
-            if values not in found:
-                found.append(values)
-    return found
+            found.setdefault(tuple(values.items()), values)
+    return list(found.values())
 
 
 def _heed(received: Sequence[int]) -> None:

@@ -139,6 +139,7 @@ EXTRAS = {
     "search": [],  # of sweeps alone, as the next two
     "slurm": [],
     "ray": [],
+    "report": [],  # of exp.report, which says so in a line and goes on
     "fp8": [],  # its device is told first
     "env": [],  # needs a file .env
     "dev": [],

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exp.errors import ConfigError
@@ -103,6 +103,7 @@ def test_a_condition_on_nothing_or_in_a_circle_is_a_fault(when, message):
         space("seed=1,2", "optimizer=sgd", "optimizer.momentum=0.5,0.9", f"+sweep.when={when}")
 
 
+@settings(max_examples=30)  # each parses an override anew
 @given(st.integers(-50, 50), st.integers(-50, 50), st.integers(1, 9), st.booleans())
 def test_a_range_is_counted_as_it_is_listed(start, stop, step, is_float):
     step = step / 4 if is_float else step

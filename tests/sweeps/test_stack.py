@@ -210,6 +210,15 @@ def test_weights_of_terms_and_label_smoothing_are_each_members_own():
             assert math.isclose(one.metrics[tag], other.metrics[tag], rel_tol=1e-10), tag
 
 
+def test_initial_values_by_names_with_dots_are_each_members_own():
+    shared = ["trainer.max_steps=3", "hooks=[]"]
+    own = [["+initialisation={hidden.bias:zeros,Linear.weight:xavier_uniform}"],
+           ["+initialisation={hidden.bias:ones,Linear.weight:kaiming_uniform}"]]  # fmt: skip
+    for one, other in zip(stacked(shared, own), alone(shared, own), strict=True):
+        assert isinstance(one, Report), one
+        assert_same_weights(one, other)
+
+
 @pytest.mark.numeric
 def test_bf16_agrees_as_far_as_bf16_rounds():
     shared = ["precision=bf16", "trainer.max_epochs=2", "hooks=[]"]

@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.plan import Plan, refuse_changed, validated
 from exp.config.freeze import COMPOSITION
-from exp.config.reading import are_referred, changes
+from exp.config.reading import KeyPath, are_referred, changes
 
 # Of whose numbers nothing follows for the network, its data and what runs beside it.
-NUMBERS = ("optimizer.", "scheduler.")
+NUMBERS = ("optimizer", "scheduler")
 # Of what is no concern of the job's own run.
-FREE = ("sweep.",)
+FREE = "sweep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +46,18 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
     return Checked(raw=raw, decided=validated(config))
 
 
-def _is_beside(before: Checked, changed: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+def _is_beside(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
     """Whether nothing but the optimizer, the schedule and random draws follows from what has changed."""
     from exp.check.first_samples import is_shipped
 
     decided = before.decided
     if decided.own is not None or decided.network is None or decided.plain["phases"]:
         return False
-    if "seed" in changed and not is_shipped(decided.plain["data"]):
+    if ("seed",) in changed and not is_shipped(decided.plain["data"]):
         return False  # which of the samples are the first ones, follows from it
-    kept = {key: value for key, value in changed.items() if not key.startswith(FREE)}
+    kept = {path: value for path, value in changed.items() if path[0] != FREE}
     return not are_referred(changed, raw) and all(
-        key == "seed" or (key.startswith(NUMBERS) and _are_numbers(value)) for key, value in kept.items()
+        path == ("seed",) or (path[0] in NUMBERS and _are_numbers(value)) for path, value in kept.items()
     )
 
 

@@ -31,7 +31,7 @@ from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import allowed, first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.module_key import brings_data
-from exp.config.reading import UNKNOWN, is_node, is_open, leaves, read, with_changes
+from exp.config.reading import UNKNOWN, KeyPath, is_node, is_open, leaves, read, with_changes
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
@@ -364,14 +364,14 @@ def validated(config: DictConfig) -> Plan:
     return decided
 
 
-def refuse_changed(config: DictConfig, changed: Mapping[str, Any], *, checked: Plan) -> None:
+def refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checked: Plan) -> None:
     """Look at what of a config has changed against that of a checked plan: its seed, numbers of optimizer and schedule.
 
-    changed: by dotted key.
+    changed: by path.
     Raises: ConfigError with all faults of these.
     """
     plain = with_changes(checked.plain, changed)
-    groups = {key.partition(".")[0] for key in changed} & set(OPTIMIZATION_KEYS)
+    groups = {path[0] for path in changed} & set(OPTIMIZATION_KEYS)
     faults = target_faults({name: plain[name] for name in sorted(groups)}, allow=allowed(plain), has_module=False)
     decided = Plan(resolved=Resolved(config=config, plain=plain, faults=tuple(faults)))
     # Nothing of these follows from what has changed.

@@ -202,10 +202,10 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
 
 
 # By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.
-PATTERNS: dict[str, list[tuple[str, Any]]] = {}
-for _pattern, _rule in VALUES.items():
-    if "*" in _pattern:
-        PATTERNS.setdefault(_pattern.partition(".")[0], []).append((_pattern, _rule))
+PATTERNS = {
+    word: [(pattern, rule) for pattern, rule in VALUES.items() if "*" in pattern and pattern.startswith(f"{word}.")]
+    for word in {pattern.partition(".")[0] for pattern in VALUES if "*" in pattern}
+}
 
 
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:

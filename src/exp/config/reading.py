@@ -113,34 +113,37 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, path)
 
 
-def changes(before: Any, after: Any, key: str = "") -> dict[str, Any] | None:
-    """The values by dotted key that a plain tree has in the place of another's; None where one has other keys."""
+# The names that lead to a value; a name may hold a dot, and be a number.
+KeyPath = tuple[Any, ...]
+
+
+def changes(before: Any, after: Any, path: KeyPath = ()) -> dict[KeyPath, Any] | None:
+    """The values by path that a plain tree has in the place of another's; None where one has other keys."""
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():
             return None
-        found: dict[str, Any] = {}
+        found: dict[KeyPath, Any] = {}
         for name, value in after.items():
-            inner = changes(before[name], value, f"{key}.{name}" if key else str(name))
+            inner = changes(before[name], value, (*path, name))
             if inner is None:
                 return None
             found |= inner
         return found
     if isinstance(before, dict) or isinstance(after, dict):
         return None
-    return {} if before == after and type(before) is type(after) else {key: after}
+    return {} if before == after and type(before) is type(after) else {path: after}
 
 
-def are_referred(keys: Iterable[str], raw: Any) -> bool:
-    """Whether an interpolation in an unresolved tree may refer to one of some keys: one names its last word."""
+def are_referred(paths: Iterable[KeyPath], raw: Any) -> bool:
+    """Whether an interpolation in an unresolved tree may refer to one of some paths: one names its last word."""
     texts = [value for _, value in leaves(raw) if isinstance(value, str) and "${" in value]
-    return any(key.rpartition(".")[2] in text for key in keys for text in texts)
+    return any(str(path[-1]) in text for path in paths for text in texts)
 
 
-def with_changes(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a plain tree with other values, by dotted key, of keys that are there."""
+def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """A copy of a plain tree with other values, of paths that are there."""
     found = copy.deepcopy(dict(plain))
-    for key, value in values.items():
-        *path, last = key.split(".")
+    for (*path, last), value in values.items():
         node = found
         for name in path:
             node = node[name]

@@ -127,14 +127,16 @@ class Jobs:
         pairs = zip(pattern.lines, lines, strict=True)
         changed = [(was, now) for was, now in pairs if was.input_line != now.input_line]
         keys = [now.key_or_group for _, now in changed]
+        paths = [tuple(key.split(".")) for key in keys]
         if not all(_is_other_value(was, now, pattern.composition) for was, now in changed):
             return None
-        if any(isinstance(Values(dict(pattern.raw))[key], Unknown) for key in keys) or are_referred(keys, pattern.raw):
+        is_known = not any(isinstance(Values(dict(pattern.raw))[key], Unknown) for key in keys)
+        if not is_known or are_referred(paths, pattern.raw):
             return None
         config = cast(DictConfig, pickle.loads(pattern.pickled))
         for _, now in changed:
             pattern.composition.loader.apply(now, config)
-        values = {key: OmegaConf.select(config, key) for key in keys}
+        values = {path: OmegaConf.select(config, key) for path, key in zip(paths, keys, strict=True)}
         config[COMPOSITION].overrides = recorded(job.overrides)
         config[COMPOSITION].directory = literal(str(self.directory.absolute() / str(job.number)))
         refuse_early(config, reading=(with_changes(pattern.reading, values), []))
@@ -179,7 +181,7 @@ def _follows_no_hydra_value(config: DictConfig) -> bool:
     raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
     hydra = raw.pop("hydra")
     is_numbered = hydra["sweep"]["subdir"] == "${hydra.job.num}"
-    return is_numbered and not has_module(raw) and not are_referred(["hydra"], raw)
+    return is_numbered and not has_module(raw) and not are_referred([("hydra",)], raw)
 
 
 def _is_other_value(was: Override, now: Override, composition: Composition) -> bool:

@@ -197,7 +197,7 @@ class _Values:
         for other, plain in self._known:
             changed = changes(other, raw)
             # Weights may be those of a run, which is looked for.
-            if changed is None or are_referred(changed, raw) or any(key.startswith("weights.") for key in changed):
+            if changed is None or are_referred(changed, raw) or any(path[0] == "weights" for path in changed):
                 continue
             return with_changes(plain, changed)
         plain = resolve(config).plain

@@ -2,7 +2,8 @@
 
 torch's rules for vmap take a linear layer for a batched product and an addition behind it, and a library's batched
 product of little matrices sums in another order than its single one: a member would differ from the same job alone in
-its last bit, on one processor from 13 inputs on, on another from 256. Here are other rules for the two operators.
+its last bit (seen on an AMD EPYC: layers of 256 inputs, and of 13 with 3 outputs). Here are other rules for the two
+operators.
 
 Private of torch (2.13), and tested: the dispatch key of its vmap, and how a tensor is taken out of a level of it.
 """
@@ -32,8 +33,10 @@ def exact_products() -> Iterator[None]:
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
         rules.impl("addmm", _addmm, "FuncTorchBatched")
         rules.impl("mm", _mm, "FuncTorchBatched")
-    yield
-    del rules  # and torch's own are back
+    try:
+        yield
+    finally:
+        del rules  # and torch's own are back
 
 
 def _addmm(bias: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

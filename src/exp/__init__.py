@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from exp.errors import ConfigError, ExpError, Fault, Interrupted, MissingExtraError, RankError, RunError
     from exp.run import fit
     from exp.run_report import Report
+    from exp.saved_runs.saved_run import load
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOMES = {
     "validate": "exp.check.plan",
     "fit": "exp.run",
     "Report": "exp.run_report",
+    "load": "exp.saved_runs.saved_run",
     **dict.fromkeys(
         ("ExpError", "ConfigError", "Fault", "Interrupted", "MissingExtraError", "RankError", "RunError"), "exp.errors"
     ),
@@ -55,6 +57,7 @@ __all__ = [
     "RunError",
     "compose",
     "fit",
+    "load",
     "validate",
 ]
 

@@ -230,7 +230,7 @@ def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume
 
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
-    """Train, then test the best weights; or only one of the two.
+    """Train, then test the best weights; or evaluate what the run starts from.
 
     Returns: None; or what was lost, where the run is to go back.
     """
@@ -248,6 +248,10 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
             return str(error)
     if _is_pruned(parts):
         return None
+    if plain["validate"]:
+        if "val" not in parts.stages:
+            raise RunError("validate=true, and the data, or the module, has no val part; expected one")
+        trainer.validate(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, verbose=False)
     if plain["test"] and "test" not in parts.stages:
         if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
             log.warning("the data has no test part: the test stage is left out")

@@ -17,13 +17,13 @@ RANKS = {
     "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
     "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3,
-    "run": 4,
+    "run": 4, "saved_runs": 4,
 }  # fmt: skip
 ENTRY_RANK = 5
 
 PUBLIC = [
     "ConfigError", "ExpError", "Fault", "Interrupted", "MissingExtraError", "RankError", "Report", "RunError",
-    "compose", "fit", "validate",
+    "compose", "fit", "load", "validate",
 ]  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_walls_between_the_columns():
         if here == "hooks":
             assert not any(name.startswith("exp.config") for name in names), f"{path} knows the config: see build.py"
         if "omegaconf" in roots or "hydra" in roots:
-            knows = ("config", "construct", "run", "check", "sweeps")
+            knows = ("config", "construct", "run", "check", "saved_runs", "sweeps")
             assert here in knows or rank(here) == ENTRY_RANK, path
 
 

@@ -22,6 +22,8 @@ from exp.spelling import among, show
 from exp.types import Stage
 
 STEPS: Mapping[Stage, str] = {"train": "training_step", "val": "validation_step", "test": "test_step"}
+# Of an evaluation: the key that asks for it, and the stage.
+EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 LOADERS: Mapping[Stage, str] = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
 # What a module makes before its first step, when the check has looked at it already.
 LATER = ("setup", "configure_model", "prepare_data")
@@ -123,8 +125,9 @@ class OwnTraining:
             if self.data_kind is not None and not is_overridden(LOADERS["train"], self.data_kind, LightningDataModule):
                 got = f"{self.data_kind.__name__} without train_dataloader"
                 yield Fault(key="data", got=got, expected="loaders to train on", cure="Or write train=false")
-        elif not self.has("test"):
-            yield Fault(key="train", got=f"false, and {self._lacking('test')}", expected="something to do")
+        for key, stage in EVALUATIONS.items():
+            if not self.plain["train"] and self.plain[key] and not self.has(stage):
+                yield Fault(key=key, got=f"true, and {self._lacking(stage)}", expected="something to do")
 
     def _manual(self) -> Iterator[Fault]:
         """What Lightning refuses where the module steps by hand."""

@@ -425,7 +425,11 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
             _ = decided.data if decided.data_module is None else decided.data_module
             return ()
         data = decided.data
-        at_work: dict[Stage, bool] = {"train": plain["train"], "val": plain["train"], "test": plain["test"]}
+        at_work: dict[Stage, bool] = {
+            "train": plain["train"],
+            "val": plain["train"] or plain["validate"],
+            "test": plain["test"],
+        }
         stages = [stage for stage in data.stages if at_work[stage]]
         subject = Subject(
             data=data,

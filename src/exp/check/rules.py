@@ -56,11 +56,15 @@ def rule_faults(plain: dict[str, Any]) -> list[Fault]:
 
 def something_to_do(values: Values) -> Iterator[Fault]:
     """train=false alone leaves nothing, and test alone needs weights."""
-    if values["train"] is False and values["test"] is False:
-        yield Fault(key="train", got="false, and test is false, too", expected="one of the two to be true")
+    if values["train"] is False and values["test"] is False and values["validate"] is False:
+        got, expected = "false, and test and validate are false, too", "one of the three to be true"
+        yield Fault(key="train", got=got, expected=expected)
+    elif values["train"] is True and values["validate"] is True:
+        cure = "Leave it out: each epoch validates, and report.json has the values of the best"
+        yield Fault(key="validate", got="true with train=true", expected="false, but with train=false", cure=cure)
     elif values["train"] is False and values["resume"] is None and values["weights.from"] is None:
         yield Fault(
-            key="resume", got="null with train=false", expected="the checkpoint to test", cure="Add resume=PATH"
+            key="resume", got="null with train=false", expected="the checkpoint to evaluate", cure="Add resume=PATH"
         )
 
 
@@ -123,7 +127,8 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
     """A limit of 0 batches trains, validates or tests nothing, and exits 0."""
     uses = {
         "train": values["train"] is True,
-        "val": values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain),
+        "val": values["validate"] is True
+        or (values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)),
         "test": values["test"] is True,
     }
     cures = {

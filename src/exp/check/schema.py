@@ -104,6 +104,7 @@ SCHEMA: dict[str, Any] = {
     "mode": Literal["min", "max"],
     "train": bool,
     "test": bool,
+    "validate": bool,
     "resume": Text | None,
     "tags": list[Text],
     "print_config": bool,

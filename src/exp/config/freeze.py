@@ -24,12 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
-from exp.config.yaml_files import yaml_text
+from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import write_whole
 from exp.secrets import covered
@@ -151,15 +150,33 @@ def read_frozen(directory: Path | str) -> DictConfig:
     path = Path(directory) / "config.yaml"
     if not path.is_file():
         raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
+    return from_text(_text(path), name=str(path))
+
+
+def from_text(text: str, *, name: str) -> DictConfig:
+    """The config of what `frozen_yaml` made. name: of its file, for messages.
+
+    Raises: RunError for another text.
+    """
+    content = _parsed(text, name=name)
+    if not isinstance(content, dict):
+        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Take the file of the run")
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
-    return cast(DictConfig, OmegaConf.create(_with_texts(_loaded(path), literal)))
+    return cast(DictConfig, OmegaConf.create(_with_texts(content, literal)))
 
 
-def _loaded(path: Path) -> Any:
+def _text(path: Path) -> str:
     try:
-        return OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise RunError(f"{path} is not as exp wrote it: {one_line(error)}. Take the file of the run") from error
+
+
+def _parsed(text: str, *, name: str) -> Any:
+    try:
+        return parse_yaml(text, name=name)
+    except ConfigError as error:
+        raise RunError(f"{name} is not as exp wrote it: {error.faults[0].got}. Take the file of the run") from error
 
 
 def _with_texts(value: object, change: Callable[[str], str]) -> Any:
@@ -180,9 +197,14 @@ def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
 
     Raises: ConfigError.
     """
-    fault = untrusted(OmegaConf.select(read_frozen(directory), "security.allow"), allow=allow)
+    refuse_untrusted(read_frozen(directory), allow=allow, source=str(directory / "config.yaml"))
+
+
+def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str) -> None:
+    """The same of a frozen config, wherever it came from. Raises: ConfigError."""
+    fault = untrusted(OmegaConf.select(config, "security.allow"), allow=allow)
     if fault is not None:
-        raise ConfigError([dataclasses.replace(fault, source=str(directory / "config.yaml"))])
+        raise ConfigError([dataclasses.replace(fault, source=source)])
 
 
 def untrusted(named: Any, *, allow: Sequence[str]) -> Fault | None:
@@ -201,7 +223,8 @@ def untrusted(named: Any, *, allow: Sequence[str]) -> Fault | None:
 def read_overrides(directory: Path | str) -> list[str]:
     """The overrides that a frozen config was composed with."""
     # As plain text: `name=a${seed}` is the record of an override, not an interpolation.
-    return cast(list[str], _loaded(Path(directory) / "overrides.yaml"))
+    path = Path(directory) / "overrides.yaml"
+    return cast(list[str], _parsed(_text(path), name=str(path)))
 
 
 def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:

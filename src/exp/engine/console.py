@@ -222,22 +222,28 @@ class Bar:
 class View:
     """A view of a run: where it is, how fast it goes, and its latest values.
 
-    tested: batches of the test stage that are done; None while the run trains.
+    evaluated: batches of an evaluation, outside of training, that are done; None while the run trains.
     title: such as `epoch 3/30`. done, total: batches of the epoch; total is None where it is not known.
     """
 
     def __init__(
-        self, trainer: Trainer, *, rate: float | None, latest: Callable[[], dict[str, float]], tested: int | None = None
+        self,
+        trainer: Trainer,
+        *,
+        rate: float | None,
+        latest: Callable[[], dict[str, float]],
+        evaluated: int | None = None,
     ) -> None:
         self.rate, self.step, self._latest = rate, trainer.global_step, latest
-        if tested is None:
+        if evaluated is None:
             epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
             # Lightning counts on at the end of the last one.
             self.title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
             self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
         else:
-            self.title = "test"
-            self.done, total = tested, sum(trainer.num_test_batches)
+            batches = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+            self.title = "test" if trainer.testing else "val"
+            self.done, total = evaluated, sum(batches)
         self.total = None if total == float("inf") else int(total)
 
     def values(self) -> str:
@@ -270,9 +276,21 @@ class Progress(Callback):
             self._measure(trainer, now)
             self._show("update", self._view(trainer))
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._begin(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
+    ) -> None:
+        if trainer.state.fn == "validate":
+            self._count(trainer, batch_idx)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._show("close")
         # An epoch that ends with it has a line of its own.
-        if trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
+        elif trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
             self._show("milestone", self._view(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -290,16 +308,19 @@ class Progress(Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
     ) -> None:
-        now = time.monotonic()
-        if now - self._shown >= REFRESH_SECONDS:
-            self._shown = now
-            self._show("update", View(trainer, rate=None, latest=self._latest, tested=batch_idx + 1))
+        self._count(trainer, batch_idx)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show("close")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._show("close")
+
+    def _count(self, trainer: Trainer, batch_idx: int) -> None:
+        now = time.monotonic()
+        if now - self._shown >= REFRESH_SECONDS:
+            self._shown = now
+            self._show("update", View(trainer, rate=None, latest=self._latest, evaluated=batch_idx + 1))
 
     def _begin(self, trainer: Trainer) -> None:
         callbacks = cast(RunTrainer, trainer).callbacks

@@ -192,6 +192,8 @@ class OwnRecording(StepRecording):
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._step_hooks.attach(trainer, self._module)
         self.flush(trainer)
         self._step_hooks.pause()
 

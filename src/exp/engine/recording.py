@@ -314,6 +314,8 @@ class Recording(StepRecording):
         self._publish(trainer, metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._step_hooks.attach(trainer, self._module)
         self.flush(trainer)
         self._step_hooks.pause()
 

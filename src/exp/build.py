@@ -36,6 +36,7 @@ from exp.engine.non_finite import LowerRates, UndoneForward
 from exp.engine.own_data import BatchesOfData, BatchesOfLoaders, OwnBatches
 from exp.engine.own_module import OwnModule
 from exp.engine.own_recording import OwnRecording
+from exp.engine.predictions import Predictions
 from exp.engine.progress import Limits, take_limits
 from exp.engine.recording import Recording, StepRecording
 from exp.engine.runtime import switch_on
@@ -86,10 +87,11 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     runtime = plain["runtime"]
     lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
     own = build_entries(plain, "callbacks").values()
+    share = placement.data_rank(rank.global_rank)
     checkpointing = _checkpointing(plan, directory, own)
     trained = _trained if plan.own is None else _trained_of_own
     module, network, batches, recording = trained(
-        plan, directory, limits=limits, rank=placement.data_rank(rank.global_rank), resume=resume, saving=checkpointing
+        plan, directory, limits=limits, rank=share, resume=resume, saving=checkpointing
     )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
@@ -113,6 +115,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
             checkpointing,
             stopping,
             *([] if pruning is None else [pruning]),
+            *([Predictions(directory=directory, share=share)] if plain["predict"] else []),
             *watched,
         ],
     )

@@ -252,6 +252,10 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
         if "val" not in parts.stages:
             raise RunError("validate=true, and the data, or the module, has no val part; expected one")
         trainer.validate(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, verbose=False)
+    if plain["predict"]:
+        trainer.predict(
+            parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, return_predictions=False
+        )
     if plain["test"] and "test" not in parts.stages:
         if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
             log.warning("the data has no test part: the test stage is left out")

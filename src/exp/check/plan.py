@@ -420,6 +420,9 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
     plain = decided.plain
     try:
+        if plain["predict"]:
+            _ = decided.data  # has no answers that anything could be held against
+            return ()
         if decided.own is not None:
             # Built, for what its constructor refuses; what the module's steps take, nobody knows before the first.
             _ = decided.data if decided.data_module is None else decided.data_module

@@ -45,6 +45,8 @@ MIXING = (
 )
 CLASSIFICATION = "torchmetrics.classification."
 REGRESSION = "torchmetrics.regression."
+# What a run may do behind its training, or without it.
+AFTER = ("test", "validate", "predict")
 
 
 def rule_faults(plain: dict[str, Any]) -> list[Fault]:
@@ -56,12 +58,17 @@ def rule_faults(plain: dict[str, Any]) -> list[Fault]:
 
 def something_to_do(values: Values) -> Iterator[Fault]:
     """train=false alone leaves nothing, and test alone needs weights."""
-    if values["train"] is False and values["test"] is False and values["validate"] is False:
-        got, expected = "false, and test and validate are false, too", "one of the three to be true"
+    if all(values[key] is False for key in ("train", *AFTER)):
+        got, expected = f"false, and so are {', '.join(AFTER)}", "one of them to be true"
         yield Fault(key="train", got=got, expected=expected)
-    elif values["train"] is True and values["validate"] is True:
-        cure = "Leave it out: each epoch validates, and report.json has the values of the best"
-        yield Fault(key="validate", got="true with train=true", expected="false, but with train=false", cure=cure)
+    elif values["train"] is True:
+        cures = {
+            "validate": "Leave it out: each epoch validates, and report.json has the values of the best",
+            "predict": "Train first: python -m exp.predict run=DIR input=FILE output=FILE takes what the run saved",
+        }
+        for key, cure in cures.items():
+            if values[key] is True:
+                yield Fault(key=key, got="true with train=true", expected="false, but with train=false", cure=cure)
     elif values["train"] is False and values["resume"] is None and values["weights.from"] is None:
         yield Fault(
             key="resume", got="null with train=false", expected="the checkpoint to evaluate", cure="Add resume=PATH"

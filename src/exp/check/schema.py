@@ -105,6 +105,7 @@ SCHEMA: dict[str, Any] = {
     "train": bool,
     "test": bool,
     "validate": bool,
+    "predict": bool,
     "resume": Text | None,
     "tags": list[Text],
     "print_config": bool,

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from exp.config.found_run import key_of
 from exp.config.hydra_adapter import parse_override
 from exp.errors import ConfigError, Fault
-from exp.spelling import among, did_you_mean
+from exp.spelling import among, did_you_mean, nearest
 
 ALLOW = "security.allow"
 RUN = "a run directory, a job's in a sweep's directory, or a checkpoint"
@@ -58,7 +58,9 @@ def read_arguments(
     for key, value in found.items():
         if value == "" or (value is None and key in needed):
             got = "nothing" if value is None else "an empty value"
-            faults.append(_fault(key, got=got, expected=keys[key], cure=f"Write {key}={key.upper()}"))
+            near = nearest(key, [key_of(text) for text in others]) if value is None else []
+            cure = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
+            faults.append(_fault(key, got=got, expected=keys[key], cure=cure))
         elif value is not None and key in (words or {}) and value not in (words or {})[key]:
             known = (words or {})[key]
             faults.append(_fault(key, got=value, expected=among(known), cure=did_you_mean(value, known)))

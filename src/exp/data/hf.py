@@ -63,6 +63,8 @@ class HuggingFace(Dataset[object]):
         splits that are no parts; where the package is not installed.
     """
 
+    unlabelled = "exp.data.unlabelled.UnlabelledRecords"
+
     def __init__(
         self,
         *,

@@ -44,6 +44,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         no two classes. Of more than 2,000 pictures, some are looked at before the run, the others as they are read.
     """
 
+    unlabelled = "exp.data.unlabelled.UnlabelledImages"
+
     def __init__(
         self,
         *,

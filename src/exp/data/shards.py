@@ -44,6 +44,8 @@ class Shards(Dataset[object]):
         and of .parquet, .npz and .tar its end, tell; where pyarrow is not installed and a file is .parquet.
     """
 
+    unlabelled = "exp.data.unlabelled.UnlabelledRecords"
+
     def __init__(
         self,
         *,

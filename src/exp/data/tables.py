@@ -14,7 +14,7 @@ from exp.data.dataset_files import shipped_columns
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Fitted, Tensors
-from exp.data.value_names import ValueNames
+from exp.data.value_names import SCALES, ValueNames
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
@@ -51,6 +51,8 @@ class Table(Tensors):
     encoding: "one_hot", or "index" for an input of its own, `categories`, int64 `[C]`: each column's word by number, 0
         for one that training has not seen.
     """
+
+    unlabelled = "exp.data.unlabelled.UnlabelledTable"
 
     def __init__(
         self,
@@ -107,6 +109,8 @@ class Table(Tensors):
         scales = {name: moments(value.numpy()) for name, value in self._targets.items() if name not in self.classes}
         found["target_means"] = {name: mean for name, (mean, _) in scales.items()}
         found["target_deviations"] = {name: deviation for name, (_, deviation) in scales.items()}
+        if self.standardise:
+            found[SCALES] = {name: list(scale) for name, scale in scales.items()}
         return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> Tensors:
@@ -125,7 +129,7 @@ class Table(Tensors):
         prepared = Tensors(
             entries=tuple(entries.values()) if is_pair else entries,
             num_classes=classes[0] if len(classes) == 1 else None,
-            num_outputs=sum(widths),
+            num_outputs=sum(widths) or None,  # rows without answers
         )
         prepared.indices = self.indices
         prepared.value_names = self._names(told)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from torch.utils.data import Subset
 
 from exp.data.entries import TARGET
+
+# In what a training part tells: by target, mean and deviation.
+SCALES = "scales"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,28 @@ class ValueNames:
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unknown: Mapping[str, int] = field(default_factory=dict)
+
+
+def told_classes(fitted: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """The names of classes by target, out of what a training part told and a checkpoint kept."""
+    found: dict[str, Sequence[str]] = {}
+    for told in fitted.values():
+        classes = told.get("classes") if isinstance(told, Mapping) else None
+        if isinstance(classes, Mapping):
+            found |= {str(target): list(names) for target, names in classes.items()}
+        elif isinstance(classes, list | tuple) and classes:
+            found[TARGET] = list(map(str, classes))
+    return found
+
+
+def told_scales(fitted: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Mean and deviation, float64 `[]` or `[K]`, by which training standardised the numbers of each target."""
+    held = [told[SCALES] for told in fitted.values() if isinstance(told, Mapping) and SCALES in told]
+    return {
+        str(target): (np.asarray(mean), np.asarray(deviation))
+        for scales in held
+        for target, (mean, deviation) in scales.items()
+    }
 
 
 def value_names(part: object) -> ValueNames:

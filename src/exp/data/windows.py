@@ -21,7 +21,7 @@ from exp.data.faults import data_fault, fitted_entry, name_cure
 from exp.data.in_memory import Entries, Fitted
 from exp.data.splits import lengths
 from exp.data.tables import moments
-from exp.data.value_names import ValueNames
+from exp.data.value_names import SCALES, ValueNames
 from exp.errors import ConfigError, Fault
 from exp.types import Stage
 
@@ -70,7 +70,13 @@ class Series(Dataset[object]):
     def fit(self) -> Fitted:
         """Mean and deviation of each column in this part's rows."""
         means, deviations = moments(self.values)
-        return {FITTED: {"columns": list(self.columns), "means": means, "deviations": deviations}}
+        found = {"columns": list(self.columns), "means": means, "deviations": deviations}
+        if self.standardise:
+            is_one = isinstance(self.targets, str)
+            places = _places([self.targets] if isinstance(self.targets, str) else self.targets, self.columns)
+            scale = [means[places], deviations[places]]
+            found[SCALES] = {TARGET: [part[0] for part in scale] if is_one else scale}
+        return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> WindowedRows:
         """Standardises the rows by the training part.
@@ -133,6 +139,8 @@ class Windows(Series):
     Raises: ConfigError for a file or a column that is not there, a value that is no finite number, and rows that are
         not in the order of time.
     """
+
+    unlabelled = "exp.data.unlabelled.UnlabelledSeries"
 
     def __init__(
         self,

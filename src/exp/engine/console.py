@@ -241,8 +241,9 @@ class View:
             self.title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
             self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
         else:
-            batches = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
-            self.title = "test" if trainer.testing else "val"
+            of_stage = {"validate": trainer.num_val_batches, "test": trainer.num_test_batches}
+            batches = of_stage.get(str(trainer.state.fn), trainer.num_predict_batches)
+            self.title = {"validate": "val"}.get(str(trainer.state.fn), str(trainer.state.fn))
             self.done, total = evaluated, sum(batches)
         self.total = None if total == float("inf") else int(total)
 
@@ -311,6 +312,17 @@ class Progress(Callback):
         self._count(trainer, batch_idx)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show("close")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
+    ) -> None:
+        self._count(trainer, batch_idx)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show("close")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

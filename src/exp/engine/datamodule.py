@@ -84,6 +84,10 @@ class StagedData(LightningDataModule):
     def test_dataloader(self) -> Batches:
         return self._given("test")
 
+    def predict_dataloader(self) -> Batches:
+        """Return the test part: there is none of its own for what has no answers."""
+        return self._given("test")
+
     def teardown(self, stage: str) -> None:
         self._release()
 

@@ -176,6 +176,11 @@ class TrainingModule(LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch, batch_idx)
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return what the network gives for this rank's share of a batch, and no loss of it."""
+        reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage="test")
+        return self._run(self.run_network, batch.data)["output"]
+
     def configure_optimizers(self) -> Any:
         """Make the optimizer and, where there is one, its schedule, in Lightning's form."""
         steps, epochs = self.lengths()

@@ -89,6 +89,9 @@ class OwnRecording(StepRecording):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
 
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.attach(trainer, self._module)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
         self._keep(trainer)

@@ -21,6 +21,7 @@ from exp.data.randomness import reseed
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
+from exp.engine.predictions import Nothing
 from exp.models.partition import Split
 from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision
@@ -123,6 +124,13 @@ class PipelinedModule(TrainingModule):
         values = self._values(batch.data, joined(outputs), size)
         _, parts = self.objective(values)
         self._add(stage, values, self.objective.means(values, parts, size=size) if batch.size else [])
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return what the network gives, in the last stage; Nothing in the others."""
+        reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage="test")
+        size = max(batch.size, 1)
+        outputs = self._stages.evaluate([self._inputs(one) for one in shares(batch.data, size=size, count=self._count)])
+        return cut(joined(outputs), size) if outputs else Nothing()
 
     def _inputs(self, data: object) -> dict[str, Any]:
         """Return the network's inputs by name, of a batch's data."""

@@ -170,6 +170,9 @@ class Recording(StepRecording):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
 
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.attach(trainer, self._module)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._index = self._first = trainer.global_step
         self._start_window()

@@ -71,6 +71,15 @@ class StepWatch(Callback):
     def on_test_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._beat = time.monotonic()
 
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin("test", trainer)
+
+    def on_predict_batch_end(self, trainer: Trainer, *_: object) -> None:
+        self._beat = time.monotonic()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end()
+
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.end()
 

@@ -131,6 +131,12 @@ class Stopping(Callback):
         if self._agreed:
             self._leave(trainer, None)
 
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin()
+
+    def on_predict_batch_end(self, trainer: Trainer, *_: object) -> None:
+        self.on_test_batch_end(trainer)
+
     def _begin(self) -> None:
         # Here and not in setup: Lightning installs its own handlers just before.
         self._signals.install()
@@ -178,6 +184,9 @@ class Stopping(Callback):
     # --- the end: before Lightning puts back what was there before its own handlers ---
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._signals.restore()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.restore()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

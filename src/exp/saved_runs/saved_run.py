@@ -1,7 +1,8 @@
-"""Open a run that has ended: its config, its report, its curves, its data, and its network with the weights it saved.
+"""Open a saved run, to look at it, to take its network, to evaluate it and to predict with it.
 
     run = exp.load("outputs/train/2026-01-31/12-00-00")
     network = run.network(weights="best")
+    classes = run.predict(pictures).answers()["class"]
 
 The same wall stands before it as before a resume: the config is read as data, its targets pass the allow list, and of a
 checkpoint tensors and plain values alone are read.
@@ -9,134 +10,46 @@ checkpoint tensors and plain values alone are read.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-from omegaconf import DictConfig
-from torch import Tensor, nn
+from typing import Any
 
 from exp.check.plan import Resolved, frozen
-from exp.check.rules import weights_of_run
 from exp.config.freeze import from_text, refuse_more_than, refuse_untrusted
-from exp.config.module_key import brings_data
-from exp.construct import build_data, build_module, build_network, build_run_precision, plain_config
-from exp.data.data import Data
-from exp.data.randomness import preserve_generators
-from exp.engine.checkpoint import CHECKPOINTS, CURRENT, State, read_checkpoint
+from exp.construct import plain_config
+from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import RunError
-from exp.run_report import Report, read_report
-from exp.saved_runs.history import History
-from exp.spelling import among
+from exp.run_report import Report
+from exp.saved_runs.evaluation import Evaluated, evaluate
+from exp.saved_runs.prediction import Predictions, predict
+from exp.saved_runs.run_files import RunFiles
 from exp.sweeps.run_records import is_sweep, natural
-from exp.tensorboard.curves import read_curves
-from exp.types import DataSpec
 
-WORDS = ("best", "last")
 WHERE = "a run directory, outputs/<name>/<date>/<time>, a job's in a sweep's directory, or a checkpoint of a run"
-# Of a training module of exp's: its network's names in a state dict begin with it.
-PREFIX = "network."
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedRun:
-    """A run that is on disk, or one checkpoint of it.
+class SavedRun(RunFiles):
+    """A run that is on disk, or one checkpoint of it; see RunFiles for what it holds."""
 
-    directory: of the run; None of a checkpoint that lies elsewhere than its run has put it.
-    checkpoint: the one that was named; None of a run directory, whose best is taken, or else its last.
-    resolved: the config with which the run was built.
-    """
+    def evaluate(
+        self, *, stage: Evaluated = "test", weights: str | Path | None = None, overrides: Sequence[str] = ()
+    ) -> Report:
+        """Evaluate a checkpoint of the run; see exp.saved_runs.evaluation.evaluate for what is given and raised."""
+        return evaluate(self, stage=stage, weights=weights, overrides=overrides)
 
-    directory: Path | None
-    checkpoint: Path | None
-    resolved: Resolved
+    def predict(
+        self,
+        given: str | Path | Mapping[str, Any] | Any,
+        *,
+        weights: str | Path | None = None,
+        overrides: Sequence[str] = (),
+    ) -> Predictions:
+        """Run the network over samples without answers; see exp.saved_runs.prediction.predict.
 
-    @property
-    def config(self) -> DictConfig:
-        """The frozen config, every interpolation resolved."""
-        return self.resolved.config
-
-    @functools.cached_property
-    def report(self) -> Report:
-        """What report.json says of the run's end.
-
-        Raises: RunError where there is none.
+        given: arrays `[N, ...]`, one or by the name of the input, or a file or folder of them.
         """
-        return read_report(self._directory("report.json"))
-
-    @functools.cached_property
-    def history(self) -> History:
-        """All scalars of the run by optimizer step, out of its event files.
-
-        Raises: RunError where there are none: a run without logger=[tensorboard].
-        """
-        events = self._directory("its curves") / "tensorboard"
-        found = read_curves(events, wants=lambda tag: True)
-        if not found.by_tag:
-            why = "; ".join(found.problems) or "the run had no logger=[tensorboard], or has not written yet"
-            raise RunError(f"{events} holds no scalars: {why}")
-        return History(curves=found.by_tag, problems=tuple(found.problems))
-
-    @functools.cached_property
-    def data(self) -> Data:
-        """The run's data set, its parts, standardisation and classes as they were in training.
-
-        Raises: ConfigError where the data is not there any more; RunError for a module that brings loaders of its own.
-        """
-        if brings_data(self.resolved.plain):
-            kind = self.resolved.plain["data"]["_target_"]
-            raise RunError(f"the run's data is {kind}, loaders of the user's own; expected exp.data.data.Data")
-        with preserve_generators():
-            return build_data({**self.resolved.plain, "resume": str(self.path_of(None))})
-
-    def network(self, weights: str | Path | None = None, *, averaged: bool = True) -> nn.Module:
-        """The network that was trained, in the dtypes that it was trained in, on the CPU, and in evaluation mode.
-
-        Of a run with a LightningModule of the user's own, that module.
-
-        weights: best, last, or the path of a checkpoint; None: the checkpoint that was loaded, else the best, else the
-            last. averaged: of a run with an average of its weights, whether the average is taken, which is what was
-            validated; False: the weights that were trained.
-        Raises: RunError where there is no such checkpoint, or it is damaged or another network's; ConfigError for a
-            target that is not allowed any more.
-        """
-        path = self.path_of(weights)
-        plain, is_own = self.resolved.plain, self.resolved.plain["module"] is not None
-        state = read_checkpoint(path, map_location="cpu")
-        with preserve_generators():
-            network = build_module(plain) if is_own else build_network(plain, DataSpec.of(plain["data"]))
-        precision = build_run_precision(plain, device_type="cpu")
-        precision.is_whole = is_own
-        precision.represent(network)
-        _fill(network, _weights(state, path, averaged=averaged), path=path, prefix="" if is_own else PREFIX)
-        return network.eval()
-
-    def path_of(self, weights: str | Path | None) -> Path:
-        """The checkpoint that `network` takes.
-
-        Raises: RunError where there is none.
-        """
-        if weights is None and self.checkpoint is not None:
-            return self.checkpoint
-        if weights is not None and str(weights) not in WORDS:
-            path = Path(weights)
-            if not path.is_file():
-                raise RunError(f"{path} is not there; expected best, last, or the path of a checkpoint")
-            return path
-        directory = self._directory("its checkpoints")
-        found = weights_of_run(directory) if weights is None else directory / CHECKPOINTS / f"{weights}.ckpt"
-        if found is None or not found.is_file():
-            there = sorted(path.name for path in (directory / CHECKPOINTS).glob("*.ckpt"))
-            wanted = "checkpoint" if weights is None else f"{weights}.ckpt"
-            raise RunError(f"{directory} has no {wanted}: {f'it has {among(there)}' if there else 'it saved none'}")
-        return found
-
-    def _directory(self, wanted: str) -> Path:
-        if self.directory is None:
-            raise RunError(f"{self.checkpoint} lies outside of its run directory, where {wanted} would be")
-        return self.directory
+        return predict(self, given, weights=weights, overrides=overrides)
 
 
 def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
@@ -172,20 +85,3 @@ def _run_directory(path: Path, *, allow: Sequence[str]) -> Path:
         raise RunError(f"{path} is {what}; expected one of them, such as {jobs[0]}")
     refuse_more_than(allow, path)
     return path
-
-
-def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor]:
-    if not averaged and CURRENT not in state:
-        raise RunError(f"{path} has no average beside its weights; leave averaged out")
-    weights: Mapping[str, Tensor] = state["state_dict"] if averaged else state[CURRENT]
-    return weights
-
-
-def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, prefix: str) -> None:
-    """Raises: RunError where they are not those of the network."""
-    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    try:
-        network.load_state_dict(own)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise RunError(f"{path} has other weights than the network of its config: {reason:.400}") from error

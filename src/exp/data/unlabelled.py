@@ -1,0 +1,355 @@
+"""Samples without answers, out of files: what a trained network is to predict, prepared as its training data were.
+
+A data set says in `unlabelled`, by the name of a class here, how files of its kind are read for that; of others the
+numbers are taken as the data set gives them (UnlabelledArrays).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from exp.data.columns import Name, Sheet, words_of
+from exp.data.delimited import MISSING_VALUES
+from exp.data.faults import SampleError, data_fault, fitted_entry
+from exp.data.fields import Fields, Inputs, NumberDtype
+from exp.data.images import ENDINGS
+from exp.data.in_memory import Fitted, Tensors
+from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
+from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
+from exp.data.tables import FITTED, Encoding, Impute, Table, Words
+from exp.data.windows import FITTED as WINDOWS
+from exp.errors import ConfigError, Fault
+
+INPUT = "input"
+
+
+class UnlabelledTable(Dataset[object]):
+    """The rows of a table, encoded as those of training; columns that training did not have are not read.
+
+    path: of a .csv, .parquet, .jsonl or .npz file, of columns by name. delimiter, header, missing_values, dates,
+    impute, encoding, standardise: as of Csv.
+
+    Raises: ConfigError for a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        delimiter: str = ",",
+        header: bool = True,
+        missing_values: Sequence[str] = MISSING_VALUES,
+        dates: Sequence[Name] | Mapping[str, str | None] = (),
+        impute: Impute | None = None,
+        encoding: Encoding = "one_hot",
+        standardise: bool = True,
+    ) -> None:
+        self.sheet = sheet_of(Path(path), delimiter=delimiter, header=header, missing_values=missing_values)
+        self.dates = dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
+        self.impute, self.encoding, self.standardise = impute, encoding, standardise
+
+    def fit(self) -> Fitted:
+        """Raises: ConfigError: only a training part tells anything."""
+        raise data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+
+    def prepare(self, fitted: Fitted) -> Tensors:
+        """Encode the rows by what the training part told.
+
+        Raises: ConfigError for a column of training that is not there, and for a value that is none of what its column
+            held.
+        """
+        told = fitted_entry(fitted, FITTED, part=self)
+        sheet, faults = self.sheet, list[Fault]()
+        numbers: dict[str, np.ndarray] = {}
+        words: dict[str, Words] = {}
+        for name in (*told["numbers"], *told.get("words", ())):
+            try:
+                column = sheet.column(name, key="dataset.path")
+                if name in told["numbers"]:
+                    numbers[name] = self._numbers(sheet, column, name)
+                else:
+                    words[name] = words_of(self._complete(sheet, column, sheet.texts(column)))
+            except ConfigError as error:
+                faults += error.faults
+        if faults:
+            raise ConfigError(faults)
+        table = Table(
+            numbers=numbers,
+            words=words,
+            targets={},
+            standardise=self.standardise,
+            impute=self.impute,
+            encoding=self.encoding,
+        )
+        return table.prepare(fitted)
+
+    def _numbers(self, sheet: Sheet, column: int, name: str) -> np.ndarray:
+        found = sheet.days(column, self.dates[name]) if name in self.dates else sheet.numbers(column)
+        return np.asarray(self._complete(sheet, column, found))
+
+    def _complete(self, sheet: Sheet, column: int, values: Any) -> Any:
+        if self.impute is None:
+            sheet.complete(column, values, cure="Training filled none in (data.dataset.impute=null): fill it in, too")
+        return values
+
+
+class UnlabelledSeries(Dataset[object]):
+    """All windows of a time series, input float32 `[T, C]`, standardised as in training; the last ends with the file.
+
+    path: of a .csv, .parquet, .jsonl, .npz or .npy file of rows in the order of time. columns, time, length, stride,
+    delimiter, header, standardise: as of Windows.
+
+    Raises: ConfigError for a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        length: int = 24,
+        stride: int = 1,
+        columns: Sequence[Name] | None = None,
+        time: Name | None = None,
+        delimiter: str = ",",
+        header: bool = True,
+        standardise: bool = True,
+    ) -> None:
+        self.path, self.length, self.stride, self.standardise = path, length, stride, standardise
+        if Path(path).suffix == ".npy":
+            rows = np.asarray(read_columns(Path(path))[INPUT], np.float64)
+            rows = rows[:, None] if rows.ndim == 1 else rows
+            held = {str(place): column for place, column in enumerate(rows.T)}
+            self.names = list(held) if columns is None else list(map(str, columns))
+            self.sheet: Sheet = sheet_of_columns(Path(path), held)
+        else:
+            self.sheet = sheet_of(Path(path), delimiter=delimiter, header=header)
+            self.names = [name for name in self.sheet.names if name != str(time)]
+            self.names = self.names if columns is None else list(map(str, columns))
+
+    def fit(self) -> Fitted:
+        """Raises: ConfigError: only a training part tells anything."""
+        raise data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+
+    def prepare(self, fitted: Fitted) -> Tensors:
+        """Raises: ConfigError for a column of training that is not there, and for fewer rows than a window has."""
+        told = fitted_entry(fitted, WINDOWS, part=self)
+        order: list[str] = told["columns"]
+        names = [name for name in self.names if name in order]
+        columns = []
+        for name in names:
+            column = self.sheet.column(name, key="dataset.path")
+            values = self.sheet.numbers(column)
+            self.sheet.complete(column, values, cure="Fill it in")
+            place = order.index(name)
+            scaled = (values - float(told["means"][place])) / float(told["deviations"][place])
+            columns.append(scaled if self.standardise else values)
+        rows = torch.from_numpy(np.stack(columns, 1)) if columns else torch.empty(0, 0)
+        if len(rows) < self.length:
+            raise data_fault(
+                "dataset.path", got=f"{self.path} with {len(rows)} rows", expected=f"a window of {self.length} at least"
+            )
+        return Tensors(entries={INPUT: rows.unfold(0, self.length, self.stride).movedim(-1, 1).float().contiguous()})
+
+
+class UnlabelledImages(Dataset[Tensor]):
+    """Pictures float32 `[C, H, W]`, brought to what those of training were.
+
+    path: a picture; a folder, of which all pictures at any depth are taken, by name; or a CSV file with a column of
+        paths, which start at its own folder. picture: that column. resize, crop, mode, mean, std: as of Images.
+    files: an attribute, of the pictures in their order.
+
+    Raises: ConfigError where there is no picture, or one cannot be opened.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        picture: Name = "path",
+        resize: int | Sequence[int] | None = None,
+        crop: int | Sequence[int] | None = None,
+        mode: Mode | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std)
+        place = Path(path)
+        self.files = [place] if place.is_file() else sorted(_pictures(place))
+        if place.suffix.lower() == ".csv":
+            sheet = sheet_of(place)
+            column = sheet.column(picture, key="dataset.path")
+            self.files = [place.parent / str(text) for text in sheet.texts(column)]
+        if not self.files:
+            raise data_fault("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
+        for file in self.files:
+            try:
+                with Image.open(file):
+                    pass
+            except (*UNREADABLE, FileNotFoundError) as error:
+                raise ConfigError([broken(str(file), error)]) from error
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.form.read(self.files[index], named=str(self.files[index]))
+
+
+class UnlabelledRecords(Dataset[object]):
+    """Samples out of records, by the columns that training read.
+
+    path: of a .csv, .parquet, .jsonl or .npz file. target: columns of the answers, not read where they are there.
+    inputs, dtypes, scale: as of Fields. resize, crop, mode, mean, std: of pictures, as of Images.
+
+    Raises: ConfigError for a file or a column that is not there, and for a record that makes no sample.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        inputs: Inputs | None = None,
+        target: str | Sequence[str] | None = None,
+        dtypes: Mapping[str, NumberDtype] | None = None,
+        scale: float = 1.0,
+        resize: int | Sequence[int] | None = None,
+        crop: int | Sequence[int] | None = None,
+        mode: Mode | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        self.path, columns = path, read_columns(Path(path))
+        answers = [] if target is None else [target] if isinstance(target, str) else list(target)
+        columns = {name: values for name, values in columns.items() if name not in answers}
+        self.length = len(next(iter(columns.values()))) if columns else 0
+        fields = Fields(
+            inputs=inputs,
+            target=None,
+            task="regression",
+            classes=None,
+            dtypes=dtypes,
+            scale=scale,
+            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
+        )
+        self.columns = {name: columns[name] for name in fields.wanted(list(columns), where=path)}
+        try:
+            self.fields = fields.settled(self._record(0), where=f"row 0 of {path}")
+        except SampleError as error:
+            raise ConfigError([error.fault]) from error
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> object:
+        return self.fields.sample(self._record(index), where=f"row {index} of {self.path}")
+
+    def _record(self, index: int) -> dict[str, object]:
+        return {name: values[index] for name, values in self.columns.items()}
+
+
+class UnlabelledArrays(Tensors):
+    """Arrays `[N, ...]` by the name of the input, as the run's data set gives them, before transforms.
+
+    Floating numbers and bytes become float32, or what the network is fed; other whole numbers int64.
+
+    path: of an .npz or .npy file of arrays; of a .jsonl file of records, lists under the names of the inputs; or of a
+        .csv or .parquet file, whose columns of numbers are the values of one input, one after the other.
+    inputs: of the network, {input: {shape: [1, 8, 8], dtype: float32}}. is_final: whether samples go to the network as
+        they are, and have that shape; else transforms make it.
+    scale: factor on floating inputs and bytes.
+
+    Raises: ConfigError for a file that cannot be read, and for arrays of other names or shapes.
+    """
+
+    def __init__(
+        self, *, path: str, inputs: Mapping[str, Mapping[str, Any]], is_final: bool = True, scale: float = 1.0
+    ) -> None:
+        columns = read_columns(Path(path))
+        is_rows = Path(path).suffix in (".csv", ".parquet")
+        if is_rows and len(inputs) == 1 and not (len(columns) == 1 and next(iter(columns)) in inputs):
+            columns = {next(iter(inputs)): _rows(Path(path), inputs=inputs)}
+        elif len(columns) == 1 and len(inputs) == 1:
+            columns = {next(iter(inputs)): next(iter(columns.values()))}
+        missing = [name for name in inputs if name not in columns]
+        if missing:
+            raise data_fault(
+                "dataset.path",
+                got=f"{path} with {', '.join(columns)}, and no {', '.join(missing)}",
+                expected=f"an array [N, ...] for each input of the network: {', '.join(inputs)}",
+            )
+        entries = {
+            name: _tensor(columns[name], spec, named=f"{name} of {path}", is_final=is_final, scale=scale)
+            for name, spec in inputs.items()
+        }
+        if len({len(value) for value in entries.values()}) > 1:
+            told = ", ".join(f"{name} has {len(value)}" for name, value in entries.items())
+            raise data_fault("dataset.path", got=f"{path}, where {told}", expected="as many samples in each")
+        super().__init__(entries=entries)
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
+
+
+def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]]) -> np.ndarray:
+    """The columns of numbers as float64 `[N, F]`."""
+    sheet = sheet_of(path)
+    (name,) = inputs
+    size = math.prod(length for length in inputs[name]["shape"] if length is not None)
+    if len(sheet.names) != size:
+        raise data_fault(
+            "dataset.path",
+            got=f"{path} with {len(sheet.names)} columns",
+            expected=f"{size} of numbers, the values of {name} {list(inputs[name]['shape'])} one after the other",
+        )
+    columns = [sheet.numbers(column) for column in range(size)]
+    for column, values in enumerate(columns):
+        sheet.complete(column, values, cure="Fill it in")
+    return np.stack(columns, 1)
+
+
+def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool, scale: float) -> Tensor:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of unequal lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "fiub" or not array.ndim:
+        raise data_fault("dataset.path", got=f"{named}, which is no array of numbers", expected="numbers [N, ...]")
+    if not len(array):
+        raise data_fault("dataset.path", got=f"{named}, without a sample", expected="at least one")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        row = int((~np.isfinite(array)).reshape(len(array), -1).any(1).argmax())
+        raise data_fault("dataset.path", got=f"{named}, not finite in sample {row}", expected="finite numbers")
+    dtype = getattr(torch, spec["dtype"])
+    if is_final:
+        array = _shaped(array, tuple(spec["shape"]), named=named)
+        if array.dtype.kind == "f" and not dtype.is_floating_point and (array != np.trunc(array)).any():
+            raise data_fault("dataset.path", got=f"{named}, with fractions", expected=f"whole numbers, {spec['dtype']}")
+    is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
+    tensor = torch.from_numpy(np.array(array, order="C"))
+    if not is_final:
+        dtype = torch.float32 if is_scaled else torch.int64
+    tensor = tensor.to(dtype)
+    return tensor * scale if is_scaled and scale != 1.0 else tensor
+
+
+def _shaped(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
+    """As samples of the shape; rows of numbers are brought to it."""
+    is_known = None not in shape
+    if is_known and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(map(int, shape)):  # type: ignore[arg-type]  # none is None
+        return array.reshape(len(array), *shape)
+    fits = len(array.shape[1:]) == len(shape) and all(
+        size in (None, length) for size, length in zip(shape, array.shape[1:], strict=True)
+    )
+    if not fits:
+        raise data_fault("dataset.path", got=f"{named}, {list(array.shape)}", expected=f"[N, *{list(shape)}]")
+    return array

@@ -1,0 +1,131 @@
+"""Keep what a network gives for each sample, over ranks, and put the shares of all ranks together again.
+
+predictions/<share>.npz of a run directory, one file for each share of the batches: `sizes`, int64 `[batches]`, its
+samples in each global batch; `value.<name>` `[n, ...]`, what the network gives by name, or `batch.<number>.<name>`
+where its shape differs from batch to batch. Ranks that hold parts of one model have one share, and one of them writes.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from exp.errors import RunError
+from exp.files import replacing
+from exp.nested import named_parts, tensors_in
+from exp.types import Batch
+
+FOLDER = "predictions"
+SIZES, VALUE, BATCH = "sizes", "value.", "batch."
+
+log = logging.getLogger(__name__)
+
+
+class Predictions(Callback):
+    """Writes this rank's share of what the network gives, at the end.
+
+    directory: of the run. share: which of how many shares of each global batch is this rank's.
+    """
+
+    def __init__(self, *, directory: Path, share: int) -> None:
+        super().__init__()
+        self.directory, self.share = directory / FOLDER, share
+        self._sizes: list[int] = []
+        self._values: dict[str, list[np.ndarray]] = {}
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: object
+    ) -> None:
+        if isinstance(outputs, Nothing):
+            return
+        data = batch.data if isinstance(batch, Batch) else batch
+        held = len(next(iter(tensors_in(data))))
+        found, others = as_arrays(outputs, held=held)
+        if others and not self._sizes and self.share == 0:
+            log.warning("left out, for it is no tensor [B, ...]: %s", ", ".join(others))
+        # Where a batch is smaller than the world, a rank holds a stand-in.
+        size = batch.size if isinstance(batch, Batch) else held
+        found = {name: array[:size] for name, array in found.items()}
+        self._sizes.append(size)
+        for name, array in found.items():
+            self._values.setdefault(name, []).append(array)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._sizes:
+            return
+        held: dict[str, np.ndarray] = {SIZES: np.array(self._sizes, np.int64)}
+        for name, arrays in self._values.items():
+            if len({array.shape[1:] for array in arrays}) == 1:
+                held[f"{VALUE}{name}"] = np.concatenate(arrays)
+            else:
+                held |= {f"{BATCH}{place}.{name}": array for place, array in enumerate(arrays)}
+        content = io.BytesIO()
+        np.savez(content, **held)  # type: ignore[arg-type]  # its stub takes the arrays for allow_pickle
+        try:
+            self.directory.mkdir(exist_ok=True)
+            with replacing(self.directory / f"{self.share}.npz") as file:
+                file.write(content.getbuffer())
+        except OSError as error:
+            raise RunError(f"{error.filename or self.directory}: {error.strerror or error}") from error
+
+
+class Nothing:
+    """What a rank gives in predict_step that has no output, as all but the last stage of a pipeline."""
+
+
+def as_arrays(outputs: Any, *, held: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What a network gave, by name: each `[B, ...]`, half precision as float32; `output` where it has no names.
+
+    held: samples of the batch, B.
+    Returns: the arrays; and the names of what is no tensor `[B, ...]`.
+    Raises: RunError where nothing of it is one.
+    """
+    named: Mapping[str, Any] = {"output": outputs} if isinstance(outputs, Tensor) else named_parts(outputs)
+    found, others = {}, []
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.dim() and len(value) == held:
+            value = value.detach().cpu()
+            found[name] = (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
+        else:
+            others.append(name)
+    if not found:
+        raise RunError(f"the network gives a {type(outputs).__name__}; expected a tensor [B, ...], or several by name")
+    return found, others
+
+
+def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
+    """What the network gave for all samples, in their order, by name: a list of arrays `[b, ...]`.
+
+    directory: of the run. Raises: RunError where there are no shares.
+    """
+    paths = sorted((directory / FOLDER).glob("*.npz"), key=lambda path: int(path.stem))
+    if not paths:
+        raise RunError(f"{directory} holds no predictions: the network gave nothing, or the data has no samples")
+    shares = []
+    for path in paths:
+        with np.load(path, allow_pickle=False) as file:
+            shares.append({name: file[name] for name in file.files})
+    first = f"{BATCH}0."
+    names = [key.removeprefix(VALUE).removeprefix(first) for key in shares[0] if key.startswith((VALUE, first))]
+    return {name: _joined(shares, name) for name in names}
+
+
+def _joined(shares: list[dict[str, np.ndarray]], name: str) -> list[np.ndarray]:
+    """The samples of one batch after the other, and of each those of one share after the other."""
+    parts = [list(_batches(share, name)) for share in shares]
+    return [part[place] for place in range(len(parts[0])) for part in parts if len(part[place])]
+
+
+def _batches(share: Mapping[str, np.ndarray], name: str) -> Iterator[np.ndarray]:
+    key, start = f"{VALUE}{name}", 0
+    for place, size in enumerate(share[SIZES].tolist()):
+        yield share[key][start : start + size] if key in share else share[f"{BATCH}{place}.{name}"]
+        start += size

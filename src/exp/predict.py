@@ -1,0 +1,68 @@
+"""python -m exp.predict run=DIR input=FILE output=FILE [weights=best] [overrides]: what a trained network says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from exp.errors import exit_status
+from exp.output import outliving_output
+
+HELP = """Predict with the weights that a run saved.
+
+  python -m exp.predict run=outputs/train/2026-01-31/12-00-00 input=new.csv output=answers.csv
+  python -m exp.predict run=DIR input=photos/ output=answers.jsonl
+  python -m exp.predict run=DIR input=arrays.npz output=answers.npz weights=last
+  python -m exp.predict run=DIR input=new.csv output=answers.csv strategy=ddp launch.devices=2
+
+  run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
+  input=PATH       .csv, .parquet, .jsonl, .npz or .npy; of a run on pictures a folder, a picture or a CSV of paths
+  output=FILE      .npz, .csv, .jsonl or .parquet
+  weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
+  security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
+
+The input is prepared as the training data were: standardised, encoded, transformed; classes have the names of training.
+Everything else overrides the run's own command, such as data.batch_size=512."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict, and write the file.
+
+    Returns: 0; 2 for a fault in the command, the config or the input; 1 where the prediction fails.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+        return 0
+    from exp.config.run_arguments import RUN, read_arguments
+    from exp.train import refuse_ranks
+
+    refuse_ranks("exp.predict")
+    keys = {
+        "run": RUN,
+        "input": "a file or a folder of samples",
+        "output": "a file in .npz, .csv, .jsonl or .parquet",
+        "weights": "best, last, or a checkpoint's path",
+    }
+    arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
+    given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
+    # torch comes in here, behind every fault of the command.
+    from exp.saved_runs.prediction import predict
+    from exp.saved_runs.prediction_files import refuse_place, write_predictions
+    from exp.saved_runs.saved_run import load
+
+    refuse_place(output)
+    with outliving_output():
+        run = load(str(arguments.values["run"]), allow=arguments.allow)
+        found = predict(run, given, weights=arguments.values["weights"], overrides=arguments.overrides, is_shown=True)
+        write_predictions(found, output)
+        print(f"{len(found)} samples of {given} predicted: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

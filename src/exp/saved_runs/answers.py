@@ -1,0 +1,95 @@
+"""Read what a network gave as answers: classes with their probabilities, and numbers in the units of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from exp.data.value_names import told_classes, told_scales
+from exp.objectives.objective import Objective, Term
+from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
+
+Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
+CLASSES_LAST = {CrossEntropy: "classes", NLL: "log_classes"}
+CLASSES_SECOND = {nn.CrossEntropyLoss: "classes", nn.NLLLoss: "log_classes"}
+YES_OR_NO = (BCEWithLogits, nn.BCEWithLogitsLoss, nn.BCELoss)
+NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How an output of the network is read.
+
+    target: what it answers. kind: scores of classes, their log probabilities, scores of yes, or numbers.
+    axis: of the classes. names: of the classes in their order; None where nobody has named them.
+    mean, deviation: of the numbers, by which training standardised them.
+    """
+
+    target: str
+    kind: Kind
+    axis: int = -1
+    names: Sequence[str] | None = None
+    mean: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+
+    def answers(self, output: np.ndarray) -> dict[str, np.ndarray]:
+        """What the output says. output: `[N, ...]`.
+
+        Returns: of classes `class`, int64 `[N, ...]`, `probability` of that class and `probabilities`, with the classes
+            last; of yes or no `probability`; of numbers `prediction`.
+        """
+        scores = torch.from_numpy(output).double()
+        if self.kind == "numbers":
+            numbers = output.astype(np.float64)
+            if self.mean is not None and self.deviation is not None:
+                numbers = numbers * self.deviation + self.mean
+            return {"prediction": numbers}
+        if self.kind == "yes_or_no":
+            return {"probability": scores.sigmoid().numpy()}
+        scores = scores.movedim(self.axis, -1)
+        probabilities = scores.softmax(-1) if self.kind == "classes" else scores.exp()
+        best = probabilities.max(-1)
+        return {
+            "class": best.indices.numpy(),
+            "probability": best.values.numpy(),
+            "probabilities": probabilities.numpy(),
+        }
+
+
+def readings_of(
+    objective: Objective, fitted: Mapping[str, Any], *, classes: Sequence[str] | None
+) -> dict[str, Reading]:
+    """How each output is read that a loss compares with a target; by the output's name.
+
+    fitted: what the training part told. classes: their names, as the config has them.
+    """
+    named, scales = told_classes(fitted), told_scales(fitted)
+    found: dict[str, Reading] = {}
+    for term in objective.terms.values():
+        if not isinstance(term, Term) or term.inputs is not None or term.output in found:
+            continue
+        reading = _reading(term, names=named.get(term.target, classes), scale=scales.get(term.target))
+        if reading is not None:
+            found[term.output] = reading
+    return found
+
+
+def _reading(term: Term, *, names: Sequence[str] | None, scale: tuple[np.ndarray, np.ndarray] | None) -> Reading | None:
+    loss, target = term.loss, term.target
+    for kinds, axis in ((CLASSES_LAST, -1), (CLASSES_SECOND, 1)):
+        for kind, word in kinds.items():
+            if isinstance(loss, kind):
+                return Reading(target=target, kind=word, axis=axis, names=names)  # type: ignore[arg-type]  # a Kind
+    if isinstance(loss, nn.BCELoss):
+        return None  # its outputs are probabilities already
+    if isinstance(loss, YES_OR_NO):
+        return Reading(target=target, kind="yes_or_no", names=names)
+    if isinstance(loss, NUMBERS):
+        mean, deviation = (None, None) if scale is None else scale
+        return Reading(target=target, kind="numbers", mean=mean, deviation=deviation)
+    return None

@@ -1,0 +1,166 @@
+"""Predict with the weights of a saved run: its data's preparation, its network and precision, its class names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, open_dict
+from torch import Tensor
+
+from exp.config.freeze import literal
+from exp.config.module_key import brings_data
+from exp.config.targets import resolve
+from exp.construct import build_data, build_objective, plain_config
+from exp.engine.predictions import read_shares
+from exp.errors import ConfigError, Fault, RunError
+from exp.run import fit
+from exp.saved_runs.answers import Reading, readings_of
+from exp.saved_runs.evaluation import evaluation_config
+from exp.saved_runs.run_files import RunFiles
+from exp.types import DataSpec
+
+ARRAYS = "exp.data.unlabelled.UnlabelledArrays"
+# Where a data node names a data set.
+PLACES = ("dataset", "train", "val", "test")
+# What the training data said of themselves, and samples without answers cannot.
+TOLD = ("inputs", "input_shape", "input_dtype", "num_classes", "num_outputs")
+# Of a data node, what is of training.
+OF_TRAINING = ("sampler", "batch_sampler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What the network gave, sample by sample in the order of the input.
+
+    outputs: by name, `[N, ...]`, or a list of N arrays where their lengths differ. files: of pictures; else empty.
+    readings: how outputs are read that a loss compared with a target, by the output's name.
+    """
+
+    outputs: Mapping[str, np.ndarray | list[np.ndarray]]
+    files: Sequence[Path] = ()
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.outputs.values())))
+
+    def answers(self, output: str | None = None) -> dict[str, np.ndarray]:
+        """What an output says: see Reading.answers.
+
+        output: its name; None: the only one that is read.
+        Raises: RunError where there is no such one, or samples differ in length.
+        """
+        names = list(self.readings)
+        name = names[0] if output is None and len(names) == 1 else output
+        if name is None or name not in self.readings:
+            raise RunError(
+                f"output is {name}; expected one that a loss compared: {', '.join(names) or 'there is none'}"
+            )
+        values = self.outputs[name]
+        if isinstance(values, list):
+            raise RunError(f"the samples of {name} differ in length; read each by readings[{name!r}].answers")
+        return self.readings[name].answers(values)
+
+
+def predict(
+    run: RunFiles,
+    given: str | Path | Mapping[str, Any] | Any,
+    *,
+    weights: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    is_shown: bool = False,
+) -> Predictions:
+    """Run the network over samples without answers.
+
+    given: a file or a folder, or arrays `[N, ...]` by the name of the input, or one. They are what a file of the run's
+        own data would hold: columns of a table by name, pictures, arrays as the data set gives them before transforms.
+    weights: as of RunFiles.network. overrides: as of `evaluate`. is_shown: whether a bar shows how far it is.
+    Raises: ConfigError for input that does not fit the run's data; RunError as exp.fit does.
+    """
+    with tempfile.TemporaryDirectory(prefix="exp-predict-") as place:
+        path = Path(given).absolute() if isinstance(given, str | Path) else _saved(given, run, Path(place))
+        checkpoint = run.path_of(weights).absolute()
+        config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
+        unlabelled = _unlabelled(config, run, path)
+        with open_dict(config):
+            told = {key: run.config.data[key] for key in TOLD}
+            config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **told, "test": unlabelled}
+            config.logger, config.trainer.enable_progress_bar = {}, is_shown
+        try:
+            report = fit(config)
+        except ConfigError as error:
+            raise ConfigError([_of_input(fault) for fault in error.faults]) from error
+        if report.status != "completed":
+            raise RunError(f"the prediction is not complete: {report.status}; see {report.directory}")
+        shares = read_shares(Path(report.directory))
+        return _assembled(shares, config, checkpoint, classes=_stated_classes(run))
+
+
+def _saved(given: Any, run: RunFiles, place: Path) -> Path:
+    """Arrays as an .npz file. Raises: RunError for what is none."""
+    names = list(DataSpec.of(run.resolved.plain["data"]).inputs)
+    arrays = given if isinstance(given, Mapping) else {names[0]: given}
+    held = {}
+    for name, value in arrays.items():
+        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        if array.dtype.kind not in "fiubU" or not array.ndim:
+            raise RunError(f"{name} is {type(value).__name__}; expected numbers or words, an array [N, ...]")
+        held[str(name)] = array
+    np.savez(place / "given.npz", **held)  # type: ignore[arg-type]  # its stub takes the arrays for allow_pickle
+    return place / "given.npz"
+
+
+def _unlabelled(config: DictConfig, run: RunFiles, path: Path) -> dict[str, Any]:
+    """The node of the data set that reads the input as the run's own data set reads its files."""
+    data = run.resolved.plain["data"]
+    if brings_data(run.resolved.plain):
+        raise RunError(f"the run's data is {data['_target_']}, loaders of the user's own, which read no other files")
+    node = next(data[name] for name in PLACES if data.get(name) is not None)
+    allow = run.resolved.plain["security"]["allow"]
+    # Whatever the data set is made of: a function of the user's own may make it, too.
+    kind = getattr(resolve(node["_target_"], allow=allow), "unlabelled", ARRAYS)
+    takes = inspect.signature(resolve(kind, allow=())).parameters
+    options = {name: value for name, value in node.items() if name in takes and name not in ("path", "inputs")}
+    if kind == ARRAYS:
+        specs = DataSpec.of(data).inputs
+        options["inputs"] = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in specs.items()}
+        options["is_final"] = not (data.get("transforms") or data.get("batch_transforms"))
+    elif "inputs" in takes and node.get("inputs") is not None:
+        options["inputs"] = node["inputs"]
+    return {"_target_": kind, "path": literal(str(path)), **options}
+
+
+def _stated_classes(run: RunFiles) -> Sequence[str] | None:
+    """The names of the classes that the config has."""
+    nodes = [run.resolved.plain["data"][name] for name in PLACES if run.resolved.plain["data"].get(name) is not None]
+    return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)
+
+
+def _assembled(
+    shares: Mapping[str, list[np.ndarray]], config: DictConfig, checkpoint: Path, *, classes: Sequence[str] | None
+) -> Predictions:
+    plain = plain_config(config)
+    outputs: dict[str, np.ndarray | list[np.ndarray]] = {}
+    for name, batches in shares.items():
+        same = len({batch.shape[1:] for batch in batches}) == 1
+        outputs[name] = np.concatenate(batches) if same else [sample for batch in batches for sample in batch]
+    data = build_data({**plain, "resume": str(checkpoint)})
+    files = getattr(data.part("test"), "files", ())
+    is_own = plain["module"] is not None
+    readings = {} if is_own else readings_of(build_objective(plain), data.fitted, classes=classes)
+    return Predictions(
+        outputs=outputs,
+        files=tuple(files),
+        readings={name: reading for name, reading in readings.items() if name in outputs},
+    )
+
+
+def _of_input(fault: Fault) -> Fault:
+    is_of_input = fault.key.startswith(("data.dataset", "data.test")) or fault.key == "data"
+    return dataclasses.replace(fault, key="input", source=None) if is_of_input else fault

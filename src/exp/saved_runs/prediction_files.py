@@ -1,0 +1,165 @@
+"""Write predictions as a file: .npz of arrays, or a row a sample in .csv, .jsonl, .parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exp.errors import ConfigError, Fault, MissingExtraError, RunError
+from exp.files import replacing, write_whole
+from exp.saved_runs.prediction import Predictions
+
+FORMATS = (".npz", ".csv", ".jsonl", ".parquet")
+
+
+def refuse_place(path: Path) -> None:
+    """Look before the work whether predictions can be written there.
+
+    Raises: ConfigError.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError([Fault(key="output", got=str(path), expected=f"a file in {', '.join(FORMATS)}")])
+    if not path.absolute().parent.is_dir():
+        got, cure = f"{path}, whose folder is not there", f"mkdir -p {path.parent}"
+        raise ConfigError([Fault(key="output", got=got, expected="a file in a folder that is there", cure=cure)])
+    if path.suffix == ".parquet":
+        _pyarrow(path)
+
+
+def write_predictions(predictions: Predictions, path: Path) -> None:
+    """Write them in the place of what stood there.
+
+    .npz has the network's outputs by name, and what they say: `class`, `probability`, `probabilities`, `prediction`,
+    `classes`. The others have a row a sample: `file` of a picture, `class` by name, `probability`, one column
+    `probability_<class>` each; `prediction`, or `prediction_0` and so on; of other outputs their numbers. Where several
+    outputs are read, each of these names begins with the target's, `species.class`.
+
+    Raises: RunError where it cannot be written, or an array has no place in a row.
+    """
+    try:
+        if path.suffix == ".npz":
+            _write_arrays(predictions, path)
+        elif path.suffix == ".jsonl":
+            lines = (json.dumps(row, ensure_ascii=False) for row in _rows(predictions, is_flat=False))
+            write_whole(path, "\n".join(lines) + "\n")
+        elif path.suffix == ".csv":
+            _write_csv(list(_rows(predictions, is_flat=True)), path)
+        else:
+            _write_parquet(list(_rows(predictions, is_flat=True)), path)
+    except OSError as error:
+        raise RunError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def _write_arrays(predictions: Predictions, path: Path) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    for name, values in predictions.outputs.items():
+        if isinstance(values, list):
+            shapes = sorted({str(list(one.shape)) for one in values})
+            raise RunError(f"samples of {name} are of shapes {' and '.join(shapes[:2])}; write them to a .jsonl file")
+        arrays[name] = values
+    for name, reading in predictions.readings.items():
+        start = _start(predictions, name)
+        arrays |= {f"{start}{word}": array for word, array in predictions.answers(name).items()}
+        if reading.names is not None:
+            arrays[f"{start}classes"] = np.array(reading.names)
+    if predictions.files:
+        arrays["file"] = np.array([str(file) for file in predictions.files])
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]  # its stub takes the arrays for allow_pickle
+    with replacing(path) as file:
+        file.write(content.getbuffer())
+
+
+def _rows(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:
+    """A sample after the other. is_flat: whether each value is one number or text."""
+    columns = [
+        _columns(predictions, name, is_flat=is_flat) if name in predictions.readings else _plain(name, values, is_flat)
+        for name, values in predictions.outputs.items()
+    ]
+    for place in range(len(predictions)):
+        row: dict[str, Any] = {"file": str(predictions.files[place])} if predictions.files else {}
+        for several in columns:
+            row |= {name: values[place] for name, values in several.items()}
+        yield row
+
+
+def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[str, Sequence[Any]]:
+    """What an output says, by column."""
+    reading, start = predictions.readings[name], _start(predictions, name)
+    values = predictions.outputs[name]
+    if isinstance(values, list):
+        each = [reading.answers(one[None]) for one in values]
+        answers: Mapping[str, Any] = {word: [found[word][0] for found in each] for word in each[0]}
+    else:
+        answers = reading.answers(values)
+    found: dict[str, Sequence[Any]] = {}
+    for word, held in answers.items():
+        if word == "class":
+            found[f"{start}class"] = [_named(one, reading.names) for one in held]
+        elif word == "probabilities":
+            names = reading.names or [str(number) for number in range(np.shape(held[0])[-1])]
+            split = _split(held, [f"{start}probability_{one}" for one in names]) if np.ndim(held[0]) == 1 else None
+            found |= split or _plain(f"{start}{word}", held, is_flat)
+        else:
+            found |= _plain(f"{start}{word}", held, is_flat)
+    return found
+
+
+def _plain(name: str, values: Any, is_flat: bool) -> Mapping[str, Sequence[Any]]:
+    """An array as a column, or a column a number; in a file of objects as lists."""
+    axes = np.ndim(values[0])
+    if axes == 1 and len({len(one) for one in values}) == 1:
+        width = len(values[0])
+        if width == 1:
+            return {name: [one[0].item() for one in values]}
+        if is_flat:
+            return _split(values, [f"{name}_{number}" for number in range(width)])
+    if axes and is_flat:
+        shape = list(np.shape(values[0]))
+        raise RunError(f"{name} is {shape} of each sample, which has no place in a row; write a .npz or a .jsonl file")
+    return {name: [np.asarray(one).tolist() for one in values]}
+
+
+def _split(values: Any, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+    return {name: [one[number].item() for one in values] for number, name in enumerate(names)}
+
+
+def _named(numbers: np.ndarray, names: Sequence[str] | None) -> Any:
+    if names is None:
+        return np.asarray(numbers).tolist()
+    return np.asarray(names, dtype=object)[numbers] if np.ndim(numbers) == 0 else [names[one] for one in numbers]
+
+
+def _start(predictions: Predictions, name: str) -> str:
+    return "" if len(predictions.readings) == 1 else f"{predictions.readings[name].target}."
+
+
+def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
+
+
+def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    pyarrow, parquet = _pyarrow(path)
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), content)
+    with replacing(path) as file:
+        file.write(content.getbuffer())
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingExtraError(feature=str(path), package="pyarrow", extra="parquet") from error
+    return pyarrow, parquet

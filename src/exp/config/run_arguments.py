@@ -59,8 +59,8 @@ def read_arguments(
         if value == "" or (value is None and key in needed):
             got = "nothing" if value is None else "an empty value"
             near = nearest(key, [key_of(text) for text in others]) if value is None else []
-            cure = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
-            faults.append(_fault(key, got=got, expected=keys[key], cure=cure))
+            advice = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
+            faults.append(_fault(key, got=got, expected=keys[key], cure=advice))
         elif value is not None and key in (words or {}) and value not in (words or {})[key]:
             known = (words or {})[key]
             faults.append(_fault(key, got=value, expected=among(known), cure=did_you_mean(value, known)))

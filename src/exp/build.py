@@ -96,8 +96,8 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(plain, directory, rank=rank)
-    watched = [] if watch is None else [watch]
     pruning = _pruning(plain, directory)
+    predictions = Predictions(directory=directory, share=share) if plain["predict"] else None
     precision = build_run_precision(plain, device_type=placement.accelerator)
     precision.is_whole = plan.own is not None
     trainer = _trainer(
@@ -114,9 +114,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
             *own,
             checkpointing,
             stopping,
-            *([] if pruning is None else [pruning]),
-            *([Predictions(directory=directory, share=share)] if plain["predict"] else []),
-            *watched,
+            *(one for one in (pruning, predictions, watch) if one is not None),
         ],
     )
     precision.represent(module)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, cast
 
 from exp.errors import exit_status
 from exp.output import outliving_output
+
+if TYPE_CHECKING:
+    from exp.saved_runs.evaluation import Evaluated
 
 HELP = """Evaluate the weights that a run saved, on a part of its data, or of other data.
 
   python -m exp.evaluate run=outputs/train/2026-01-31/12-00-00
   python -m exp.evaluate run=DIR weights=last stage=val
-  python -m exp.evaluate run=DIR data=csv data.dataset.path=new.csv data.dataset.target=kind
+  python -m exp.evaluate run=DIR data.dataset.path=new.csv stage=all
   python -m exp.evaluate run=DIR strategy=ddp launch.devices=2
 
   run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
   weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
-  stage=WORD       test (the default) or val
+  stage=WORD       test (the default), val, or all: the whole data set, as of data that training never saw
   security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
 
 Everything else overrides the run's own command. Metrics are printed, and kept in outputs/<name>/evaluations/."""
-STAGES = ("test", "val")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,17 +43,16 @@ def _command(argv: Sequence[str]) -> int:
     from exp.train import refuse_ranks
 
     refuse_ranks("exp.evaluate")
-    keys = {"run": RUN, "weights": "best, last, or a checkpoint's path", "stage": "test or val"}
-    arguments = read_arguments(argv, keys=keys, words={"stage": STAGES})
+    keys = {"run": RUN, "weights": "best, last, or a checkpoint's path", "stage": "test, val or all"}
+    arguments = read_arguments(argv, keys=keys, words={"stage": ("test", "val", "all")})
     # torch comes in here, behind every fault of the command.
     from exp.run_report import print_report
-    from exp.saved_runs.evaluation import evaluate
     from exp.saved_runs.saved_run import load
 
     with outliving_output():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
-        stage: Literal["val", "test"] = "val" if arguments.values["stage"] == "val" else "test"
-        report = evaluate(run, stage=stage, weights=arguments.values["weights"], overrides=arguments.overrides)
+        stage = cast("Evaluated", arguments.values["stage"] or "test")
+        report = run.evaluate(stage=stage, weights=arguments.values["weights"], overrides=arguments.overrides)
         print_report(report)
     return 0 if report.status == "completed" else 1
 

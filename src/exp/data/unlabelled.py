@@ -344,9 +344,9 @@ def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool,
 
 def _shaped(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
     """As samples of the shape; rows of numbers are brought to it."""
-    is_known = None not in shape
-    if is_known and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(map(int, shape)):  # type: ignore[arg-type]  # none is None
-        return array.reshape(len(array), *shape)
+    known = [size for size in shape if size is not None]
+    if len(known) == len(shape) and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(known):
+        return array.reshape(len(array), *known)
     fits = len(array.shape[1:]) == len(shape) and all(
         size in (None, length) for size, length in zip(shape, array.shape[1:], strict=True)
     )

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from exp.data.randomness import reseed
@@ -77,6 +78,8 @@ class OwnModule:
         self.batches_seen = self.losses_seen = 0
         self._put_around("_on_before_batch_transfer", self._before_batch_transfer)
         self._put_around("training_step", self._training_step)
+        if not is_overridden("predict_step", network, LightningModule):
+            self._put_around("predict_step", self._predict_step)
         self._put_around("manual_backward", self._manual_backward)
         self._put_around("configure_gradient_clipping", self._configure_gradient_clipping)
         self._put_around("configure_optimizers", self._configure_optimizers)
@@ -160,6 +163,11 @@ class OwnModule:
         output = self._weighed(output)
         self.last = StepResult(_loss_of(output), {})
         return output
+
+    def _predict_step(self, inner: Callable[..., Any], batch: Any, *arguments: Any, **named: Any) -> Any:
+        """Lightning's own calls forward with the batch; of a single input that is the tensor."""
+        data = next(iter(batch.values())) if isinstance(batch, Mapping) and len(batch) == 1 else batch
+        return inner(data, *arguments, **named)
 
     def _weighed(self, output: Any) -> Any:
         """The loss of a share that has fewer samples than its part of a batch, so that the ranks' mean is right."""

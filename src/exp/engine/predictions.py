@@ -7,7 +7,6 @@ where its shape differs from batch to batch. Ranks that hold parts of one model 
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from exp.data.arrays import archive_of
 from exp.errors import RunError
-from exp.files import replacing
+from exp.files import write_whole
 from exp.nested import named_parts, tensors_in
 from exp.types import Batch
 
@@ -67,12 +67,9 @@ class Predictions(Callback):
                 held[f"{VALUE}{name}"] = np.concatenate(arrays)
             else:
                 held |= {f"{BATCH}{place}.{name}": array for place, array in enumerate(arrays)}
-        content = io.BytesIO()
-        np.savez(content, **held)  # type: ignore[arg-type]  # its stub takes the arrays for allow_pickle
         try:
             self.directory.mkdir(exist_ok=True)
-            with replacing(self.directory / f"{self.share}.npz") as file:
-                file.write(content.getbuffer())
+            write_whole(self.directory / f"{self.share}.npz", archive_of(held))
         except OSError as error:
             raise RunError(f"{error.filename or self.directory}: {error.strerror or error}") from error
 

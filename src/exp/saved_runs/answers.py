@@ -15,9 +15,14 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
 Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
-CLASSES_LAST = {CrossEntropy: "classes", NLL: "log_classes"}
-CLASSES_SECOND = {nn.CrossEntropyLoss: "classes", nn.NLLLoss: "log_classes"}
-YES_OR_NO = (BCEWithLogits, nn.BCEWithLogitsLoss, nn.BCELoss)
+# Losses of classes: what their outputs are, and the axis of the classes.
+CLASSES: Sequence[tuple[type[nn.Module], Kind, int]] = (
+    (CrossEntropy, "classes", -1),
+    (NLL, "log_classes", -1),
+    (nn.CrossEntropyLoss, "classes", 1),
+    (nn.NLLLoss, "log_classes", 1),
+)
+YES_OR_NO = (BCEWithLogits, nn.BCEWithLogitsLoss)
 NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -81,12 +86,9 @@ def readings_of(
 
 def _reading(term: Term, *, names: Sequence[str] | None, scale: tuple[np.ndarray, np.ndarray] | None) -> Reading | None:
     loss, target = term.loss, term.target
-    for kinds, axis in ((CLASSES_LAST, -1), (CLASSES_SECOND, 1)):
-        for kind, word in kinds.items():
-            if isinstance(loss, kind):
-                return Reading(target=target, kind=word, axis=axis, names=names)  # type: ignore[arg-type]  # a Kind
-    if isinstance(loss, nn.BCELoss):
-        return None  # its outputs are probabilities already
+    for kind, word, axis in CLASSES:
+        if isinstance(loss, kind):
+            return Reading(target=target, kind=word, axis=axis, names=names)
     if isinstance(loss, YES_OR_NO):
         return Reading(target=target, kind="yes_or_no", names=names)
     if isinstance(loss, NUMBERS):

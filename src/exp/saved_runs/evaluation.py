@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,13 +18,16 @@ from exp.run import fit
 from exp.run_report import Report
 from exp.saved_runs.run_files import RunFiles
 
-Evaluated = Literal["val", "test"]
+Evaluated = Literal["test", "val", "all"]
+STAGES: tuple[Evaluated, ...] = ("test", "val", "all")
+# Of a data set that is divided: all of it is the test part.
+WHOLE = {"train": 0, "val": 0, "test": 1.0}
 # What is done with weights that are there: the key that asks for it.
 Asked = Literal["test", "validate", "predict"]
 WAYS: tuple[Asked, ...] = ("test", "validate", "predict")
 PLACE = "evaluations"
-# What such a run decides itself, and what acts on training alone.
-OWN = ("train", *WAYS, "resume", "weights", "callbacks", "monitor", "mode", "sweep", "from_run")
+# What such a run decides itself.
+OWN = ("train", *WAYS, "resume", "weights", "monitor", "mode", "sweep", "from_run")
 
 
 def evaluate(
@@ -31,16 +35,25 @@ def evaluate(
 ) -> Report:
     """Evaluate a checkpoint of a run in a run directory of its own, outputs/<name>/evaluations/<date>/<time>.
 
-    stage: the part of the data. weights: as of RunFiles.network.
+    stage: the part of the data; all is the whole data set, such as one that training never saw, as if it were the test
+        part. weights: as of RunFiles.network.
     overrides: of the run's command, such as data.batch_size=7 data=digits strategy=ddp. Without any, the frozen config
         alone is read, and no YAML.
     Returns: a report whose metrics are those of the stage, `accuracy/test`.
     Raises: ConfigError, RunError as exp.fit does; RunError where the data has no such part.
     """
-    asked: Asked = "test" if stage == "test" else "validate"
-    report = fit(evaluation_config(run, overrides, checkpoint=run.path_of(weights).absolute(), asked=asked))
-    if not any(stage in tag.split("/") for tag in report.metrics) and report.status == "completed":
-        raise RunError(f"nothing was evaluated: the run's data, or its module, has no {stage} part")
+    asked: Asked = "validate" if stage == "val" else "test"
+    config = evaluation_config(run, overrides, checkpoint=run.path_of(weights).absolute(), asked=asked)
+    if stage == "all":
+        if config.data.get("dataset") is None:
+            expected = "test or val, for data with a data set of its own for each part"
+            raise ConfigError([Fault(key="stage", got="all", expected=expected)])
+        with open_dict(config):
+            config.data.parts = WHOLE
+    report = fit(config)
+    wanted = "val" if stage == "val" else "test"
+    if report.status == "completed" and not any(wanted in re.split("[/_]", tag) for tag in report.metrics):
+        raise RunError(f"nothing was evaluated: the run's data, or its module, has no {wanted} part")
     return report
 
 
@@ -65,7 +78,7 @@ def evaluation_config(
         for key in WAYS:
             config[key] = key == asked
         config.resume, config.weights["from"] = literal(str(checkpoint)), None
-        config.callbacks, config.runtime.autoresume = {}, False
+        config.runtime.autoresume = False
         config.sweep.trial = None
         layers = list(config[COMPOSITION].layers) if COMPOSITION in config else []
         record = {

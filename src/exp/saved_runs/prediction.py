@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from exp.config.freeze import literal
 from exp.config.module_key import brings_data
 from exp.config.targets import resolve
 from exp.construct import build_data, build_objective, plain_config
+from exp.data.arrays import archive_of
+from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import read_shares
 from exp.errors import ConfigError, Fault, RunError
 from exp.run import fit
@@ -83,23 +86,33 @@ def predict(
     weights: as of RunFiles.network. overrides: as of `evaluate`. is_shown: whether a bar shows how far it is.
     Raises: ConfigError for input that does not fit the run's data; RunError as exp.fit does.
     """
-    with tempfile.TemporaryDirectory(prefix="exp-predict-") as place:
-        path = Path(given).absolute() if isinstance(given, str | Path) else _saved(given, run, Path(place))
+    # Not tempfile.TemporaryDirectory: a process forked from this one would take it away at its own end.
+    place = Path(tempfile.mkdtemp(prefix="exp-predict-"))
+    try:
+        path = Path(given).absolute() if isinstance(given, str | Path) else _saved(given, run, place)
         checkpoint = run.path_of(weights).absolute()
-        config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
-        unlabelled = _unlabelled(config, run, path)
-        with open_dict(config):
-            told = {key: run.config.data[key] for key in TOLD}
-            config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **told, "test": unlabelled}
-            config.logger, config.trainer.enable_progress_bar = {}, is_shown
+        config = _predicting(run, path, checkpoint=checkpoint, overrides=overrides, place=place)
+        config.trainer.enable_progress_bar = is_shown
         try:
             report = fit(config)
         except ConfigError as error:
             raise ConfigError([_of_input(fault) for fault in error.faults]) from error
         if report.status != "completed":
-            raise RunError(f"the prediction is not complete: {report.status}; see {report.directory}")
-        shares = read_shares(Path(report.directory))
-        return _assembled(shares, config, checkpoint, classes=_stated_classes(run))
+            raise RunError(f"the prediction is not complete: it {report.status}")
+        return _assembled(read_shares(Path(report.directory)), config, checkpoint, classes=_stated_classes(run))
+    finally:
+        shutil.rmtree(place)
+
+
+def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Sequence[str], place: Path) -> DictConfig:
+    """The config of a run that predicts what is at a path, and logs nothing."""
+    config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
+    told = {key: run.config.data[key] for key in TOLD}
+    unlabelled = _unlabelled(run, path)
+    with open_dict(config):
+        config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **told, "test": unlabelled}
+        config.logger = {}
+    return config
 
 
 def _saved(given: Any, run: RunFiles, place: Path) -> Path:
@@ -112,11 +125,11 @@ def _saved(given: Any, run: RunFiles, place: Path) -> Path:
         if array.dtype.kind not in "fiubU" or not array.ndim:
             raise RunError(f"{name} is {type(value).__name__}; expected numbers or words, an array [N, ...]")
         held[str(name)] = array
-    np.savez(place / "given.npz", **held)  # type: ignore[arg-type]  # its stub takes the arrays for allow_pickle
+    (place / "given.npz").write_bytes(archive_of(held))
     return place / "given.npz"
 
 
-def _unlabelled(config: DictConfig, run: RunFiles, path: Path) -> dict[str, Any]:
+def _unlabelled(run: RunFiles, path: Path) -> dict[str, Any]:
     """The node of the data set that reads the input as the run's own data set reads its files."""
     data = run.resolved.plain["data"]
     if brings_data(run.resolved.plain):
@@ -153,7 +166,7 @@ def _assembled(
     data = build_data({**plain, "resume": str(checkpoint)})
     files = getattr(data.part("test"), "files", ())
     is_own = plain["module"] is not None
-    readings = {} if is_own else readings_of(build_objective(plain), data.fitted, classes=classes)
+    readings = {} if is_own else readings_of(build_objective(plain), fitted_in(checkpoint) or {}, classes=classes)
     return Predictions(
         outputs=outputs,
         files=tuple(files),

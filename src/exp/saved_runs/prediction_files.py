@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from exp.data.arrays import archive_of
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError
-from exp.files import replacing, write_whole
+from exp.files import write_whole
 from exp.saved_runs.prediction import Predictions
 
 FORMATS = (".npz", ".csv", ".jsonl", ".parquet")
@@ -70,10 +71,7 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
             arrays[f"{start}classes"] = np.array(reading.names)
     if predictions.files:
         arrays["file"] = np.array([str(file) for file in predictions.files])
-    content = io.BytesIO()
-    np.savez(content, **arrays)  # type: ignore[arg-type]  # its stub takes the arrays for allow_pickle
-    with replacing(path) as file:
-        file.write(content.getbuffer())
+    write_whole(path, archive_of(arrays))
 
 
 def _rows(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:
@@ -152,8 +150,7 @@ def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyarrow, parquet = _pyarrow(path)
     content = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), content)
-    with replacing(path) as file:
-        file.write(content.getbuffer())
+    write_whole(path, content.getvalue())
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:

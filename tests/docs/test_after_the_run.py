@@ -1,0 +1,47 @@
+"""docs/after-the-run.md to the letter: its commands and its Python, in a folder where its run has been made."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exp.evaluate import main as evaluate
+from exp.predict import main as predict
+from exp.train import main as train
+
+PAGE = (Path(__file__).parents[2] / "docs" / "after-the-run.md").read_text("utf-8")
+COMMAND = re.compile(r"^    python -m exp\.(\w+) (.+)$", re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {"train": train, "evaluate": evaluate, "predict": predict}
+QUIET = "trainer.enable_progress_bar=false"
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands) -> None:
+    monkeypatch.chdir(tmp_path)
+    draws = np.random.default_rng(0)
+    for name, count in (("pets.csv", 60), ("new.csv", 9)):
+        rows = [f"{3.0 * place + draws.normal():.3f},{('cat', 'dog')[place]}" for place in draws.integers(0, 2, count)]
+        Path(name).write_text("\n".join(["height,kind", *rows]) + "\n")
+    pets = ["data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "hydra.run.dir=outputs/pets", QUIET]
+    assert train([*pets, "trainer.max_epochs=1"]) == 0
+    np.savez("new.npz", input=draws.random((5, 1, 8, 8), dtype=np.float32))
+    done = COMMAND.findall(PAGE)
+    assert len(done) == 9
+    for program, line in done:
+        words = [*shlex.split(line), *([QUIET] if program == "train" else [])]
+        if "strategy=ddp" in words:
+            ended = commands.run(*words, module=f"exp.{program}")
+            assert ended.returncode == 0, ended.stderr
+        else:
+            assert PROGRAMS[program](words) == 0
+    for name in ("answers.csv", "answers.npz", "answers.jsonl", "history.csv"):
+        assert name.startswith("history") or Path(name).is_file()
+    names: dict[str, object] = {}
+    for block in PYTHON.findall(PAGE):
+        exec(compile(block, "after-the-run.md", "exec"), names)
+    assert Path("history.csv").read_text().startswith("step,")
+    assert names["found"].outputs["output"].shape == (8, 10)

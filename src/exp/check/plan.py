@@ -261,7 +261,13 @@ class Plan:
         seen, notes = self.shapes, [*self.resolved.notes, *self.shapes.notes, *self.resuming.notes]
         if seen.network is not None:
             notes += training_notes(
-                self.plain, network=seen.network, traces=seen.traces, objective=self.objective, phases=self.phases
+                self.plain,
+                network=seen.network,
+                traces=seen.traces,
+                objective=self.objective,
+                phases=self.phases,
+                placement=self.placement,
+                place=self._place,
             )
         source = self.plain["weights"]["from"]
         if self.weights is not None:
@@ -269,6 +275,11 @@ class Plan:
         elif source is not None and self.plain["resume"] is not None:
             notes.append(f"weights.from={source} is not read: the run goes on from {self.plain['resume']}")
         return tuple(notes)
+
+    def _place(self, key: str, at: tuple[int, int] | None) -> str | None:
+        """The file and line of a key; of a program at it those of a place in its text."""
+        (found,) = located(self.resolved.config, [Fault(key=key, got="", expected="", at=at)])
+        return found.source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ POOLS = {
     **{f"{kind}Pool{axes}d": axes for kind in ("Max", "Avg", "LP", "AdaptiveAvg", "AdaptiveMax") for axes in (1, 2, 3)},
     **{f"FractionalMaxPool{axes}d": axes for axes in (2, 3)},
 }
+# Of torch's encoder and decoder layers, whose own parameter for their width is d_model.
+ATTENTIONS = ("self_attn", "multihead_attn")
 AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
 DIMS = re.compile(r"Dimension out of range \(expected to be in range of (\[-?\d+, -?\d+\]), but got (-?\d+)\)")
 # What torch says of arguments that a call lacks.
@@ -89,11 +91,14 @@ def layer_fault(error: BaseException, key: str, call: Call, refused: Refused | N
     demand = _dtype_demand(module, call, error) or _input_demand(module, call) or _size_demand(module, call)
     message = "" if demand is not None else f": {_first_line(error)}{own_place(error)}"
     demand = demand or _named_demand(module, error, call, refused)
+    cure = demand.cure
+    if cure is not None and key.rpartition(".")[2] in ATTENTIONS:
+        cure = cure.replace("embed_dim", "d_model")
     return Fault(
         key=key,
         got=f"{name} is given {given}{message}",
         expected=demand.expected,
-        cure=demand.cure,
+        cure=cure,
         origins=_origins(key, module, demand.parameters),
     )
 
@@ -147,7 +152,7 @@ def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand
     expected = f"{_name(wanted)}, as its parameters are"
     shape = _input_demand(module, call, judged=False)
     if shape is not None:
-        expected = f"{shape.expected} of {expected}"
+        expected = f"{shape.expected}, of {expected}"
     if not other.is_floating_point and not other.is_complex:
         cure = "Put a torch.nn.Embedding before it, or give it x.float() in a forward program"
     elif wanted is torch.float32:
@@ -467,13 +472,8 @@ def _named_demand(module: nn.Module, error: BaseException, call: Call, refused: 
         sides = list(value.shape[-_axes_of(module) or -1 :]) if isinstance(value, Tensor) else []
         most = f", {_one_or_all(sides)}" if sides else ""
         return Demand(expected=f"a padding smaller than the input's sides{most}", parameters=("padding",))
-    expected = _operands(refused) if refused is not None and _is_own(module) else None
+    expected = None if refused is None else _operands(refused)
     return Demand(expected=expected or "an input that it takes", parameters=tuple(names))
-
-
-def _is_own(module: nn.Module) -> bool:
-    """Whether a layer is of the user's own, whose operations say what it takes."""
-    return not type(module).__module__.startswith(("torch.", "exp."))
 
 
 def operation_fault(error: BaseException, key: str, refused: Refused | None = None) -> Fault | None:

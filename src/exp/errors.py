@@ -28,16 +28,24 @@ REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OS
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One mistake in a config: the key, what is there, what must be, the cure, and where it was written."""
+    """One mistake in a config: the key, what is there, what must be, the cure, and where it was written.
+
+    source: the file with its line, or the command line.
+    origins: keys whose place is the source, where it is another than that of `key`: of these the first that is set.
+    at: line and column, from 1, within the text at `key`, a forward program; None once they are part of the source.
+    """
 
     key: str
     got: str
     expected: str
     cure: str | None = None
     source: str | None = None
+    origins: tuple[str, ...] = ()
+    at: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        line = f"{self.key}: {self.got}; expected {self.expected}"
+        place = f"line {self.at[0]}, column {self.at[1]}: " if self.at else ""
+        line = f"{self.key}: {place}{self.got}; expected {self.expected}"
         if self.cure:
             line += f". {self.cure}"
         return f"{line}  [{self.source}]" if self.source else line
@@ -70,7 +78,8 @@ def refusal(
         guilty = others or _named(said(error), [] if top == "exp" and len(make.keywords) == 1 else make.keywords)
         if guilty is not None:
             told = f"{show(make.keywords[guilty])}, and {got}"
-            return Fault(key=f"{key}.{guilty}", got=told, expected="a value that it accepts")
+            cure = _cure_of_divisor(make, guilty) if "divisible" in said(error) else None
+            return Fault(key=f"{key}.{guilty}", got=told, expected="a value that it accepts", cure=cure)
     return Fault(key=key, got=got, expected="values that it accepts")
 
 
@@ -78,6 +87,20 @@ def shortened(message: str, *, most: int = 400) -> str:
     """A message in one line, cut where a library says more than anybody reads."""
     line = " ".join(message.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def _cure_of_divisor(make: functools.partial[Any], name: str) -> str | None:
+    """The nearest number with which a call succeeds that refuses another one for what it does not divide."""
+    value = make.keywords[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    for other in sorted(range(max(1, value - 16), value + 17), key=lambda one: (abs(one - value), one)):
+        try:
+            make.func(*make.args, **{**make.keywords, name: other})
+        except REFUSALS:
+            continue
+        return f"Write {name}: {other}"
+    return None
 
 
 def guilty_parameter(
@@ -222,6 +245,13 @@ def own_frames(error: BaseException) -> str:
         error = error.__cause__  # Python's "generator raised StopIteration" shows no frame of what raised it
     frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.format_list([frame for frame in frames if _is_own(frame.filename)])).rstrip()
+
+
+def own_place(error: BaseException) -> str:
+    """Where in the user's own code an exception was raised, ` (nets.py, line 12)`; empty where it was not there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    files = [frame for frame in frames if os.path.isfile(frame.filename)]
+    return f" ({os.path.basename(files[-1].filename)}, line {files[-1].lineno})" if files else ""
 
 
 def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:

@@ -216,7 +216,7 @@ class TestSources:
 
     def test_a_file_of_ones_own_over_exps(self, empty):
         write(empty / "conf/experiment/mine.yaml", "# @package _global_\n# Mine\noptimizer: {lr: fast}\n")
-        assert self.fault(["experiment=mine"], "optimizer.lr").source == "conf/experiment/mine.yaml"
+        assert self.fault(["experiment=mine"], "optimizer.lr").source == "conf/experiment/mine.yaml, line 3"
 
     def test_a_parameter_that_is_missing_is_where_its_node_is(self, empty):
         write(empty / "conf/model/mine.yaml", """
@@ -225,7 +225,7 @@ class TestSources:
             layers: {hidden: {_target_: torch.nn.Linear}}
             """)  # fmt: skip
         fault = self.fault(["model=mine"], "model.layers.hidden.out_features")
-        assert (fault.got, fault.source) == ("nothing", "conf/model/mine.yaml")
+        assert (fault.got, fault.source) == ("nothing", "conf/model/mine.yaml, line 3")
 
     def test_a_program_has_line_and_column(self, empty):
         write(empty / "conf/model/mine.yaml", """

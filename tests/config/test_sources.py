@@ -37,19 +37,19 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def test_the_last_file_that_set_a_key_is_named():
     config = exp.compose(["experiment=e", "optimizer.lr=0.5", "+optimizer.extra={a: {b: 1}}"])
-    assert source_of(config, "model.layers.hidden._target_") == "conf/model/programmed.yaml"
-    assert source_of(config, "model.layers.hidden.out_features") == "conf/experiment/e.yaml"
-    assert source_of(config, "model.layers.sizes[1]") == "conf/model/programmed.yaml"
-    assert source_of(config, "seed") == "conf/experiment/e.yaml"
+    assert source_of(config, "model.layers.hidden._target_") == "conf/model/programmed.yaml, line 4"
+    assert source_of(config, "model.layers.hidden.out_features") == "conf/experiment/e.yaml, line 8"
+    assert source_of(config, "model.layers.sizes[1]") == "conf/model/programmed.yaml, line 5"
+    assert source_of(config, "seed") == "conf/experiment/e.yaml, line 5"
     assert source_of(config, "optimizer.lr") == "command line"
     assert source_of(config, "optimizer.extra.a.b") == "command line"
-    assert source_of(config, "optimizer._target_").endswith("conf/optimizer/adamw.yaml")
-    assert source_of(config, "name").endswith("conf/train.yaml")
+    assert source_of(config, "optimizer._target_").endswith("conf/optimizer/adamw.yaml, line 2")
+    assert "conf/train.yaml, line " in source_of(config, "name")
 
 
 def test_of_a_key_that_nobody_set_the_nearest_part_counts():
     config = exp.compose(["model=programmed"])
-    assert source_of(config, "model.layers.hidden.in_features") == "conf/model/programmed.yaml"
+    assert source_of(config, "model.layers.hidden.in_features") == "conf/model/programmed.yaml, line 4"
     assert source_of(config, "nothing.like.this") is None
 
 

@@ -51,7 +51,7 @@ def test_gpt_fits_text_and_not_images(build_model: Callable) -> None:
     (fault,) = examine(lambda: build_model("gpt", spec=TEXT, device="meta"), objective=CLASSES).faults
     assert str(fault) == (
         "model.layers.tokens: Embedding is given [B, 1, 8, 8] float32; "
-        "expected whole numbers (int64), such as classes or characters"
+        "expected whole numbers (int64), such as classes or characters. Give int64, of the data set or as x.long()"
     )
 
 
@@ -89,15 +89,17 @@ WRONG = [
     (
         ("sequential", "model.layers.hidden2.in_features=9"),
         "model.layers.hidden2: Linear is given [B, 256] float32; expected floats [B, ..., 9]. "
-        "Leave in_features out: it is inferred from the data",
+        "Write in_features: 256, or leave it out: it is inferred from the data",
     ),
     (
         ("transformer", "model.layers.blocks.layer.layers.key.in_features=9"),
         "model.layers.blocks.layer.layers.key: Linear is given [B, 8, 64] float32; expected floats [B, ..., 9]",
     ),
-    (("transformer", "model.constants.heads=7"), "model.layers.blocks.layer.forward: line 2, `q, k, v = "),
+    (("transformer", "model.constants.heads=7"),
+     "model.layers.blocks.layer.forward: line 2, column 12: `part(y).unflatten(2, [heads, -1])`: unflatten is given "
+     ),
     (("rnn", "model.layers.recurrent.input_size=7"), "GRU is given [B, 8, 8] float32; expected floats [B, T, 7]"),
-    (("lenet", "model.layers.pool2.kernel_size=9"), "model.layers.pool2: MaxPool2d is given [B, 16, 4, 4] float32: "),
+    (("lenet", "model.layers.pool2.kernel_size=9"), "model.layers.pool2: MaxPool2d is given [B, 16, 4, 4] float32; "),
     (("resnet", "model.layers.down.in_channels=4"), "model.layers.down: Conv2d is given [B, 16, 8, 8] float32; "),
     (("resnet", "model.layers.norm.num_features=4"), "model.layers.norm: BatchNorm2d is given [B, 32, 4, 4] float32"),
     (("mlp", "model.layers.blocks.layer.layers.norm.normalized_shape=4"), "expected floats [B, ..., 4]"),
@@ -180,11 +182,12 @@ def test_what_cannot_be_decided_is_a_note_and_no_fault() -> None:
     assert "were not checked" in found.notes[0]
 
 
-def test_a_users_own_network_is_named_by_its_own_path() -> None:
+def test_a_users_own_network_is_named_by_its_own_path_and_line() -> None:
     (fault,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES).faults
-    assert (
-        str(fault)
-        == "model.1: OwnError is given [B, 64] float32: only squares, please; expected an input that it takes"
+    line = OwnError.forward.__code__.co_firstlineno + 1
+    assert str(fault) == (
+        f"model.1: OwnError is given [B, 64] float32: only squares, please (test_shapes.py, line {line}); "
+        "expected an input that it takes"
     )
     (fault,) = examine(Catches, objective=CLASSES).faults
     assert fault.key == "model.head.out_features"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from exp.check.input_faults import described
 from exp.check.metric_faults import fit_faults
-from exp.check.shapes import described, objectives_by_forward
+from exp.check.shapes import objectives_by_forward
 from exp.config.slots import nodes_in
 from exp.data.data import Data
 from exp.data.entries import inputs_in

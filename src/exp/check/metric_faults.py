@@ -18,7 +18,7 @@ from torchmetrics import classification as classes
 from torchmetrics.wrappers import ClasswiseWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from exp.check.shapes import described
+from exp.check.input_faults import described
 from exp.data.randomness import preserve_generators
 from exp.errors import REFUSALS, Fault, RunError, one_line
 from exp.nested import named_parts

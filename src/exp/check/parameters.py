@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig
-
 from exp.check.foreign import missing_package
 from exp.check.kinds import worded
 from exp.check.signature import Parameter, Signature, signature_of
@@ -26,7 +24,6 @@ from exp.config.slots import (
     slot_of,
     trains_itself,
 )
-from exp.config.sources import position_of
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, nearest
@@ -279,23 +276,17 @@ def _words(parameter: Parameter) -> str:
     return worded(parameter.annotation, parameter.default)
 
 
-def program_faults(config: DictConfig, plain: dict[str, Any]) -> list[Fault]:
+def program_faults(plain: dict[str, Any]) -> list[Fault]:
     """The faults of every `forward` and every entry of `programs` that stands beside `layers`."""
-    return [fault for key, node in nodes_in(plain.get("model"), "model") for fault in _faults(config, key, node)]
+    return [fault for key, node in nodes_in(plain.get("model"), "model") for fault in _faults(key, node)]
 
 
-def program_fault(config: DictConfig, key: str, error: Any) -> Fault:
-    """A ProgramError of the program at a key as a fault of the config, placed in the YAML file that holds it."""
-    position = position_of(config, key)
-    source = None
-    if position is not None:
-        line, column = position.line + error.line - 1, position.column + error.column - 1
-        source = f"{position.file}, line {line}, column {column}"
-    got = error.message if source else f"line {error.line}, column {error.column}: {error.message}"
-    return Fault(key=key, got=got, expected=error.expected, source=source)
+def program_fault(key: str, error: Any) -> Fault:
+    """A ProgramError of the program at a key as a fault of the config."""
+    return Fault(key=key, got=error.message, expected=error.expected, at=(error.line, error.column))
 
 
-def _faults(config: DictConfig, key: str, node: dict[str, Any]) -> Iterator[Fault]:
+def _faults(key: str, node: dict[str, Any]) -> Iterator[Fault]:
     layers = node.get("layers")
     if not isinstance(layers, dict):
         return
@@ -309,9 +300,9 @@ def _faults(config: DictConfig, key: str, node: dict[str, Any]) -> Iterator[Faul
     offers = _offers(node)
     if isinstance(node.get("forward"), str):
         used = layers_used(texts.values(), names)
-        yield from _fault(config, f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
+        yield from _fault(f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
     for name, text in texts.items():
-        yield from _fault(config, f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
+        yield from _fault(f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
 
 
 def _offers(node: dict[str, Any]) -> dict[str, Any]:
@@ -326,11 +317,11 @@ def _offers(node: dict[str, Any]) -> dict[str, Any]:
     return offers
 
 
-def _fault(config: DictConfig, key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[Fault]:
+def _fault(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[Fault]:
     from exp.models.program import parse
     from exp.models.syntax import ProgramError
 
     try:
         parse(text, layers, **offers)
     except ProgramError as error:
-        yield program_fault(config, key, error)
+        yield program_fault(key, error)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from exp.data.data import Data
     from exp.hooks.hook import Hook
     from exp.models.flop_count import FlopCount
+    from exp.models.forward_trace import Arithmetic
     from exp.models.weights import Matching
     from exp.objectives.measures import Measure
     from exp.objectives.objective import Objective
@@ -260,7 +261,13 @@ class Plan:
         seen, notes = self.shapes, [*self.resolved.notes, *self.shapes.notes, *self.resuming.notes]
         if seen.network is not None:
             notes += training_notes(
-                self.plain, network=seen.network, traces=seen.traces, objective=self.objective, phases=self.phases
+                self.plain,
+                network=seen.network,
+                traces=seen.traces,
+                objective=self.objective,
+                phases=self.phases,
+                placement=self.placement,
+                place=self._place,
             )
         source = self.plain["weights"]["from"]
         if self.weights is not None:
@@ -268,6 +275,11 @@ class Plan:
         elif source is not None and self.plain["resume"] is not None:
             notes.append(f"weights.from={source} is not read: the run goes on from {self.plain['resume']}")
         return tuple(notes)
+
+    def _place(self, key: str, at: tuple[int, int] | None) -> str | None:
+        """The file and line of a key; of a program at it those of a place in its text."""
+        (found,) = located(self.resolved.config, [Fault(key=key, got="", expected="", at=at)])
+        return found.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -548,8 +560,8 @@ class _Findings:
         seen = self.decided.shapes if has_phases else _examine_shapes(self.decided, ())
         # A network that does not fit what the config says of its data may fit the data.
         declared = compare_with_data(self.decided)[0] if seen.faults else []
-        # What metrics refuse may be the network's fault.
-        declared = [fault for fault in declared if not fault.key.startswith("metrics.")]
+        # What metrics and losses refuse may be the network's fault.
+        declared = [fault for fault in declared if fault.key.startswith("data.")]
         self.faults += declared or seen.faults
         if not seen.faults and seen.network is not None:
             self._look_at_the_parts(known, objective, seen, seen.network)
@@ -601,7 +613,7 @@ class _Findings:
     ) -> None:
         from exp.check.metric_faults import call_faults
         from exp.check.runtime_switches import switch_faults
-        from exp.check.shapes import double_backward_faults, double_faults, objectives_by_forward, term_faults
+        from exp.check.shapes import double_backward_faults, objectives_by_forward, term_faults
         from exp.construct import build_freezing
         from exp.engine.unfreezing import unfreezing_faults
         from exp.precision.keep import keep_faults
@@ -615,9 +627,6 @@ class _Findings:
             self.faults += keep_faults(network, precision["keep"], otherwise=word.parameters)
             self.faults += [fault for optimizer in made for fault in word.optimizer_faults(optimizer)]
             self.faults += term_faults(objective, network, self.decided.spec, word=precision["word"])
-            has_double = any(one.dtype == "float64" for one in self.decided.spec.inputs.values())
-            if has_double and word.parameters is None and not precision["keep"]:
-                self.faults += double_faults(seen.traces.values())
         self.faults += call_faults(self.decided.metrics.values())
         phases = () if _touched(known, OPTIMIZATION_KEYS) else self.decided.phases
         for forward, part in objectives_by_forward(phases, objective).items():
@@ -879,7 +888,7 @@ def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExaminatio
             return build_unsized_network(decided.plain, device="meta")
         except ProgramError as error:
             key = error.key or "model.forward"
-            raise ConfigError([program_fault(decided.resolved.config, key, error)]) from error
+            raise ConfigError([program_fault(key, error)]) from error
 
     return examine_shapes(
         network_factory=network,
@@ -887,7 +896,19 @@ def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExaminatio
         objective=decided.objective,
         phases=phases,
         prepare=functools.partial(prepare, plain=decided.plain),
+        arithmetic=_arithmetic(decided.plain.get("precision")),
     )
+
+
+def _arithmetic(precision: Any) -> Arithmetic:
+    """The dtypes of a run; what a fault hides, or makes a layer's own, is not judged."""
+    from exp.models.forward_trace import Arithmetic
+    from exp.precision.words import WORDS
+
+    named = precision.get("word") if isinstance(precision, Mapping) else None
+    word = WORDS.get(named) if isinstance(named, str) else None
+    is_plain = word is not None and word.parameters is None and precision.get("keep") == {}
+    return Arithmetic(autocast=word.autocast if word else None, mixes=is_plain)
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:

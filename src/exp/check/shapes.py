@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault, one_line
-from exp.models.compiler import FILE_PREFIX
+from exp.check.input_faults import described, layer_fault, operation_fault
+from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel, config_key, forward_name, forward_names, path_of, with_forward
-from exp.models.forward_trace import Call, ForwardTrace, Recorder
-from exp.models.inference import LAZY_CLASSES, example_inputs, materialise
-from exp.models.matching import FEATURE_NORMS
+from exp.models.forward_trace import SINGLE, Arithmetic, Call, ForwardTrace, Recorder, Refused
+from exp.models.inference import example_inputs, materialise
 from exp.models.syntax import ProgramError
-from exp.nested import is_record, named_parts, tensors_in
+from exp.nested import named_parts, tensors_in
 from exp.objectives.loss_inputs import ELEMENTWISE
 from exp.objectives.objective import Objective, Term
 from exp.objectives.penalties import R1, JacobianNorm
@@ -64,6 +62,7 @@ def examine_shapes(
     objective: Objective | None = None,
     phases: Sequence[Phase] = (),
     prepare: Callable[[nn.Module], None] = lambda network: None,
+    arithmetic: Arithmetic = SINGLE,
 ) -> ShapeExamination:
     """Build the network on the meta device, feed it a batch of the data's shape, and look at what comes out.
 
@@ -74,9 +73,10 @@ def examine_shapes(
     objective: what the outputs are compared by; without it the last axis alone is held against the data.
     phases: whose forwards are run, too, each held against its own terms.
     prepare: what is done to the network, before its forward and again once every parameter has its shape.
+    arithmetic: which dtypes the run computes in.
     """
     traces: dict[str | None, ForwardTrace] = {}
-    with Recorder() as recorder, torch.device("meta"):
+    with Recorder(arithmetic=arithmetic) as recorder, torch.device("meta"):
         try:
             network = _begun(network_factory, prepare)
         except (Exception, SystemExit) as error:  # a layer of one's own may raise anything; each is told by its key
@@ -87,11 +87,6 @@ def examine_shapes(
         inputs, is_twice = example_inputs(spec, device="meta"), bool(objective and objective.differentiated_twice)
         for one in inputs.values():
             one.requires_grad_(is_twice and one.is_floating_point())
-        handles = [
-            module.register_forward_pre_hook(_refuse_integers)
-            for module in network.modules()
-            if isinstance(module, nn.Linear)
-        ]
         seen = network
         try:
             for name in (None, *named):
@@ -106,10 +101,7 @@ def examine_shapes(
                     recorder.trace(seen.eval(), inputs)
                 network.train()
         except (Exception, SystemExit) as error:
-            return _failure(error, recorder, seen, built=network, traces=traces)
-        finally:
-            for handle in handles:
-                handle.remove()
+            return _failure(error, recorder, seen, built=network, traces=traces, spec=spec)
     faults = [
         fault
         for name, trace in traces.items()
@@ -173,13 +165,6 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
     )
 
 
-def _refuse_integers(module: nn.Linear, inputs: tuple[object, ...]) -> None:
-    """Lets a linear layer that is fed integers fail, as it does with numbers: on the meta device it would not."""
-    given, weight = inputs[0] if inputs else None, module.weight
-    if isinstance(given, Tensor) and not given.is_floating_point() and weight.is_floating_point():
-        raise RuntimeError(f"the input is {given.dtype}, the weight {weight.dtype}")
-
-
 def has_forward(module: nn.Module) -> bool:
     """Whether the class of a module says what it computes."""
     return type(module).forward is not nn.Module.forward
@@ -192,15 +177,17 @@ def _failure(
     *,
     built: nn.Module | None,
     traces: Mapping[str | None, ForwardTrace],
+    spec: DataSpec | None = None,
 ) -> ShapeExamination:
     def found(*faults: Fault, notes: tuple[str, ...] = ()) -> ShapeExamination:
-        return ShapeExamination(faults=faults, notes=notes, network=built, traces=traces)
+        is_sized = built is not None and not any(map(nn.parameter.is_lazy, built.parameters()))
+        return ShapeExamination(faults=faults, notes=notes, network=built if is_sized else None, traces=traces)
 
     if isinstance(error, ConfigError):
         return found(*error.faults)
     if isinstance(error, ProgramError):
-        got = f"line {error.line}, column {error.column}: {error.message}"
-        return found(Fault(key=error.key or "model.forward", got=got, expected=error.expected))
+        at = (error.line, error.column)
+        return found(Fault(key=error.key or "model.forward", got=error.message, expected=error.expected, at=at))
     if recorder.inside is not None and network is not None and not has_forward(recorder.inside.module):
         layer = recorder.inside.module
         cure = "A container of layers is called layer by layer, in model.forward"
@@ -208,17 +195,34 @@ def _failure(
         key = config_key(network, recorder.path_of(network, layer))
         return found(Fault(key=key, got=got, expected="a layer that computes something", cure=cure))
     message = f"{type(error).__name__}: {error}".splitlines()[0]
-    if isinstance(error, NotImplementedError) or any(word in str(error) for word in UNDECIDABLE):
+    if any(word in str(error).lower() for word in UNDECIDABLE):
         return found(notes=(f"the model's shapes were not checked: {message}",))
     if recorder.inside is None or network is None:
         return found(Fault(key="model", got=message, expected="a model that can be built"))
     call = recorder.inside
     key = config_key(network, recorder.path_of(network, call.module))
-    fault = program_fault(error, key) or layer_fault(error, key, call)
+    refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
+    if spec is not None and (double := _double_fault(spec, refused, key, call)) is not None:
+        return found(double)
+    fault = operation_fault(error, key, refused) or layer_fault(error, key, call, refused)
     name = forward_name(network)
     if name is not None and fault.key == "model.forward":
         fault = replace(fault, key=f"model.programs.{name}")
     return found(fault)
+
+
+def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> Fault | None:
+    """The fault of a float64 input of the data that reaches a layer of float32."""
+    has_double = any(one.dtype == "float64" for one in spec.inputs.values())
+    found = set() if refused is None else {one.dtype for one in refused.sources}
+    if not has_double or not {torch.float64, torch.float32} <= found:
+        return None
+    return Fault(
+        key="data.input_dtype" if list(spec.inputs) == ["input"] else "data.inputs",
+        got=f"float64, and {key}, {type(call.module).__name__}, computes in float32",
+        expected="float32",
+        cure="Give float32 in the data set or in data.transforms, or write precision=fp64",
+    )
 
 
 def output_faults(
@@ -238,12 +242,29 @@ def output_faults(
         if not isinstance(value, Tensor):
             cure = f"Set objective.{name}.output to one of {among(parts)}" if parts else _cure_of_likeness(value)
             got = f"the network returns {described(value)}"
-            faults.append(Fault(key=f"objective.{name}", got=got, expected="one tensor to compare", cure=cure))
+            origins = _returning(network)
+            expected = "one tensor to compare"
+            faults.append(Fault(key=f"objective.{name}", got=got, expected=expected, cure=cure, origins=origins))
             continue
-        fault = _width_fault(network, value, calls, spec, loss)
+        fault = _number_fault(network, name, loss, value) or _width_fault(network, value, calls, spec, loss)
         if fault is not None and fault not in faults:
             faults.append(fault)
     return faults
+
+
+def _number_fault(network: nn.Module, name: str, loss: nn.Module | None, value: Tensor) -> Fault | None:
+    """Of an output that has no gradient, for it is whole numbers or true and false."""
+    is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
+    if not is_known or value.is_floating_point() or value.is_complex():
+        return None
+    got = f"the network returns {described(value)}, and objective.{name} is a {type(loss).__name__}"
+    cure = "Return the scores, not what is made of them by argmax or a comparison"
+    return Fault(key="model", got=got, expected="floats", cure=cure, origins=_returning(network))
+
+
+def _returning(network: nn.Module) -> tuple[str, ...]:
+    """The key of the program that says what a network returns."""
+    return ("model.forward",) if isinstance(network, ProgramModel) else ()
 
 
 def _cure_of_likeness(value: object) -> str | None:
@@ -276,14 +297,15 @@ def _width_fault(
             return None
         key = config_key(network, "")
         expected = f"{what}: [B, ..., {wanted}]"
-        return Fault(key=key, got=f"the network returns {described(value)}", expected=expected)
+        got = f"the network returns {described(value)}"
+        return Fault(key=key, got=got, expected=expected, origins=_returning(network))
     width = value.shape[axis]
     if width == wanted:
         return None
     head = _head(value, calls, width)
     if head is None:
         got = f"the network returns {described(value)}, {width} wide"
-        return Fault(key="model", got=got, expected=f"{wanted}: {what}")
+        return Fault(key="model", got=got, expected=f"{wanted}: {what}", origins=_returning(network))
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
     return Fault(key=key, got=f"{width}", expected=f"{wanted}: {what}", cure=f"Write {size}: ${{data.num_outputs}}")
@@ -309,89 +331,6 @@ def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, 
     ]
     exact = [pair for pair in sized if pair[0].output is value]
     return next(((call.module, name) for call, name in reversed(exact or sized)), None)
-
-
-def described(value: object) -> str:
-    """A value as a shape with B for the batch, `[B, 10] float32`; containers by their parts."""
-    if isinstance(value, Tensor):
-        sizes = ", ".join(["B", *map(str, value.shape[1:])]) if value.dim() else ""
-        return f"[{sizes}] {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(described, value))})"
-    if is_record(value):
-        return described(named_parts(value))
-    # An object's own repr may be pages, and holds its address where nobody wrote one.
-    is_plain = isinstance(value, bool | int | float | str | torch.Size | torch.dtype | None)
-    return (
-        repr(value) if is_plain else f"a {type(value).__module__}.{type(value).__qualname__}, which is no torch.Tensor"
-    )
-
-
-def layer_fault(error: BaseException, key: str, call: Call) -> Fault:
-    """The fault of a layer that refused its input."""
-    name = type(call.module).__name__
-    given = ", ".join(map(described, call.inputs)) or "no input"
-    expected, cure = wants(call.module)
-    if expected is None:
-        return Fault(key=key, got=f"{name} is given {given}: {_first_line(error)}", expected="an input that it takes")
-    return Fault(key=key, got=f"{name} is given {given}", expected=expected, cure=cure)
-
-
-def program_fault(error: BaseException, key: str) -> Fault | None:
-    """The fault of an operation in a forward program; None where the error does not come from one's own line."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FILE_PREFIX)]
-    own = _innermost_is_program(error)
-    if not own or not frames:
-        return None
-    frame = frames[-1]
-    text = (frame.line or "").strip()
-    got = f"line {frame.lineno}, `{text}`: {_first_line(error)}"
-    expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
-    return Fault(key=f"{key}.forward", got=got, expected=expected)
-
-
-def wants(module: nn.Module) -> tuple[str | None, str | None]:
-    """What input a layer of torch takes, and the cure where its size may be left to the data."""
-    cures = {
-        size: f"Leave {size} out: it is inferred from the data"
-        for cls, (lazy, size) in LAZY_CLASSES.items()
-        if isinstance(module, cls | lazy)
-    }
-    cure = next(iter(cures.values()), None)
-    if isinstance(module, nn.Linear):
-        return f"floats [B, ..., {module.in_features}]", cure
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        axes = ", ".join(["L", "H, W", "D, H, W"][len(module.kernel_size) - 1 : len(module.kernel_size)])
-        return f"floats [B, {module.in_channels}, {axes}], large enough for its kernel", cure
-    if isinstance(module, FEATURE_NORMS):
-        return f"floats [B, {module.num_features}, ...] with the axes that its name says", cure
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        sizes = ", ".join(map(str, module.normalized_shape))
-        return f"floats [B, ..., {sizes}], its normalized_shape", None
-    if isinstance(module, nn.RNNBase):
-        axes = "B, T" if module.batch_first else "T, B"
-        return f"floats [{axes}, {module.input_size}], its input_size", None
-    if isinstance(module, nn.Embedding):
-        return "whole numbers (int64), such as classes or characters", None
-    return None, None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines and isinstance(error, Exception) else one_line(error)
-
-
-def _innermost_is_program(error: BaseException) -> bool:
-    """Whether no layer was entered below the last program line: torch's own functions may be."""
-    stack = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    last = max((index for index, name in enumerate(stack) if name.startswith(FILE_PREFIX)), default=None)
-    if last is None:
-        return False
-    return not any(
-        name.endswith(("torch/nn/modules/module.py", "torch\\nn\\modules\\module.py")) for name in stack[last:]
-    )
 
 
 def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[Fault]:
@@ -491,28 +430,6 @@ def _naming_fault(name: str, term: Term, *, needs: Collection[str]) -> Fault | N
             key=f"objective.{name}.inputs", got=got, expected=f"a name of a value for each of {', '.join(known)}"
         )
     return None
-
-
-def double_faults(traces: Iterable[ForwardTrace]) -> list[Fault]:
-    """The fault of a float64 input that reaches a layer of float32, which refuses it, though not on the meta device."""
-    for trace in traces:
-        for call in trace.calls:
-            given = call.inputs[0] if call.inputs else None
-            is_product = isinstance(call.module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase)
-            is_double = isinstance(given, Tensor) and given.dtype is torch.float64
-            if is_product and is_double and any(one.dtype is torch.float32 for one in call.module.parameters()):
-                name = (
-                    f"{config_key(trace.network, path_of(trace.network, call.module))}, {type(call.module).__name__},"
-                )
-                return [
-                    Fault(
-                        key="data.input_dtype" if list(trace.inputs) == ["input"] else "data.inputs",
-                        got=f"float64, and {name} computes in float32",
-                        expected="float32",
-                        cure="Give float32 in the data set or in data.transforms, or write precision=fp64",
-                    )
-                ]
-    return []
 
 
 def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterator[Fault]:

@@ -19,7 +19,7 @@ from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
 from exp.config.reading import Reading, Values, read
-from exp.config.sources import source_of
+from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, Fault
 
 NOTE = "What needs torch was not looked at yet: python -m exp.check --all looks at everything at once."
@@ -89,7 +89,7 @@ def second_stage(config: DictConfig, reading: Reading, *, only: str | None = Non
     allow, is_own = allowed(plain), has_module(plain)
     names = (name for name in plain if name != COMPOSITION and only in (None, name))
     plain = {name: plain[name] for name in names}
-    faults = [*target_faults(plain, allow=allow, has_module=is_own), *program_faults(config, plain)]
+    faults = [*target_faults(plain, allow=allow, has_module=is_own), *program_faults(plain)]
     return once([*faults, *direction_faults(plain, allow=allow)])
 
 
@@ -111,7 +111,16 @@ def once(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def located(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
-    """The same faults, each with the file that set its key, where one did."""
+    """The same faults, each with the file and line that set its key, where one did."""
     if not faults or COMPOSITION not in config:
         return list(faults)
-    return [fault if fault.source else replace(fault, source=source_of(config, fault.key)) for fault in faults]
+    return [fault if fault.source else _placed(config, fault) for fault in faults]
+
+
+def _placed(config: DictConfig, fault: Fault) -> Fault:
+    position = None if fault.at is None else position_of(config, fault.key)
+    if fault.at is not None and position is not None:
+        line, column = position.line + fault.at[0] - 1, position.column + fault.at[1] - 1
+        return replace(fault, source=f"{position.file}, line {line}, column {column}", at=None)
+    key = next((origin for origin in fault.origins if is_set(config, origin)), fault.key)
+    return replace(fault, source=source_of(config, key))

@@ -8,11 +8,12 @@ What only the data and the first steps show is noted by engine/first_steps.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from exp.check.layer_notes import LayerNote, decay_notes, layer_notes, synchronisation_notes
 from exp.check.rules import better_mode
 from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forward
 from exp.models.containers import config_key
@@ -23,6 +24,7 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL
 from exp.optim.phase import Phase
 from exp.spelling import among
+from exp.strategies.placement import Placement
 
 # What changes no numbers, or only picks and averages some: probabilities stay probabilities.
 PASSING = frozenset(
@@ -40,17 +42,29 @@ def training_notes(
     traces: Mapping[str | None, ForwardTrace],
     objective: Objective,
     phases: Sequence[Phase],
+    placement: Placement,
+    place: Callable[[str, tuple[int, int] | None], str | None] = lambda key, at: None,
 ) -> Iterator[str]:
     """Note what a run without a fault does in vain, a line each.
 
-    network, traces: as ShapeExamination has them. objective, phases: of the run.
+    network, traces: as ShapeExamination has them. objective, phases, placement: of the run.
+    place: the file and line of a key, and of a line and column of a program at it; None where nobody knows them.
     """
     yield from _size(network)
     if not plain["train"]:
         return
     yield from _rates(plain)
     yield from _modes(plain)
-    yield from _probabilities(traces, objective, phases)
+    by_forward = objectives_by_forward(phases, objective)
+    found = [
+        *_probabilities(traces, by_forward),
+        *layer_notes(network, traces=traces, objectives=by_forward, is_adapted=bool(plain["lora"]["layers"])),
+        *decay_notes(plain, network),
+        *synchronisation_notes(plain, network, placement),
+    ]
+    for note in found:
+        where = place(note.key, note.at)
+        yield f"{note.key} {note.text}" + (f"  [{where}]" if where else "")
     yield from _frozen_norms(network)
 
 
@@ -97,9 +111,9 @@ def _modes(plain: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _probabilities(
-    traces: Mapping[str | None, ForwardTrace], objective: Objective, phases: Sequence[Phase]
-) -> Iterator[str]:
-    for forward, part in objectives_by_forward(phases, objective).items():
+    traces: Mapping[str | None, ForwardTrace], by_forward: Mapping[str | None, Objective]
+) -> Iterator[LayerNote]:
+    for forward, part in by_forward.items():
         trace = traces.get(forward)
         for name, term in part.terms.items() if trace is not None else ():
             if not isinstance(term, Term) or term.inputs is not None or trace is None:
@@ -109,19 +123,29 @@ def _probabilities(
             function, module = _made_by(trace, value) if takes and isinstance(value, Tensor) else (None, None)
             if function is not None:
                 key = config_key(trace.network, _path(trace.network, module))
-                yield (
-                    f"{key} ends in {function}, and objective.{name} is a {type(term.loss).__name__}, which takes "
-                    f"{takes}: its gradients are small, and the loss cannot become 0. Take {function} out of the model"
+                harm = "its gradients are small, and the loss cannot become 0"
+                if function.endswith("log_softmax"):
+                    if not isinstance(term.loss, CLASSES_LAST + CLASSES_ON_AXIS_1) or _is_nll(term.loss):
+                        continue
+                    harm = "it is computed twice, and changes nothing"
+                text = (
+                    f"ends in {function}, and objective.{name} is a {type(term.loss).__name__}, which takes {takes}: "
                 )
+                yield LayerNote(key=key, text=f"{text}{harm}. Take {function} out of the model")
 
 
 def _taken_by(loss: nn.Module) -> str | None:
     """What a loss takes that no probabilities are; None for another loss."""
-    if isinstance(loss, NLL | nn.NLLLoss):
+    if _is_nll(loss):
         return "log probabilities (LogSoftmax)"
     if isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1):
         return "scores, and has a softmax of its own"
-    return "scores, and has a sigmoid of its own" if isinstance(loss, nn.BCEWithLogitsLoss) else None
+    has_sigmoid = isinstance(loss, nn.BCEWithLogitsLoss | nn.MultiLabelSoftMarginLoss)
+    return "scores, and has a sigmoid of its own" if has_sigmoid else None
+
+
+def _is_nll(loss: nn.Module) -> bool:
+    return isinstance(loss, NLL | nn.NLLLoss)
 
 
 def _made_by(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module | None]:
@@ -130,8 +154,7 @@ def _made_by(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module 
         if not any(result is value for result in operation.results):
             continue
         name = getattr(operation.function, "__name__", "")
-        is_softmax = name.endswith("softmax") and not name.endswith("log_softmax")
-        if is_softmax or name in ("sigmoid", "softmin", "special_expit"):
+        if name.endswith("softmax") or name in ("sigmoid", "logsigmoid", "softmin", "special_expit"):
             return name, operation.module
         if name not in PASSING:
             return None, None

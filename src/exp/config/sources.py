@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import ConfigError
 
+TARGET, ARGUMENTS = "_target_", "_args_"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setter:
@@ -28,18 +30,41 @@ class Setter:
 
 
 def source_of(config: DictConfig, key: str) -> str | None:
-    """The file that set a dotted key last, as `conf/model/mlp.yaml`, or `command line`.
+    """The file that set a dotted key last and the line of the key in it, `conf/model/mlp.yaml, line 4`, or
+    `command line`.
 
     Of a key that nobody set: of the nearest part of it that somebody did. None where nothing of it was set, or where
     the config was not composed by exp.compose.
     """
     setters = setters_of(config)
-    parts = split(key)
+    parts = _as_written(setters, split(key))
     for count in range(len(parts), 0, -1):
-        setter = setters.get(parts[:count])
+        # No key stands for a whole file: its target does.
+        setter = setters.get(parts[:count]) or setters.get((*parts[:count], TARGET))
         if setter is not None:
-            return COMMAND_LINE if setter.file is None else shown(setter.file)
+            return COMMAND_LINE if setter.file is None else _placed(setter)
     return None
+
+
+def is_set(config: DictConfig, key: str) -> bool:
+    """Whether a file or the command line set this very key."""
+    setters = setters_of(config)
+    return _as_written(setters, split(key)) in setters
+
+
+def _as_written(setters: Mapping[tuple[str, ...], Setter], parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The way to a layer of a list in its holder's `_args_`, as of torch.nn.Sequential, for `body.2`."""
+    way: tuple[str, ...] = ()
+    for part in parts:
+        is_listed = (*way, part) not in setters and (*way, ARGUMENTS, part) in setters
+        way = (*way, ARGUMENTS, part) if is_listed else (*way, part)
+    return way
+
+
+def _placed(setter: Setter) -> str:
+    assert setter.file is not None
+    line = yaml_files.line_of(setter.file, setter.keys)
+    return shown(setter.file) if line is None else f"{shown(setter.file)}, line {line}"
 
 
 def position_of(config: DictConfig, key: str) -> Position | None:

@@ -26,8 +26,8 @@ MAX_FAST_SIGNS = 3_000
 class Position:
     """Where a value begins: the file as shown to a reader, line and column from 1.
 
-    Of a block scalar (`forward: |`) these are those of its first character of text: line n of the text is line
-    `line + n - 1` of the file, and its columns are shifted by `column - 1`.
+    Of a block scalar (`forward: |`) and of a quoted one these are those of its first character of text: line n of the
+    text is line `line + n - 1` of the file, and its columns are shifted by `column - 1`.
     """
 
     file: str
@@ -88,28 +88,47 @@ def split(key: str) -> tuple[str, ...]:
 def position_of(path: Path, keys: Sequence[str]) -> Position | None:
     """Where the value under nested `keys` begins in a file; None where the file does not hold it."""
     text = path.read_text(encoding="utf-8")
-    node = yaml.compose(text, Loader=_loader(fast=False))
+    node = _tree(text)
     for key in keys:
-        node = _child(node, key)
+        _, node = _child(node, key)
         if node is None:
             return None
+    assert node is not None
     line, column = node.start_mark.line, node.start_mark.column
     if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
         lines = text.splitlines()
         line += 1
         first = next((row for row in lines[line:] if row.strip()), "")
         column = len(first) - len(first.lstrip())
+    elif isinstance(node, yaml.ScalarNode) and node.style in ("'", '"'):
+        column += 1
     return Position(file=shown(path), line=line + 1, column=column + 1)
 
 
-def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
+def line_of(path: Path, keys: Sequence[str]) -> int | None:
+    """The line, from 1, on which nested `keys` end in a file; None where the file does not hold them."""
+    node, place = _tree(path.read_text(encoding="utf-8")), None
+    for key in keys:
+        place, node = _child(node, key)
+    return None if place is None else int(place.start_mark.line) + 1
+
+
+# Several faults of one file ask for their lines.
+@functools.lru_cache(maxsize=8)
+def _tree(text: str) -> yaml.Node | None:
+    tree: yaml.Node | None = yaml.compose(text, Loader=_loader(fast=False))
+    return tree
+
+
+def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Node | None]:
+    """The node of a key, an element itself in a list, and that of its value."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             if isinstance(name, yaml.ScalarNode) and name.value == key:
-                return value
+                return name, value
     if isinstance(node, yaml.SequenceNode) and key.isdecimal() and int(key) < len(node.value):
-        return node.value[int(key)]
-    return None
+        return node.value[int(key)], node.value[int(key)]
+    return None, None
 
 
 def _bound(name: str, root: yaml.Node) -> None:

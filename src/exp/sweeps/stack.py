@@ -349,12 +349,15 @@ class Stack:
             if len(self._members) > 1:
                 # Whose it is, such as that of a user's own layer, nobody knows: each alone has an end of its own.
                 for member in self._members:
+                    member.release()
                     yield member.place, Unstacked(f"together they ended with {one_line(error)}")
                 return
             for member in self._members:
                 told = explain(error, member.ongoing, parts=None)
                 yield member.place, member.end("failed", error=told)
         finally:
+            for member in self._members:
+                member.release()
             self._hooks.detach()
 
     def _begin(self, position: Position) -> None:
@@ -368,6 +371,7 @@ class Stack:
         self._step = self._first = position.step
         self._batches_done = position.batches
         for member in self._members:
+            member.hold()
             member.open_loggers()
             for note in decided.notes:
                 member.say(note, level=logging.WARNING)

@@ -60,8 +60,8 @@ LEVELS = {logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERRO
 class Shared:
     """What is the same for all members of a stack.
 
-    precision: the state of its plug-in. fitted: what the training part of the data told, by the data's name.
-    loops: of a position, the state of Lightning's loops. by_design: of `kinds_by_design`.
+    io: writes checkpoints. fitted: what the training part of the data says, by the data's name.
+    by_design: of `kinds_by_design`.
     """
 
     io: AtomicCheckpointIO

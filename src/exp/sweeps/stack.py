@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -375,7 +376,7 @@ class Stack:
             member.open_loggers()
             for note in decided.notes:
                 member.say(note, level=logging.WARNING)
-            member.say(f"trained in a stack of {len(self._members)} jobs, in process {_process()}")
+            member.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
             member.begin()
 
     def _fit(self, position: Position) -> Iterator[Outcome]:
@@ -823,9 +824,3 @@ def _compiled(plain: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callab
     from exp.engine.compilation import compiled_function
 
     return functools.partial(compiled_function, backend=plain["runtime"]["compile_backend"])
-
-
-def _process() -> int:
-    import os
-
-    return os.getpid()

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, Fault, exit_status
 from exp.output import outliving_output
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from exp.check.alike import Checked
-    from exp.check.plan import Plan
+    from exp.check.plan import Checked, Plan
     from exp.run_report import Report
+    from exp.sweeps.cluster import Prepare
+    from exp.sweeps.executor import Executor
+    from exp.sweeps.job import JobProcesses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,12 +71,37 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     # What starts processes comes in after the faults of the composition.
     from exp.sweeps.job import JobProcesses
-    from exp.sweeps.places import executor_of
     from exp.train import fit_job, prepare, validate  # not of this module, which has another name as the program
 
     processes = JobProcesses(fit_job, validate)
     with contextlib.closing(executor_of(master.config, processes, prepare=prepare)) as executor:
         return sweep(master, executor=executor, check=processes.check)
+
+
+def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare) -> Executor:
+    """Return the executor that hydra/launcher names: a cluster's, or this machine's, which every other launcher gets.
+
+    config: composed, with its hydra node. processes: starts those in which jobs are checked, frozen and run.
+    prepare: freezes a job, `prepare`; a function that another process finds by its name.
+    """
+    from omegaconf import OmegaConf
+
+    from exp.config.launchers import RAY, SLURM
+
+    settings = cast("dict[str, Any]", OmegaConf.to_container(config.hydra.launcher, resolve=True))
+    target, jobs = settings["_target_"], config.sweep.jobs
+    if target not in (SLURM, RAY):
+        from exp.sweeps.local import LocalExecutor
+
+        return LocalExecutor(processes, jobs=jobs)
+    most = None if jobs == "auto" else jobs
+    if target == SLURM:
+        from exp.sweeps.slurm import SlurmExecutor
+
+        return SlurmExecutor(settings=settings, processes=processes, prepare=prepare, jobs=most)
+    from exp.sweeps.ray_jobs import RayExecutor
+
+    return RayExecutor(settings=settings, processes=processes, prepare=prepare, jobs=most)
 
 
 # torch and lightning come in with these, after every fault of the composition.
@@ -97,9 +124,9 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
 
 
 def validate(config: DictConfig, before: Checked | None) -> Checked:
-    from exp.check import alike
+    from exp.check.plan import check_job
 
-    return alike.check_job(config, before)
+    return check_job(config, before)
 
 
 def _run(arguments: argparse.Namespace) -> int:

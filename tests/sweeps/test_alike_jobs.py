@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from exp.check import alike
-from exp.check.alike import check_job
+from exp.check import plan
+from exp.check.plan import check_job
 from exp.check.stages import compose
 from exp.errors import ConfigError
 from exp.sweeps.jobs import Jobs
@@ -83,8 +83,8 @@ SGD = ["optimizer=sgd", "scheduler=one_cycle"]
 )
 def test_a_job_checked_beside_another_has_the_faults_that_it_has_alone(shared, own, quick, monkeypatch):
     taken = []
-    refused = alike.refuse_changed
-    monkeypatch.setattr(alike, "refuse_changed", lambda *given, **named: (taken.append(1), refused(*given, **named)))
+    refused = plan.refuse_changed
+    monkeypatch.setattr(plan, "refuse_changed", lambda *given, **named: (taken.append(1), refused(*given, **named)))
     before = None
     for overrides in own:
         config = compose([*shared, *overrides])

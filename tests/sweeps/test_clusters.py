@@ -19,7 +19,7 @@ from exp.run import prepare
 from exp.run_report import read_report
 from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
-from exp.sweeps.places import cluster_executor
+from exp.sweeps.slurm import SlurmExecutor
 from exp.train import fit, validate
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
@@ -47,7 +47,7 @@ def processes():
 def executor(processes, **settings):
     settings = {**asdict(SlurmSettings()), "cluster": "local", **settings}
     assert list(launcher_faults(settings)) == []
-    return contextlib.closing(cluster_executor(settings, processes=processes, prepare=prepare, jobs=2))
+    return contextlib.closing(SlurmExecutor(settings=settings, processes=processes, prepare=prepare, jobs=2))
 
 
 def config(job, *overrides):

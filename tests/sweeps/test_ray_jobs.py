@@ -20,7 +20,7 @@ from exp.run import prepare
 from exp.run_report import read_report
 from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
-from exp.sweeps.places import cluster_executor
+from exp.sweeps.ray_jobs import RayExecutor
 from exp.train import fit, validate
 
 pytest.importorskip("ray", reason="the extra ray is not installed: 240 MB are too much for every run of the tests")
@@ -44,7 +44,7 @@ def running(_place):
     settings = asdict(RaySettings())
     assert list(launcher_faults(settings)) == []
     with contextlib.closing(JobProcesses(fit, validate)) as processes:
-        executor = cluster_executor(settings, processes=processes, prepare=prepare, jobs=2)
+        executor = RayExecutor(settings=settings, processes=processes, prepare=prepare, jobs=2)
         with contextlib.closing(executor):
             yield executor
 

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from exp import compose, fit
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted, NonFiniteError
+from exp.files import is_locked
 from exp.run_report import Report, read_report
 from exp.sweeps import stack
 from exp.sweeps.stack import train
@@ -314,6 +315,23 @@ def test_a_stack_that_was_interrupted_goes_on_in_place(monkeypatch):
         assert {key for key in scalars if key[0].startswith("loss")} == {
             key for key in events(reports[place]) if key[0].startswith("loss")
         }
+
+
+def test_a_member_that_is_trained_is_held_as_a_run_is(monkeypatch):
+    """By which exp.resume and resume=auto leave it alone, and exp.report says that it is running."""
+    own_batches, held = stack.Stack._do_batch, []
+
+    def observed(self, *arguments, **named):
+        held.append([is_locked(path) for path in sorted(Path("outputs/stack").glob("*/config.yaml"))])
+        own_batches(self, *arguments, **named)
+
+    monkeypatch.setattr(stack.Stack, "_do_batch", observed)
+    # The second one is lost in the first epoch, and leaves.
+    own = [["optimizer.lr=0.05"], ["optimizer.lr=1e30"], ["optimizer.lr=0.02"]]
+    stacked(["trainer.max_epochs=2", "optimizer=sgd", "hooks=[]"], own)
+    assert held[0] == [True, True, True]
+    assert held[-1] == [True, False, True]
+    assert not any(is_locked(path) for path in Path("outputs/stack").glob("*/config.yaml"))
 
 
 @pytest.mark.numeric

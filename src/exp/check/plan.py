@@ -31,7 +31,17 @@ from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import allowed, first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.module_key import brings_data
-from exp.config.reading import UNKNOWN, KeyPath, is_node, is_open, leaves, read, with_changes
+from exp.config.reading import (
+    UNKNOWN,
+    KeyPath,
+    are_referred,
+    changes,
+    is_node,
+    is_open,
+    leaves,
+    read,
+    with_changes,
+)
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
@@ -70,6 +80,10 @@ START_KEYS = ("resume", "runtime", "name", "train")
 DATA_SETS = ("data.dataset.", "data.train.", "data.val.", "data.test.")
 PLACEMENT_KEYS = ("strategy", "launch", "security")
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
+# Of whose numbers nothing follows for the network, its data and what runs beside it.
+NUMBERS = ("optimizer", "scheduler")
+# Of what is no concern of the job's own run.
+FREE = "sweep"
 # What a strategy may have to refuse.
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
 HOOK_KEYS = ("hooks", "security")
@@ -376,6 +390,53 @@ def validated(config: DictConfig) -> Plan:
     return decided
 
 
+# --- jobs of a sweep: a check builds the network and runs it once, 40 ms of a job that may train for 60 ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A config without a fault. raw: its unresolved values."""
+
+    raw: Mapping[str, Any]
+    decided: Plan
+
+
+def check_job(config: DictConfig, before: Checked | None) -> Checked:
+    """Check a job of a sweep: of one that differs from a checked one in its seed and in numbers of its optimizer alone,
+    these alone.
+
+    before: what this returned for another job; the first stage of the check has passed both.
+    Raises: ConfigError with all faults.
+    """
+    raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+    del raw[COMPOSITION]
+    if before is not None:
+        changed = changes(before.raw, raw)
+        if changed is not None and _changes_the_optimizer_alone(before, changed, raw):
+            refuse_changed(config, changed, checked=before.decided)
+            return before
+    return Checked(raw=raw, decided=validated(config))
+
+
+def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
+    """Whether nothing but the optimizer, the schedule and random draws follows from what has changed."""
+    from exp.check.first_samples import is_shipped
+
+    decided = before.decided
+    if decided.own is not None or decided.network is None or decided.plain["phases"]:
+        return False
+    if ("seed",) in changed and not is_shipped(decided.plain["data"]):
+        return False  # which samples come first follows from it
+    kept = {path: value for path, value in changed.items() if path[0] != FREE}
+    return not are_referred(changed, raw) and all(
+        path == ("seed",) or (path[0] in NUMBERS and _are_numbers(value)) for path, value in kept.items()
+    )
+
+
+def _are_numbers(value: Any) -> bool:
+    return all(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
+
+
 def refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checked: Plan) -> None:
     """Look at what of a config has changed against that of a checked plan: its seed, numbers of optimizer and schedule.
 
@@ -394,6 +455,9 @@ def refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checke
     found.look_at_the_optimizer()
     if found.faults:
         raise ConfigError(located(config, once(found.faults)))
+
+
+# --- all faults of a run ---
 
 
 def examine(resolved: Resolved) -> Examination:

@@ -83,8 +83,9 @@ def bins_of(texts: Sequence[str]) -> list[int]:
     """The group of each value of a key: equal values are one, and numbers of many values are cut at their quantiles."""
     found = numbers(texts)
     if found is None or len(np.unique(found)) <= MOST_BINS:
-        names = list(dict.fromkeys(texts if found is None else found.tolist()))
-        return [names.index(one) for one in (texts if found is None else found.tolist())]
+        values = texts if found is None else found.tolist()
+        places = {value: place for place, value in enumerate(dict.fromkeys(values))}
+        return [places[value] for value in values]
     limits = np.unique(np.quantile(found, np.arange(1, MOST_BINS) / MOST_BINS))
     return [int(place) for place in np.searchsorted(limits, found, side="left")]
 

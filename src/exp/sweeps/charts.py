@@ -450,7 +450,8 @@ class Scale:
     def places(self, texts: Sequence[str]) -> np.ndarray:
         """The coordinate of each value, before the axis takes its logarithm."""
         if self.names:
-            return np.array([self.names.index(text) for text in texts], np.float64)
+            columns = {name: place for place, name in enumerate(self.names)}
+            return np.array([columns[text] for text in texts], np.float64)
         return np.array([float(text) for text in texts], np.float64)
 
     def heights(self, texts: Sequence[str]) -> np.ndarray:

@@ -145,7 +145,7 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
 class JobProcesses:
     """Checks jobs in a process beside this one, and runs one after another, each in a process of its own.
 
-    fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.alike.check_job. Functions that another process
+    fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.plan.check_job. Functions that another process
     finds by their names.
 
     zygote: what starts the processes. asked: by `asks` of the jobs that were checked, their need, and the machine that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -205,16 +206,15 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
         for fault in job.error.faults if job.error else ():
             where.setdefault(fault, []).append(job.number)
     faults = []
-    for fault, numbers in where.items():
+    for fault, numbers in itertools.islice(where.items(), MAX_FAULTS):
         many = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
         label = "every job" if len(numbers) == len(jobs) > 1 else many if len(numbers) > 1 else f"job {numbers[0]}"
         if len(numbers) == 1:
             overrides = next(job.overrides for job in jobs if job.number == numbers[0])
             label += f" ({' '.join(overrides)})"
         faults.append(replace(fault, source=f"{label}, {fault.source}" if fault.source else label))
-    if len(faults) > MAX_FAULTS:
-        rest = len(faults) - MAX_FAULTS
-        faults = [*faults[:MAX_FAULTS], Fault(key="sweep", got=f"{rest} more faults", expected="none")]
+    if len(where) > MAX_FAULTS:
+        faults.append(Fault(key="sweep", got=f"{len(where) - MAX_FAULTS} more faults", expected="none"))
     return faults
 
 

@@ -85,10 +85,6 @@ class Ledger:
         self._next += 1
         return self._next - 1
 
-    def unclaimed(self) -> list[Entry]:
-        """The jobs of an earlier sweep that this one does not ask for."""
-        return [entry for entries in self._unclaimed.values() for entry in entries]
-
     def write(self, entries: Sequence[Entry]) -> None:
         """Add jobs that are about to start."""
         lines = "".join(json.dumps(vars(entry)) + "\n" for entry in entries)

@@ -6,6 +6,7 @@ them at its end, when it is interrupted, and at the ends of epochs as seldom as 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -41,6 +42,7 @@ from exp.engine.recording import LATEST, STATE, is_shown
 from exp.engine.stopping import STATE as SECONDS
 from exp.engine.trial_record import TrialOfJob
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
+from exp.files import holding
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
 from exp.run_report import Ongoing, Report, Status, write_report
@@ -58,8 +60,8 @@ LEVELS = {logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERRO
 class Shared:
     """What is the same for all members of a stack.
 
-    precision: the state of its plug-in. fitted: what the training part of the data told, by the data's name.
-    loops: of a position, the state of Lightning's loops. by_design: of `kinds_by_design`.
+    io: writes checkpoints. fitted: what the training part of the data says, by the data's name.
+    by_design: of `kinds_by_design`.
     """
 
     io: AtomicCheckpointIO
@@ -109,6 +111,7 @@ class Member:
         self._is_better = False
         self.is_pruned = False
         self._trial: TrialOfJob | None = None
+        self._hold = contextlib.ExitStack()
         # The state of the best, until its file is written.
         self._best_state: State | None = None
         self._stages: dict[str, int] = {}
@@ -147,6 +150,14 @@ class Member:
     def pause(self) -> None:
         """Training ends; the clock stands still."""
         self.seconds_before, self._started = self.seconds, None
+
+    def hold(self) -> None:
+        """Let other programs know that it is going on, until its end: none goes on from its checkpoints by itself."""
+        self._hold.enter_context(holding(self.directory / "config.yaml"))
+
+    def release(self) -> None:
+        """Let other programs go on with it."""
+        self._hold.close()
 
     # --- what is written ---
 
@@ -377,6 +388,8 @@ class Member:
         except (OSError, RunError) as second:
             told = second if isinstance(second, RunError) else RunError(f"{self.directory}: {second}")
             return told if error is None else _as_known(error)
+        finally:
+            self.release()
         return report if error is None else _as_known(error)
 
     def report(self, status: Status, *, error: BaseException | None = None) -> Report:

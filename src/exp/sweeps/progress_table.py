@@ -32,11 +32,11 @@ class _Running:
 class Progress:
     """Shows a sweep.
 
-    total: how many jobs there will be; None where a search does not know. done: how many an earlier sweep has left.
+    total: how many jobs there will be; None where a search does not know.
     """
 
-    def __init__(self, *, total: int | None = None, done: int = 0) -> None:
-        self._total, self._done, self._failed = total, done, 0
+    def __init__(self, *, total: int | None = None) -> None:
+        self._total, self._done, self._failed = total, 0, 0
         self._running: dict[int, _Running] = {}
         self._live: Any = None
         self._best = ""

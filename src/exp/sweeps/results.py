@@ -176,16 +176,17 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
 
 def best_line(rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None) -> str:
     """The best job, or the best repeats, in a line; nothing where there is none. names: as of `table_cells`."""
+    shown = differing(rows)
     if repeat_over is None:
         best = best_row(rows)
         if best is None:
             return ""
-        swept = " ".join(f"{key}={value}" for key, value in best.swept.items() if key in differing(rows))
+        swept = " ".join(f"{key}={value}" for key, value in best.swept.items() if key in shown)
         return f"{_called(rows, best, names)}, {best.monitor} {best.value:.6g}  {swept}".rstrip()
     group = best_repeats(rows, over=repeat_over)
     if group is None:
         return ""
-    swept = " ".join(f"{key}={value}" for key, value in group.swept.items() if key in differing(rows))
+    swept = " ".join(f"{key}={value}" for key, value in group.swept.items() if key in shown)
     called = ", ".join(_called(rows, row, names) for row in group.rows)
     deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
     mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"

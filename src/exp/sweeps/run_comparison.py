@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -70,19 +71,19 @@ class Comparison:
     objectives: Sequence[Objective]
     notes: Sequence[str]
 
-    @property
+    @cached_property
     def groups(self) -> list[Repeats]:
         """The repeats; without any, every run by itself."""
         if self.repeat_over is None:
             return [Repeats(swept=row.swept, rows=[row]) for row in self.rows]
         return repeats_of(self.rows, over=self.repeat_over)
 
-    @property
+    @cached_property
     def best(self) -> Row | None:
         """The best run; of repeats, the best one of those with the best mean."""
         return best_of(self.rows, repeat_over=self.repeat_over)
 
-    @property
+    @cached_property
     def best_group(self) -> Sequence[Row]:
         """The best run with its repeats; empty where there is none."""
         best = self.best

@@ -204,8 +204,8 @@ def _replaced(record: RunRecord, **changes: Any) -> RunRecord:
 
 
 def _is_held(directory: Path) -> bool:
-    """Whether a process holds the run, or the sweep that it is a job of."""
-    return is_locked(directory / "config.yaml") or is_locked(directory.parent / SETTINGS)
+    """Whether a process holds the run, or the sweep that it is a job of, which locks its whole directory."""
+    return is_locked(directory / "config.yaml") or is_locked(directory.parent)
 
 
 def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -349,12 +350,15 @@ class Stack:
             if len(self._members) > 1:
                 # Whose it is, such as that of a user's own layer, nobody knows: each alone has an end of its own.
                 for member in self._members:
+                    member.release()
                     yield member.place, Unstacked(f"together they ended with {one_line(error)}")
                 return
             for member in self._members:
                 told = explain(error, member.ongoing, parts=None)
                 yield member.place, member.end("failed", error=told)
         finally:
+            for member in self._members:
+                member.release()
             self._hooks.detach()
 
     def _begin(self, position: Position) -> None:
@@ -368,10 +372,11 @@ class Stack:
         self._step = self._first = position.step
         self._batches_done = position.batches
         for member in self._members:
+            member.hold()
             member.open_loggers()
             for note in decided.notes:
                 member.say(note, level=logging.WARNING)
-            member.say(f"trained in a stack of {len(self._members)} jobs, in process {_process()}")
+            member.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
             member.begin()
 
     def _fit(self, position: Position) -> Iterator[Outcome]:
@@ -819,9 +824,3 @@ def _compiled(plain: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callab
     from exp.engine.compilation import compiled_function
 
     return functools.partial(compiled_function, backend=plain["runtime"]["compile_backend"])
-
-
-def _process() -> int:
-    import os
-
-    return os.getpid()

@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -380,7 +380,7 @@ def _differing_smoothing(objectives: Sequence[Objective]) -> Tensors:
     found = {}
     for name, term in objectives[0].terms.items():
         if isinstance(term, Term) and isinstance(getattr(term.loss, "label_smoothing", None), float | int):
-            each = [float(vars(vars(one.terms[name])["_modules"]["loss"])["label_smoothing"]) for one in objectives]
+            each = [float(vars(cast(Term, one.terms[name]).loss)["label_smoothing"]) for one in objectives]
             if len(set(each)) > 1:
                 found[name] = torch.tensor(each, dtype=torch.float64)
     return found

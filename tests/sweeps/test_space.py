@@ -37,6 +37,17 @@ def test_the_last_key_varies_fastest_and_fixed_ones_are_in_every_job():
 def test_the_last_of_two_equal_keys_counts():
     assert listed("seed=1,2,3", "seed=4,5") == [["seed=4"], ["seed=5"]]
     assert listed("seed=1,2,3", "seed=4") == [["seed=4"]]
+    assert listed("seed=4", "seed=1,2") == [["seed=1"], ["seed=2"]]
+    # Whatever their signs.
+    assert listed("seed=1,2", "++seed=4") == [["++seed=4"]]
+    assert listed("++seed=4", "seed=1,2") == [["++seed=4", "seed=1"], ["++seed=4", "seed=2"]]
+    assert listed("+precision.keep.a=fp32,fp64", "precision.keep.a=fp64,fp32") == [
+        ["+precision.keep.a=fp64"], ["+precision.keep.a=fp32"],
+    ]  # fmt: skip
+    assert listed("hooks=[memory],[]", "+hooks=throughput") == [
+        ["+hooks=[throughput]", "hooks=[memory]"],
+        ["+hooks=[throughput]", "hooks=[]"],
+    ]
 
 
 def test_an_experiment_s_file_may_name_the_values_and_the_command_line_overrules_it():

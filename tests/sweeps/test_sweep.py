@@ -119,6 +119,16 @@ def test_the_table_holds_what_differs_and_what_came_of_it():
     assert "Best: job 2, loss/val 0.1" in page
 
 
+@pytest.mark.parametrize("before", ["optimizer.lr=0.5", "++optimizer.lr=0.5", "optimizer.lr=0.5,0.7"])
+def test_a_swept_key_that_was_typed_before_has_its_column_and_no_repeats_of_others(before):
+    run_sweep(before, "optimizer.lr=0.1,0.2", "seed=3,1", "sweep.repeat_over=seed")
+    table = rows()
+    assert [(row["optimizer.lr"], row["seed"]) for row in table] == [
+        ("0.1", "3"), ("0.1", "1"), ("0.2", "3"), ("0.2", "1"),
+    ]  # fmt: skip
+    assert {row["n"] for row in table} == {"2"}
+
+
 def test_a_failing_job_is_told_and_the_sweep_goes_on(capsys):
     status, runs = run_sweep("seed=66,67,68,99,5")
     assert status == 1

@@ -72,9 +72,11 @@ class Jobs:
         self.directory, self.check, self.everything = directory, check, everything
         self.config_dir, self.config_name = master.config_dir, master.config_name
         self._hydra_overrides = recorded_overrides(master.config, "hydra")
-        fixed = [parse_override(text) for text in task_overrides(master.config)]
-        fixed = [line for line in fixed if not line.is_sweep_override()]
-        self._fixed = {line.get_key_element() for line in fixed}
+        typed = [parse_override(text) for text in task_overrides(master.config)]
+        # Of two equal keys the last one counts.
+        last = {line.get_key_element(): line for line in typed}
+        fixed = [line for line in typed if not line.is_sweep_override()]
+        self._fixed = {key for key, line in last.items() if not line.is_sweep_override()}
         self._typed_security = [_setting(line) for line in fixed if _is_security(line)]
         self._last: tuple[Composition, list[Override]] | None = None
         self._pattern: _Pattern | None = None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.hydra_adapter import Loader, parse_override, swept_texts
@@ -134,7 +134,7 @@ class Space:
 
 def sizes(config: DictConfig, loader: Loader) -> dict[str, int] | None:
     """How many values each key takes, none of them made, in a grid; None of a sweeper that exp does not know."""
-    lines = _lines(config)
+    lines = _lines(config, loader)
     if lines is None:
         return None
     return {line.get_key_element(): _size(line, loader) for line in lines if line.is_sweep_override()}
@@ -146,7 +146,7 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
     seed: of the order that shuffle gives.
     Raises: ConfigError with a fault for each interval that cannot be drawn from, and each condition on nothing.
     """
-    lines = _lines(config) or []
+    lines = _lines(config, loader) or []
     axes: list[Axis] = []
     fixed: dict[str, str] = {}
     faults: list[Fault] = []
@@ -174,15 +174,31 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
     return space
 
 
-def _lines(config: DictConfig) -> list[Override] | None:
+def _lines(config: DictConfig, loader: Loader) -> list[Override] | None:
     """The overrides, the last of each key; None of a sweeper that exp does not know."""
     texts = swept_texts(config)
     if texts is None:
         return None
     last: dict[str, Override] = {}
     for line in map(parse_override, texts):
+        # Of a group, a `+` adds to what `=` chooses.
+        if not line.is_delete() and not loader.group_exists(line.key_or_group):
+            line = _behind_others(line, last)
         last[line.get_key_element()] = line
     return list(last.values())
+
+
+def _behind_others(line: Override, last: dict[str, Override]) -> Override:
+    """An override with the sign that it needs where it takes the place of a swept one of another sign."""
+    key = line.get_key_element().lstrip("+")
+    for sign in ("", "+", "++"):
+        before = last.get(f"{sign}{key}")
+        if before is None or before.type is line.type or not before.is_sweep_override():
+            continue
+        del last[f"{sign}{key}"]
+        if before.is_add() and line.type is OverrideType.CHANGE:
+            return parse_override(f"+{line.input_line}")
+    return line
 
 
 def _axis(line: Override, loader: Loader, *, seed: int, when: Mapping[str, Any] | None) -> Axis:

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 
+from exp.check.__main__ import main as check
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
+from exp.engine.trial_record import STUDY, opened
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
@@ -475,6 +478,53 @@ def test_a_search_is_gone_on_with_as_the_search_that_it_was(overrides, words):
     assert status == 0
     with pytest.raises(ConfigError, match=rf"sweep\.resume: {words} .*; expected the same search, of more trials"):
         run_sweep(*SEARCH, *overrides, "sweep.resume=outputs/s")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "directions"),
+    [
+        (["sweep.monitor=loss/val"], {"loss/val": "MINIMIZE"}),
+        (["sweep.monitor=accuracy/val", "monitor=accuracy/val", "mode=max"], {"accuracy/val": "MAXIMIZE"}),
+        (["sweep.monitor={loss/val:min,throughput/step_ms:min}"], {"loss/val": "MINIMIZE", "throughput/step_ms": "MINIMIZE"}),
+        (["sweep.monitor={accuracy/test:max}", "test=true"], {"accuracy/test": "MAXIMIZE"}),
+    ],
+)  # fmt: skip
+def test_a_search_looks_for_a_tag_in_the_run_s_direction_or_for_several_with_their_own(overrides, directions):
+    status, _ = run_sweep(*SEARCH, *overrides)
+    study = optuna.load_study(study_name=STUDY, storage=opened(Path("outputs/s"), None))
+    assert status == 0
+    assert dict(zip(study.metric_names, [one.name for one in study.directions], strict=True)) == directions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sweep.monitor={loss/vall:min}"], r"sweep\.monitor: 'loss/vall'; .*Did you mean loss/val\?"),
+        (["sweep.monitor={acuracy/vall:max}"], r"sweep\.monitor: 'acuracy/vall'; .*Did you mean accuracy/val\?"),
+        (["sweep.monitor=loss"], r"sweep\.monitor: 'loss'; expected a tag of this run: .*Did you mean loss/val\?"),
+        (["sweep.monitor={troughput/step_ms:min}"], r"sweep\.monitor: 'troughput/step_ms'; expected a tag of this run"),
+        (["sweep.monitor={throughput/step_ms:min}", "hooks=[]"], r"sweep\.monitor: 'throughput/step_ms'; expected a tag"),
+        (["sweep.monitor={accuracy/test:max}", "test=false"], r"sweep\.monitor: 'accuracy/test'; expected a tag"),
+        (["sweep.monitor=[loss/val,accuracy/val]"], r"sweep\.monitor: .*; expected a tag, or tags with a direction each"),
+        (["sweep.monitor=3"], r"sweep\.monitor: 3; expected a tag, or tags with a direction each"),
+        (["sweep.monitor={}"], r"sweep\.monitor: {}; expected a tag, or tags with a direction each"),
+        (["sweep.monitor={loss/val:max}"], r"sweep\.monitor: loss/val: max; expected min: loss/val is a loss"),
+        (
+            ["sweep.monitor={accuracy/val:max}", "sweep.pruner=median"],
+            r"sweep\.pruner: median beside sweep\.monitor=accuracy/val, and jobs report loss/val.*Write monitor=accuracy/val",
+        ),
+    ],
+)
+def test_what_a_search_cannot_look_for_is_a_fault_before_its_first_job(overrides, message):
+    for dry in ("false", "true"):
+        with pytest.raises(ConfigError, match=message):
+            run_sweep(*SEARCH, *overrides, f"sweep.dry_run={dry}")
+
+
+def test_a_search_in_the_wrong_direction_of_a_metric_is_a_fault(capfd):
+    assert check(["-m", *SEARCH[:2], "sweep.monitor=accuracy/val"]) == 2
+    told = capfd.readouterr().err
+    assert "sweep.monitor: accuracy/val: min; expected max: a higher accuracy/val is better" in told
 
 
 def test_a_sweep_that_runs_is_refused_to_another_one_even_where_its_settings_were_written_anew():

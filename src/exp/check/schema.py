@@ -83,6 +83,11 @@ Inputs = Annotated[
     "a mapping of names to {shape: [3, 32, 32], dtype: float32}, null in a shape for a length that differs",
     Predicate(_are_inputs),
 ]
+Searched = Annotated[
+    str | dict[str, Mode] | None,
+    "a tag, or tags with a direction each such as {loss/val: min, throughput/step_ms: min}, or null",
+    Predicate(lambda wanted: wanted is None or bool(wanted)),
+]
 Node = Annotated[dict[str, Any], "a node with a _target_", Predicate(is_node)]
 Sample = Annotated[
     list[Count],
@@ -172,7 +177,7 @@ SCHEMA: dict[str, Any] = {
         "devices_per_job": Literal["auto"] | Count | Annotated[float, Interval(gt=0, lt=1)],
         "stack": Literal["auto"] | bool,
         "when": dict[str, dict[str, Any]],
-        "monitor": dict[str, Mode] | None,
+        "monitor": Searched,
         "repeat_over": Text | None,
         "storage": Text | None,
         "resume": Text | None,

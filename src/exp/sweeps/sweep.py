@@ -59,7 +59,7 @@ from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups, is_member
 from exp.tensorboard.hparams import declaration, declare, withdraw, write_bad_end
-from exp.types import Mode, Sampler, span_seconds
+from exp.types import Mode, Sampler, searched_tags, span_seconds
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -288,16 +288,22 @@ class Sweep:
         if settings["pruner"] != "none" and settings["repeat_over"] is not None:
             got, expected = f"{settings['pruner']} beside sweep.repeat_over", "one of the two: a mean has no steps"
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
-        if settings["pruner"] != "none" and len(self._objectives()) > 1:
+        objectives = self._objectives()
+        if settings["pruner"] != "none" and len(objectives) > 1:
             got, expected = f"{settings['pruner']} beside several tags in sweep.monitor", "one tag to compare"
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
+        elif settings["pruner"] != "none" and objectives != {self.monitor: self.mode}:
+            ((tag, mode),) = objectives.items()
+            got = f"{settings['pruner']} beside sweep.monitor={tag}, and jobs report {self.monitor} at each validation"
+            expected, cure = "one tag to compare", f"Write monitor={tag} mode={mode} in the place of sweep.monitor"
+            faults.append(Fault(key="sweep.pruner", got=got, expected=expected, cure=cure))
         if faults:
             raise ConfigError(faults)
 
     def _objectives(self) -> Mapping[str, Mode]:
         """What the search looks for, by tag."""
-        if self.settings["monitor"] is not None:
-            return dict(self.settings["monitor"])
+        if named := searched_tags(self.settings["monitor"], mode=self.mode):
+            return named
         if self.monitor is None:
             cure = "Write monitor=loss/val"
             raise ConfigError([Fault(key="monitor", got="null", expected="the tag that a search compares", cure=cure)])

@@ -102,8 +102,31 @@ def test_a_key_under_a_condition_is_combined_where_it_is_there():
 
 
 @pytest.mark.parametrize(
+    ("swept", "wanted"),
+    [
+        ("data.batch_size=16,32", "16"),
+        ("optimizer.weight_decay=1e-3,1e-2", "0.001"),
+        ("optimizer.weight_decay=0.001,0.01", "1e-3"),
+        ("optimizer.nesterov=true,false", "true"),
+        ("trainer.gradient_clip_val=null,1.0", "null"),
+        ("hooks=[],[memory]", "[[]]"),
+        ("name=a,b", "[a,a]"),
+    ],
+)
+def test_a_condition_is_a_value_however_it_is_written(swept, wanted):
+    key = swept.partition("=")[0]
+    found = listed("optimizer=sgd", swept, "seed=1,2", f"sweep.when={{seed:{{{key}:{wanted}}}}}")
+    assert [len(overrides) for overrides in found] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
     ("when", "message"),
     [
+        ("{optimizer.momentum:{seed:3}}", r"sweep\.when\.optimizer\.momentum\.seed: 3, which seed never is; expected one of 1, 2"),
+        ("{optimizer.momentum:{seed:[1,3]}}", "3, which seed never is"),
+        ("{optimizer.momentum:{seed:null}}", "null, which seed never is"),
+        ("{optimizer.momentum:{seed:[]}}", r"\[\]; expected one of 1, 2"),
+        ("{optimizer.momentum:{seed:true}}", "true, which seed never is"),
         ("{optimizer.momentum:{model:mlp}}", "model, which is not swept; expected one of seed"),
         ("{optimizer.lr:{seed:1}}", "optimizer.lr, which is not swept"),
         ("{seed:{optimizer.momentum:0.5},optimizer.momentum:{seed:1}}", "wait for each other"),

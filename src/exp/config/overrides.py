@@ -151,7 +151,8 @@ def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[Fault]
 
 def _text_for_hydra(line: Line) -> str:
     # A model need not name the container that it has by its class; one without containers refuses it by its signature.
-    return f"++{line.text}" if line.key == "model.container" and line.sign == "" else line.text
+    # The conditions of a sweep are a mapping of any keys.
+    return f"++{line.text}" if line.key in ("model.container", "sweep.when") and line.sign == "" else line.text
 
 
 def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault | None:

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.config.hydra_adapter import Loader, parse_override, swept_texts
 from exp.errors import ConfigError, Fault
-from exp.spelling import among
+from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
 
 Combination = Mapping[str, str]
@@ -158,17 +158,19 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
             fixed[key] = line.input_line or key
             continue
         try:
-            axes.append(_axis(line, loader, seed=seed, when=conditions.get(line.key_or_group)))
+            axes.append(_axis(line, loader, seed=seed))
         except ConfigError as error:
             faults += error.faults
-    names = [axis.name for axis in axes]
-    for key, condition in ((str(key), condition) for key, condition in conditions.items()):
-        unknown = [name for name in (key, *condition) if name not in names]
-        if unknown:
-            got, expected = f"{unknown[0]}, which is not swept", f"one of {among(names, word=unknown[0])}"
-            faults.append(Fault(key=f"sweep.when.{key}", got=got, expected=expected))
+    found = {}
+    if not faults:
+        for key, condition in conditions.items():
+            try:
+                found[str(key)] = _condition(str(key), condition, axes)
+            except ConfigError as error:
+                faults += error.faults
     if faults:
         raise ConfigError(faults)
+    axes = [replace(axis, when=found.get(axis.name)) for axis in axes]
     space = Space(axes=tuple(axes), fixed=tuple(fixed.values()))
     space.by_condition()
     return space
@@ -201,12 +203,56 @@ def _behind_others(line: Override, last: dict[str, Override]) -> Override:
     return line
 
 
-def _axis(line: Override, loader: Loader, *, seed: int, when: Mapping[str, Any] | None) -> Axis:
+def _condition(key: str, condition: Mapping[str, Any], axes: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
+    """The values of other axes, as overrides end, beside which a key is there.
+
+    Raises: ConfigError where one of them is not swept, or never has such a value.
+    """
+    known = {axis.name: axis for axis in axes}
+    unknown = [name for name in (key, *condition) if name not in known]
+    if unknown:
+        got, expected = f"{unknown[0]}, which is not swept", f"one of {among(known, word=unknown[0])}"
+        raise ConfigError([Fault(key=f"sweep.when.{key}", got=got, expected=expected)])
+    found = {}
+    for name, wanted in condition.items():
+        values = wanted if isinstance(wanted, list) else [wanted]
+        each = [_texts_with(known[name], value) for value in values]
+        if not values or not all(each):
+            got = "[]" if not values else f"{_shown(values[each.index(())])}, which {name} never is"
+            raise ConfigError([Fault(key=f"sweep.when.{key}.{name}", got=got, expected=_domain_in_words(known[name]))])
+        found[str(name)] = tuple(text for texts in each for text in texts)
+    return found
+
+
+def _texts_with(axis: Axis, wanted: Any) -> tuple[str, ...]:
+    """The values of an axis, as overrides end, that are this one however it is written: 1e-3 is 0.001."""
+    if axis.is_interval:
+        is_there = axis.is_integer and type(wanted) is int and axis.low <= wanted <= axis.high
+        return (axis.text(wanted),) if is_there else ()
+    parsed = ((text, parse_override(f"{axis.name}={text}").value()) for text in axis.texts)
+    return tuple(
+        text
+        for text, value in parsed
+        if (value == wanted and isinstance(value, bool) == isinstance(wanted, bool)) or text == wanted
+    )
+
+
+def _domain_in_words(axis: Axis) -> str:
+    if axis.is_interval:
+        whole = "a whole number of the interval" if axis.is_integer else "a key that is swept by a list"
+        return f"{whole}: a search draws {axis.name} from {axis.text(axis.low)} to {axis.text(axis.high)}"
+    return f"one of {among(axis.texts)}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)
+
+
+def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
     key, value = line.get_key_element(), line.value()
-    conditions = None if when is None else {name: _texts_of(wanted) for name, wanted in when.items()}
     if not isinstance(value, IntervalSweep):
         is_range = isinstance(value, RangeSweep) and not value.shuffle
-        return Axis(key=key, texts=_texts(line, loader, seed=seed), when=conditions, is_range=is_range)
+        return Axis(key=key, texts=_texts(line, loader, seed=seed), is_range=is_range)
     low, high = value.start, value.end
     assert low is not None
     assert high is not None
@@ -215,9 +261,7 @@ def _axis(line: Override, loader: Loader, *, seed: int, when: Mapping[str, Any] 
     if refused is not None:
         raise ConfigError([refused])
     is_integer = isinstance(low, int) and isinstance(high, int)
-    return Axis(
-        key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True, when=conditions
-    )  # fmt: skip
+    return Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
 
 
 def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, tags: set[str]) -> Fault | None:
@@ -229,10 +273,6 @@ def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, ta
     if is_log and low <= 0:
         return Fault(key=key, got=got, expected="numbers above 0, of which there is a logarithm")
     return None
-
-
-def _texts_of(wanted: Any) -> tuple[str, ...]:
-    return tuple(map(str, wanted)) if isinstance(wanted, list) else (str(wanted),)
 
 
 def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:

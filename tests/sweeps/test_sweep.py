@@ -256,6 +256,32 @@ def test_a_sweep_of_nothing_or_of_too_much_is_a_fault_and_never_listed(overrides
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sweep.resume=true", r"sweep\.resume: true; expected auto, a sweep's directory, or null"),
+        ("sweep.resume=3", r"sweep\.resume: 3; expected auto, a sweep's directory"),
+        ("sweep.resume=[a]", r"sweep\.resume: \['a'\]; expected auto, a sweep's directory"),
+        ("sweep.resume=", r"sweep\.resume: ''; expected auto, a sweep's directory"),
+        ("sweep.resume=''", r"sweep\.resume: ''; expected auto, a sweep's directory"),
+        ("sweep.when={optimizer.lr:sgd}", r"sweep\.when: .*expected a mapping of names to a mapping"),
+        ("sweep.when=3", r"sweep\.when"),
+        ("sweep.trial=3", r"sweep\.trial: 3; .* Did you mean sweep\.trials=3\?"),
+        ("sweep.trials=1.5", r"sweep\.trials: 1\.5; expected an integer, 1 or more"),
+        ("sweep.jobs=${nowhere}", r"sweep\.jobs"),
+        ("sweep.retry_failed=true", r"sweep\.retry_failed: true, without sweep\.resume; .*Add sweep\.resume=auto"),
+        ("sweep.sampler=tpee", r"sweep\.sampler: 'tpee'; .*Did you mean tpe\?"),
+    ],
+)
+def test_a_setting_that_no_sweep_can_have_is_a_fault_of_the_command_line_before_anything_is_looked_for(
+    override, message
+):
+    with pytest.raises(ConfigError, match=message) as caught:
+        run_sweep("optimizer.lr=0.1,0.2", override)
+    assert [fault.source for fault in caught.value.faults] == ["command line"]
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_hydras_basic_launcher_runs_the_jobs_and_keeps_the_books_too(capsys):
     status, runs = run_sweep("seed=1,66,67,2", "optimizer.lr=0.1", "hydra/launcher=basic")
     assert status == 1

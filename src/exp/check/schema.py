@@ -88,6 +88,9 @@ Searched = Annotated[
     "a tag, or tags with a direction each such as {loss/val: min, throughput/step_ms: min}, or null",
     Predicate(lambda wanted: wanted is None or bool(wanted)),
 ]
+Resumed = Annotated[
+    str | None, "auto, a sweep's directory, or null", Predicate(lambda wanted: wanted is None or bool(wanted))
+]
 Node = Annotated[dict[str, Any], "a node with a _target_", Predicate(is_node)]
 Sample = Annotated[
     list[Count],
@@ -180,7 +183,7 @@ SCHEMA: dict[str, Any] = {
         "monitor": Searched,
         "repeat_over": Text | None,
         "storage": Text | None,
-        "resume": Text | None,
+        "resume": Resumed,
         "retry_failed": bool,
         "dry_run": bool,
         "trial": dict[str, Any] | None,

@@ -24,10 +24,10 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf, open_dict
 
-from exp.check.stages import config_faults, early_faults
-from exp.config.compose import Composition, composition_of
+from exp.check.stages import config_faults, early_faults, located, refuse_node
+from exp.config.compose import Composition, composition_of, shared_config
 from exp.config.freeze import COMPOSITION, chosen_values, compared_tags, make_exclusively
-from exp.config.groups import PRIMARY
+from exp.config.groups import COMMAND_LINE, PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
@@ -111,7 +111,8 @@ class Sweep:
         # Of a search the identity of what all of its jobs share.
         self._shared = identity_of(plain_values(master.config)) if self.is_search else None
         typed = task_overrides(master.config)
-        self._typed = [text for text in typed if not text.startswith(("sweep.resume=", "sweep.retry_failed="))]
+        aside = ("sweep.resume=", "sweep.retry_failed=")
+        self._typed = [text for text in typed if not text.lstrip("+").startswith(aside)]
         self._ledger = Ledger(directory)
         self._taken: set[Path] = set()
         self._home = _process()
@@ -694,12 +695,33 @@ def compose_sweep(
     """
     check = config_faults if everything else early_faults
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
+    _refuse_settings(master)
     refuse_size(master)
-    lines = map(parse_override, filter(is_of_sweep, task_overrides(master.config)))
-    several = [line.key_or_group for line in lines if line.is_sweep_override()]
-    if several:
-        raise ConfigError([Fault(key=key, got="several values", expected="one for the whole sweep") for key in several])
     return master
+
+
+def _refuse_settings(master: Composition) -> None:
+    """Reject settings of the sweep itself that no sweep can have, before any of them is read."""
+    lines = [parse_override(text) for text in filter(is_of_sweep, task_overrides(master.config))]
+    faults = [
+        Fault(key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE)
+        for line in lines
+        if line.is_sweep_override()
+    ]
+    for line in lines:
+        if line.key_or_group == "sweep.trial" and not line.is_sweep_override() and line.value() is not None:
+            text = line.get_value_string()
+            cure, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
+            faults.append(Fault(key="sweep.trial", got=text, expected=expected, cure=cure, source=COMMAND_LINE))
+    if faults:
+        raise ConfigError(faults)
+    config = shared_config(master)
+    refuse_node(config, "sweep")
+    settings = config.sweep
+    if settings.retry_failed and settings.resume is None:
+        got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"
+        fault = Fault(key="sweep.retry_failed", got=got, expected=expected, cure="Add sweep.resume=auto")
+        raise ConfigError(located(config, [fault]))
 
 
 def sweep(master: Composition, *, executor: Executor, check: Check) -> int:

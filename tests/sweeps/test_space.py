@@ -92,6 +92,74 @@ def test_an_interval_that_cannot_be_drawn_from_is_a_fault(override, message):
         space(override)
 
 
+@pytest.mark.parametrize(
+    ("value", "ends"),
+    [
+        ("int(interval(16.5,64.2))", (17, 64)),
+        ("int(interval(-2.5,-0.5))", (-2, -1)),
+        ("int(tag(log,interval(0.5,8.9)))", (1, 8)),
+        ("tag(log,int(interval(0.5,8.9)))", (1, 8)),
+        ("int(interval(2.5,3.5))", (3, 3)),
+        ("int(interval(16,64))", (16, 64)),
+    ],
+)
+def test_an_interval_of_whole_numbers_has_those_inside_it(value, ends):
+    (axis,) = space(f"data.batch_size={value}").axes
+    assert (axis.low, axis.high) == ends
+    assert (axis.is_integer, axis.is_log) == (True, "log" in value)
+
+
+READ = "cannot be read: "
+WRONG_VALUES = {
+    "int(interval(0.2,0.9))": f"{READ}there is no whole number from 0.2 to 0.9",
+    "int(tag(log,interval(1e-4,1e-2)))": f"{READ}there is no whole number from 0.0001 to 0.01",
+    "int(interval(0,1e999))": f"{READ}an interval of whole numbers has two ends",
+    "int(interval(64,16))": "an interval from a number to one that is not below it",
+    "int(16.5)": f"{READ}16.5 is no whole number",
+    "int(1.5,2)": f"{READ}1.5 is no whole number",
+    "[int(1.5)]": f"{READ}1.5 is no whole number",
+    "int(range(0,3,0.5))": f"{READ}0.5 is no whole number",
+    "interval(1,)": "expected interval(LOW,HIGH)",
+    "interval(1)": "expected interval(LOW,HIGH)",
+    "interval(0,1": "expected interval(LOW,HIGH)",
+    "interval(a,b)": "expected interval(LOW,HIGH)",
+    "tag(log,1e-3,1e-2)": "expected tag(log,interval(LOW,HIGH))",
+    "log(interval(1,2))": "there is no log(...); .* Write tag(log,interval(LOW,HIGH))",
+    "intervall(1,2)": "there is no intervall(...); .* Write interval(LOW,HIGH)",
+    "choice()": "expected choice(A,B)",
+    "range(a,b)": "expected range(START,STOP)",
+    "1,": "has a comma without a value; .* Write optimizer.lr=1  ",
+    "1,,2": "has a comma without a value; .* Write optimizer.lr=1,2  ",
+    "interval(1e-3,1e-2),0.5": "an interval among other values, .*; expected an interval alone, or single values",
+    "0.5,range(1,3)": "a range among other values",
+    "glob(a*),b": "a glob among other values",
+    "[interval(0.1,0.9),0.99]": "an interval inside a list, .* Name whole lists: optimizer.lr=[A,B],[C,D]",
+    "[0.1,interval(0.1,0.9)],[1,2]": "an interval among other values",
+    "{a:[range(0,3)]}": "a range inside a mapping",
+    "range(0,1,0)": "range(0,1,0); expected a range of finite numbers, with a step that is not 0",
+    "range(0,nan)": "expected a range of finite numbers",
+}
+
+
+@pytest.mark.parametrize(("value", "message"), WRONG_VALUES.items())
+def test_values_that_no_sweep_can_say_are_told_with_the_form_that_is_right(value, message):
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(ConfigError, match=pattern) as typed:
+        listed(f"optimizer.lr={value}")
+    assert [fault.key for fault in typed.value.faults] == ["optimizer.lr"]
+    with pytest.raises(ConfigError, match=pattern) as told:
+        listed(f"+hydra.sweeper.params={{optimizer.lr:'{value}'}}")
+    assert [fault.source for fault in told.value.faults] == ["hydra.sweeper.params"]
+
+
+def test_an_interval_with_fractions_of_a_whole_number_is_told_as_what_is_wrong_with_the_interval(commands):
+    for drawn in ("interval(16,64)", "tag(log,interval(16,64))"):
+        done = commands.run("-m", f"data.batch_size={drawn}", "sweep.dry_run=true")
+        assert done.returncode == 2
+        assert f"data.batch_size: {drawn}, whose numbers have fractions; expected an integer" in done.stderr
+        assert f"Write 'data.batch_size=int({drawn})'" in done.stderr
+
+
 def test_a_key_under_a_condition_is_combined_where_it_is_there():
     when = "+sweep.when={optimizer.momentum:{optimizer:sgd}}"
     assert listed("optimizer=sgd,adamw", "optimizer.momentum=0.5,0.9", when) == [

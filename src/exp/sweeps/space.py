@@ -18,7 +18,8 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.hydra_adapter import Loader, parse_override, swept_texts
+from exp.config.hydra_adapter import Loader, parse_override, swept_texts, task_overrides
+from exp.config.overrides import read_swept
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
@@ -182,7 +183,13 @@ def _lines(config: DictConfig, loader: Loader) -> list[Override] | None:
     if texts is None:
         return None
     last: dict[str, Override] = {}
-    for line in map(parse_override, texts):
+    typed = task_overrides(config)
+    for text in texts:
+        try:
+            line = read_swept(text)
+        except ConfigError as error:
+            source = error.faults[0].source if text in typed else "hydra.sweeper.params"
+            raise ConfigError([replace(error.faults[0], source=source)]) from error
         # Of a group, a `+` adds to what `=` chooses.
         if not line.is_delete() and not loader.group_exists(line.key_or_group):
             line = _behind_others(line, last)

@@ -219,7 +219,7 @@ class Sweep:
             if not any(job.error for job in corners):
                 corners = self.jobs.checked(corners)
         if any(job.error for job in corners):
-            raise ConfigError(job_faults(corners))
+            raise ConfigError(list(dict.fromkeys(map(self._as_interval, job_faults(corners)))))
         if self.is_dry:
             self.planned = corners
             return
@@ -257,6 +257,16 @@ class Sweep:
             self.collect()
             for job in batch:
                 queue.end(self.rows[job.number])
+
+    def _as_interval(self, fault: Fault) -> Fault:
+        """The fault of a drawn number that is no whole one, as what is wrong with the interval."""
+        axis = next((axis for axis in self._space.axes if axis.name == fault.key and axis.is_interval), None)
+        if axis is None or axis.is_integer or "integer" not in fault.expected:
+            return fault
+        drawn = f"interval({axis.low:g},{axis.high:g})"
+        drawn = f"tag(log,{drawn})" if axis.is_log else drawn
+        got, cure = f"{drawn}, whose numbers have fractions", f"Write '{axis.key}=int({drawn})'"
+        return replace(fault, got=got, cure=cure, source=COMMAND_LINE)
 
     def _refuse_combining(self) -> None:
         """Reject what a grid would pass over in silence."""

@@ -82,6 +82,7 @@ def test_a_drawn_number_is_the_same_when_it_is_read_again(number):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("data.batch_size=int(interval(64.5,16))", "an interval from a number to one that is not below it"),
         ("optimizer.lr=interval(2,1)", "an interval from a number to one that is not below it"),
         ("optimizer.lr=tag(log,interval(0,1))", "numbers above 0, of which there is a logarithm"),
         ("optimizer.lr=tag(logg,interval(1,2))", "the tag logg; expected log"),
@@ -114,7 +115,6 @@ WRONG_VALUES = {
     "int(interval(0.2,0.9))": f"{READ}there is no whole number from 0.2 to 0.9",
     "int(tag(log,interval(1e-4,1e-2)))": f"{READ}there is no whole number from 0.0001 to 0.01",
     "int(interval(0,1e999))": f"{READ}an interval of whole numbers has two ends",
-    "int(interval(64,16))": "an interval from a number to one that is not below it",
     "int(16.5)": f"{READ}16.5 is no whole number",
     "int(1.5,2)": f"{READ}1.5 is no whole number",
     "[int(1.5)]": f"{READ}1.5 is no whole number",

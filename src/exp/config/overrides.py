@@ -178,7 +178,7 @@ def _text_for_hydra(line: Line) -> str:
 
 def sweep_fault(parsed: Override) -> Fault | None:
     """What is wrong with an override of which no sweep can say the values: calls in lists, ranges without a step."""
-    value, key, text = parsed.value(), parsed.key_or_group, _short(parsed.get_value_string())
+    value, key, text = parsed.value(), parsed.key_or_group, _short((parsed.input_line or "").partition("=")[2])
     inner = next(_calls_in(value), None)
     if inner is not None:
         kind = CALLS[type(inner)]

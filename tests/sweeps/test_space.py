@@ -190,7 +190,10 @@ def test_a_condition_is_a_value_however_it_is_written(swept, wanted):
 @pytest.mark.parametrize(
     ("when", "message"),
     [
-        ("{optimizer.momentum:{seed:3}}", r"sweep\.when\.optimizer\.momentum\.seed: 3, which seed never is; expected one of 1, 2"),
+        (
+            "{optimizer.momentum:{seed:3}}",
+            r"momentum\.seed: 3, which seed never is; expected one of 1, 2",
+        ),
         ("{optimizer.momentum:{seed:[1,3]}}", "3, which seed never is"),
         ("{optimizer.momentum:{seed:null}}", "null, which seed never is"),
         ("{optimizer.momentum:{seed:[]}}", r"\[\]; expected one of 1, 2"),

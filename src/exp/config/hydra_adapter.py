@@ -1,8 +1,9 @@
 """Hydra's private parts, known here and nowhere else: its composition, its flags and answers, its sweepers.
 
 Seen: Hydra 1.3.8. tests/config/test_hydra_adapter.py says what is relied upon: ConfigLoaderImpl, ConfigRepository,
-FileConfigSource, the override parser and its functions, Plugins, HydraConfig, VersionBase, ConfigStore; get_args_parser, Hydra.show_cfg,
-show_info, hydra_help and shell_completion, Callbacks. Of Python 3.11: ArgumentParser._actions, for there is no other
+FileConfigSource, the override parser and its functions, Plugins, HydraConfig, VersionBase, ConfigStore;
+get_args_parser, Hydra.show_cfg, show_info, hydra_help and shell_completion, Callbacks. Of Python 3.11:
+ArgumentParser._actions, for there is no other
 way to an action that was added by somebody else.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,7 @@ def _calls_in(value: Any) -> Iterator[Sweep]:
     """The calls of a sweep inside a list, a mapping or the values of another one."""
     inner = value.list if isinstance(value, ChoiceSweep) else value
     for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
-        if isinstance(one, tuple(CALLS)):
+        if isinstance(one, Sweep):
             yield one
         else:
             yield from _calls_in(one)

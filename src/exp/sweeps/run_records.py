@@ -18,7 +18,7 @@ from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, ExpError, shortened
 from exp.files import is_locked
-from exp.run_report import Report, read_report
+from exp.run_report import Report, parsed_report
 from exp.secrets import covered
 from exp.sweeps.ledger import JOBS, SETTINGS
 from exp.tensorboard.curves import Curve, event_files, read_curves
@@ -273,7 +273,7 @@ def _number_or_text(value: str) -> str:
 
 def _facts(path: Path) -> dict[str, Any]:
     """The fields of a record that a report fills. Raises: one of DAMAGE."""
-    report: Report = read_report(path.parent)
+    report: Report = parsed_report(path.read_text(encoding="utf-8"))
     error = "" if report.error is None else str(report.error["message"])
     peak = report.peak_memory_mib
     return {

@@ -151,8 +151,6 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
     axes: list[Axis] = []
     fixed: dict[str, str] = {}
     faults: list[Fault] = []
-    conditions = OmegaConf.to_container(config.sweep.when, resolve=True)
-    assert isinstance(conditions, dict)
     for line in lines:
         key = line.get_key_element()
         if not line.is_sweep_override():
@@ -162,16 +160,10 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
             axes.append(_axis(line, loader, seed=seed))
         except ConfigError as error:
             faults += error.faults
-    found = {}
-    if not faults:
-        for key, condition in conditions.items():
-            try:
-                found[str(key)] = _condition(str(key), condition, axes)
-            except ConfigError as error:
-                faults += error.faults
     if faults:
         raise ConfigError(faults)
-    axes = [replace(axis, when=found.get(axis.name)) for axis in axes]
+    conditions = _conditions(config, axes)
+    axes = [replace(axis, when=conditions.get(axis.name)) for axis in axes]
     space = Space(axes=tuple(axes), fixed=tuple(fixed.values()))
     space.by_condition()
     return space
@@ -208,6 +200,25 @@ def _behind_others(line: Override, last: dict[str, Override]) -> Override:
         if before.is_add() and line.type is OverrideType.CHANGE:
             return parse_override(f"+{line.input_line}")
     return line
+
+
+def _conditions(config: DictConfig, axes: Sequence[Axis]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """By the names of axes, what `sweep.when` asks of others.
+
+    Raises: ConfigError with a fault for each condition on nothing.
+    """
+    said = OmegaConf.to_container(config.sweep.when, resolve=True)
+    assert isinstance(said, dict)
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    faults: list[Fault] = []
+    for key, condition in said.items():
+        try:
+            found[str(key)] = _condition(str(key), condition, axes)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+    return found
 
 
 def _condition(key: str, condition: Mapping[str, Any], axes: Sequence[Axis]) -> dict[str, tuple[str, ...]]:

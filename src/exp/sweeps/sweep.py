@@ -30,13 +30,14 @@ from exp.config.freeze import COMPOSITION, chosen_values, compared_tags, make_ex
 from exp.config.groups import COMMAND_LINE, PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.config.reading import plain_values
-from exp.engine.trial_record import JOURNAL
+from exp.engine.trial_record import JOURNAL, refuse_url
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.output import unwritable
 from exp.signals import heeding
+from exp.spelling import among
 from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
 from exp.sweeps.ledger import (
@@ -86,6 +87,7 @@ class Sweep:
 
     executor: runs the jobs. check: the faults of each of several configs.
     is_dry: list and check the jobs, run none; `planned` has them.
+    ended_early: why not all were run, by the sweep's own settings; empty otherwise.
     everything: where a job has faults that need no torch, look for the others, too.
     """
 
@@ -115,6 +117,7 @@ class Sweep:
         self._typed = [text for text in typed if not text.lstrip("+").startswith(aside)]
         self._ledger = Ledger(directory)
         self._taken: set[Path] = set()
+        self.ended_early = ""
         self._home = _process()
         self._written = -math.inf
 
@@ -299,6 +302,7 @@ class Sweep:
         if settings["pruner"] != "none" and settings["repeat_over"] is not None:
             got, expected = f"{settings['pruner']} beside sweep.repeat_over", "one of the two: a mean has no steps"
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
+        refuse_url(settings["storage"])
         objectives = self._objectives()
         if settings["pruner"] != "none" and len(objectives) > 1:
             got, expected = f"{settings['pruner']} beside several tags in sweep.monitor", "one tag to compare"
@@ -371,6 +375,7 @@ class Sweep:
             search |= {"axes": [repr(axis) for axis in self._space.axes], "seed": self.seed}
             search |= {"objectives": dict(self._objectives()), "config": self._shared}
         if before is not None:
+            self._ledger.refuse_lost()
             if (before["search"] is None) != (search is None):
                 got = f"{'a search' if self.is_search else 'a grid'}, where a sweep of the other kind was"
                 raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
@@ -406,7 +411,7 @@ class Sweep:
 
     def _ended_before(self, job: Job) -> Row | None:
         """The row of a job that an earlier sweep of this directory has finished."""
-        from exp.run_report import find_report
+        from exp.run_report import read_report
 
         if not job.is_known or job.config is None or job.number in self.rows:
             return None
@@ -414,8 +419,14 @@ class Sweep:
         if not (directory / "config.yaml").is_file():
             return None
         wait_for_dead(directory)
-        report = find_report(directory)
-        if report is None or report.status == "interrupted":
+        if not (directory / "report.json").is_file():
+            return None
+        try:
+            report = read_report(directory)
+        except RunError as error:
+            print(f"{error}. Job {job.number} goes on from its last checkpoint", file=sys.stderr)
+            return None
+        if report.status == "interrupted":
             return None
         if report.status == "failed" and self.settings["retry_failed"]:
             return None
@@ -440,7 +451,7 @@ class Sweep:
 
             try:
                 while True:
-                    while not received and running.works < self.executor.slots and self._goes_on(begun):
+                    while not received and running.works < self.executor.slots and not self._why_it_ends(begun):
                         if not self._start_next(queue, running, progress, ended):
                             break
                     if not running.jobs:
@@ -458,6 +469,9 @@ class Sweep:
                     row = self._without_running(job)
                     self._record(replace(self._row(job, status=NOT_STARTED), directory="") if row is None else row)
                 self._write()
+                done = sum(row.status != NOT_STARTED for row in self.rows.values())
+                if not received and (why := self._why_it_ends(begun)) and queue.total and done < queue.total:
+                    self.ended_early = f"{why}: {done} of {queue.total} jobs were run"
             except Exception:
                 # The sweep itself has failed, as on a full disk. What runs saves and ends as at a signal.
                 for job, end, seconds in running.ended():
@@ -501,13 +515,30 @@ class Sweep:
         where = f"sweep.resume={os.path.relpath(self.directory)}"
         return shlex.join(["python", "-m", "exp.train", "-m", *self._typed, where])
 
-    def _goes_on(self, begun: float) -> bool:
-        """Whether more jobs are started."""
+    def _why_it_ends(self, begun: float) -> str:
+        """Why no more jobs are started; empty where they are."""
         failures, timeout = self.settings["max_failures"], self.settings["timeout"]
         if failures is not None and sum(row.status == "failed" for row in self.rows.values()) >= failures:
-            return False
+            return f"ended by sweep.max_failures={failures}"
         seconds = math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
-        return time.monotonic() - begun < seconds
+        return "" if time.monotonic() - begun < seconds else f"ended by sweep.timeout={timeout}"
+
+    def last_words(self) -> list[str]:
+        """What to say behind the table: why it ended early, and which jobs of before it leaves out."""
+        words = [self.ended_early] if self.ended_early else []
+        left = self._ledger.unclaimed
+        if self.is_search:
+            # Of fewer, it has not asked for them yet.
+            over = self.settings["repeat_over"]
+            repeats = next((len(axis.texts) for axis in self._space.axes if axis.name == over), 1)
+            most = (self.settings["trials"] or DEFAULT_TRIALS) * repeats
+            left = [entry for entry in left if entry.job >= most]
+        if left:
+            count = f"{len(left)} job{'s' if len(left) > 1 else ''} of before"
+            where = among([entry.directory for entry in left])
+            here = os.path.relpath(self.directory)
+            words.append(f"left out   {count}, not of this command: {where}; python -m exp.report {here} has all")
+        return words
 
     def _without_running(self, job: Job) -> Row | None:
         """The row of a job that cannot be run, or need not be; None of the others."""
@@ -746,6 +777,9 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     if resumed is None and settings.resume == AUTO:
         print(f"sweep.resume=auto: there is no sweep in {os.path.relpath(sweeps_of(wanted))}, so one begins")
     is_ours = str(master.config.hydra.launcher._target_).startswith(OUR_LAUNCHERS)
+    if resumed is not None and not is_ours:
+        got, expected = f"{settings.resume}, with a launcher that knows no jobs of before", "one of exp, slurm, ray"
+        raise ConfigError([Fault(key="hydra/launcher", got=got, expected=expected, cure="Leave sweep.resume out")])
     # Hydra's own sweeper composes every job for a try, and stops at the first fault.
     master.loader.tries_jobs = not is_ours
     with heeding(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
@@ -772,7 +806,10 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
         run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
-        return _finish(jobs, directory, error.exit_status)
+        status = _finish(jobs, directory, error.exit_status)
+        if error.command is not None and jobs is not None and jobs.rows:
+            print(f"go on      {error.command}")
+        return status
     except KeyboardInterrupt as error:
         return _finish(jobs, directory, _status_of(error))
     except Exception as error:
@@ -793,6 +830,8 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
     except KeyboardInterrupt as error:
         print(f"interrupted as the table was shown: {os.path.relpath(directory)}/table.md has it", file=sys.stderr)
         return _status_of(error)
+    if not jobs.rows and not jobs.is_dry and jobs.ended_early:
+        raise RunError(f"the sweep was {jobs.ended_early}")
     if not jobs.rows and not jobs.is_dry:
         raise ConfigError([_no_job("hydra.sweeper")])
     return status
@@ -824,6 +863,8 @@ def _finish(jobs: Sweep | None, directory: Path, status: int) -> int:
         return status
     print()
     print_table(directory, jobs.sorted_rows, repeat_over=jobs.settings["repeat_over"])
+    for line in jobs.last_words():
+        print(line)
     return status or int(not jobs.is_whole)
 
 

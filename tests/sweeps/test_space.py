@@ -86,6 +86,11 @@ def test_a_drawn_number_is_the_same_when_it_is_read_again(number):
         ("optimizer.lr=interval(2,1)", "an interval from a number to one that is not below it"),
         ("optimizer.lr=tag(log,interval(0,1))", "numbers above 0, of which there is a logarithm"),
         ("optimizer.lr=tag(logg,interval(1,2))", "the tag logg; expected log"),
+        ("optimizer.lr=interval(0.01,0.01)", r"in which 0\.01 is alone; .* Write optimizer\.lr=0\.01"),
+        ("data.batch_size=int(interval(2.5,3.5))", r"in which 3 is alone; .* Write data\.batch_size=3"),
+        ("seed=0,0", "seed: 0, twice; expected each value once. Write seed=0"),
+        ("optimizer.lr=1e-3,0.1,0.001", r"0\.001, twice; .* Write optimizer\.lr=0\.001,0\.1"),
+        ("model=mlp,lenet,mlp", "model: mlp, twice; .* Write model=mlp,lenet"),
     ],
 )
 def test_an_interval_that_cannot_be_drawn_from_is_a_fault(override, message):
@@ -100,7 +105,7 @@ def test_an_interval_that_cannot_be_drawn_from_is_a_fault(override, message):
         ("int(interval(-2.5,-0.5))", (-2, -1)),
         ("int(tag(log,interval(0.5,8.9)))", (1, 8)),
         ("tag(log,int(interval(0.5,8.9)))", (1, 8)),
-        ("int(interval(2.5,3.5))", (3, 3)),
+        ("int(interval(2.5,4.5))", (3, 4)),
         ("int(interval(16,64))", (16, 64)),
     ],
 )

@@ -711,6 +711,52 @@ def test_what_a_search_cannot_look_for_is_a_fault_before_its_first_job(overrides
             run_sweep(*SEARCH, *overrides, f"sweep.dry_run={dry}")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model=mlp,lenet", "sweep.sampler=cmaes"], "cmaes knows intervals alone: it draws these lists at random"),
+        (
+            [SEARCH[0], "model=mlp,lenet", "sweep.sampler=cmaes"],
+            "cmaes knows intervals alone: model is drawn at random",
+        ),
+        ([SEARCH[0], "model=mlp,lenet", "seed=1,2", "sweep.sampler=qmc"], ": model, seed are drawn at random"),
+        ([SEARCH[0], "seed=1,2", "sweep.sampler=qmc", "sweep.repeat_over=seed"], None),
+        ([SEARCH[0], "model=mlp,lenet", "sweep.sampler=tpe"], None),
+    ],
+)
+def test_a_sampler_that_draws_lists_at_random_says_so(overrides, line, capsys):
+    run_sweep(*overrides, "sweep.trials=2", "sweep.dry_run=true")
+    told = capsys.readouterr().out
+    assert ("at random" in told) == (line is not None)
+    assert line is None or line in told
+
+
+def test_cma_es_takes_one_objective():
+    with pytest.raises(ConfigError, match=r"sweep\.sampler: cmaes beside several tags in sweep\.monitor"):
+        run_sweep(*SEARCH, "sweep.sampler=cmaes", "sweep.monitor={loss/val:min,accuracy/val:max}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stacks", "words"),
+    [
+        (["seed=1,2"], True, "for a stack has 4 or more"),
+        (SEARCH, True, "for fewer than 4 are known before one of them has ended"),
+        (["seed=1,2,3,4"], False, "for this launcher starts each by itself"),
+    ],
+)
+def test_a_stack_that_was_asked_for_and_does_not_come_is_told_once(overrides, stacks, words, capsys, monkeypatch):
+    monkeypatch.setattr(Runs, "stacks", stacks)
+    for wanted in ("true", "auto"):
+        run_sweep(*overrides, f"sweep.stack={wanted}", f"hydra.sweep.dir=outputs/{wanted}")
+        told = capsys.readouterr().out
+        assert told.count(f"sweep.stack=true: jobs run side by side, {words}") == (wanted == "true")
+
+
+def test_a_swept_interpolation_is_shown_as_it_was_typed():
+    run_sweep("optimizer.lr=${seed},2", "seed=1,3", "name=a\\,b")
+    assert [row["optimizer.lr"] for row in rows()] == ["${seed}", "${seed}", "2", "2"]
+
+
 def test_a_search_in_the_wrong_direction_of_a_metric_is_a_fault(capfd):
     assert check(["-m", *SEARCH[:2], "sweep.monitor=accuracy/val"]) == 2
     told = capfd.readouterr().err

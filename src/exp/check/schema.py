@@ -64,7 +64,9 @@ NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]
 # Or a whole number, which a command line makes of `name=1`. Of 1.10 it makes 1.1.
 Folder = Annotated[
-    str | int, "text without a leading / or .., a name for a directory in outputs/", Predicate(_is_folder)
+    str | int,
+    "text without a leading / or .., a name of 250 bytes at most for a directory in outputs/",
+    Predicate(_is_folder),
 ]
 # A number of epochs or steps, or one of Lightning's two ways to say none.
 Limit = Annotated[

@@ -272,8 +272,8 @@ class Loader(ConfigLoaderImpl):
         finally:
             self._restore_numbers(config)
 
-    def primary(self, config_name: str) -> tuple[list[str], list[str]]:
-        """Top-level keys and groups that the primary config declares."""
+    def primary(self, config_name: str) -> tuple[list[str], dict[str, str | list[str] | None]]:
+        """Top-level keys that the primary config declares, and groups with what it chooses of each."""
         with hydra_base():
             loaded = self.repository.load_config(config_name) if can_be_a_path(config_name) else None
         if loaded is None:
@@ -281,7 +281,7 @@ class Loader(ConfigLoaderImpl):
                 key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf"
             )])  # fmt: skip
         defaults = [default for default in loaded.defaults_list or [] if isinstance(default, GroupDefault)]
-        groups = [default.group for default in defaults if default.group is not None]
+        groups = {default.group: default.value for default in defaults if default.group is not None}
         return [str(key) for key in loaded.config], groups
 
     def group_exists(self, group: str) -> bool:

@@ -195,11 +195,11 @@ def sweep_fault(parsed: Override) -> Fault | None:
     return None
 
 
-def _calls_in(value: Any) -> Iterator[Sweep]:
+def _calls_in(value: Any) -> Iterator[Sweep | Glob]:
     """The calls of a sweep inside a list, a mapping or the values of another one."""
     inner = value.list if isinstance(value, ChoiceSweep) else value
     for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
-        if isinstance(one, Sweep):
+        if isinstance(one, Sweep | Glob):
             yield one
         else:
             yield from _calls_in(one)

@@ -64,9 +64,9 @@ class Axis:
         """What it goes over, as TensorBoard shows it; None where that is another in each job's config."""
         if self.is_interval:
             return Domain(low=self.low, high=self.high)
-        if any("${" in text for text in self.texts):
+        parsed = [(text, parse_override(f"{self.name}={text}").value()) for text in self.texts]
+        if any("${" in str(value) for _, value in parsed):
             return None
-        parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
         return Domain(
             values=[text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
         )
@@ -270,7 +270,9 @@ def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
     key, value = line.get_key_element(), line.value()
     if not isinstance(value, IntervalSweep):
         is_range = isinstance(value, RangeSweep) and not value.shuffle
-        return Axis(key=key, texts=_texts(line, loader, seed=seed), is_range=is_range)
+        texts = _texts(line, loader, seed=seed)
+        _refuse_twice(line, texts)
+        return Axis(key=key, texts=texts, is_range=is_range)
     low, high = value.start, value.end
     assert low is not None
     assert high is not None
@@ -279,7 +281,32 @@ def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
     if refused is not None:
         raise ConfigError([refused])
     is_integer = isinstance(low, int) and isinstance(high, int)
+    if low == high:
+        cure = f"Write {line.key_or_group}={low}"
+        got, expected = f"{line.get_value_string()}, in which {low} is alone", "an interval of several numbers"
+        raise ConfigError([Fault(key=line.key_or_group, got=got, expected=expected, cure=cure)])
     return Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
+
+
+def _refuse_twice(line: Override, texts: Sequence[str]) -> None:
+    """Reject a list with a value that is in it twice, however it is written: the same job would run twice.
+
+    Raises: ConfigError.
+    """
+    first: dict[object, str] = {}
+    for text in texts:
+        try:
+            value: object = float(text)
+        except ValueError:
+            value = text
+        if value in first:
+            both = text if first[value] == text else f"{first[value]} and {text}"
+            rest = ",".join(first.values())
+            cure = f"Write {line.key_or_group}={rest}" if len(rest) < 60 and len(first) == len(texts) - 1 else None
+            raise ConfigError([
+                Fault(key=line.key_or_group, got=f"{both}, twice", expected="each value once", cure=cure)
+            ])  # fmt: skip
+        first[value] = text
 
 
 def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, tags: set[str]) -> Fault | None:

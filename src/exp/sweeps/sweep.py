@@ -76,6 +76,8 @@ OUR_LAUNCHERS = "hydra_plugins.exp."
 # What may differ of a search that is gone on with, by its key in sweep.json; of any other key `another KEY`.
 OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
 TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
+# Samplers that draw lists at random (Optuna 5.0).
+OF_NUMBERS = ("cmaes", "qmc")
 # The table of more jobs than these is written so often at most.
 TABLE_SECONDS, TABLE_ROWS = 2.0, 50
 
@@ -118,6 +120,7 @@ class Sweep:
         self._ledger = Ledger(directory)
         self._taken: set[Path] = set()
         self.ended_early = ""
+        self._told: set[str] = set()
         self._home = _process()
         self._written = -math.inf
 
@@ -185,6 +188,8 @@ class Sweep:
         wanted = self.settings["stack"]
         whole = [job for job in jobs if job.error is None]
         if wanted is False or not self.executor.stacks or len(whole) < LEAST_STACKED:
+            if wanted is True and whole:
+                self._say_once(self._why_unstacked())
             return [[job] for job in jobs]
         left = {job.number for job in whole if self._ended_before(job) is None}
         # Of all jobs, those that have ended among them: a sweep that is gone on with divides them as it did.
@@ -199,6 +204,21 @@ class Sweep:
                 stacked.append(members)
         together = {job.number for members in stacked for job in members}
         return [*stacked, *([job] for job in jobs if job.number not in together)]
+
+    def _why_unstacked(self) -> str:
+        """Why jobs that are asked to be trained together are not, in a line."""
+        words = "sweep.stack=true: jobs run side by side, for"
+        if not self.executor.stacks:
+            return f"{words} this launcher starts each by itself"
+        if self.is_search:
+            cure = "sweep.sampler=random and qmc wait for none, and the repeats of a trial are known together"
+            return f"{words} fewer than {LEAST_STACKED} are known before one of them has ended; {cure}"
+        return f"{words} a stack has {LEAST_STACKED} or more"
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._told:
+            print(line)
+            self._told.add(line)
 
     def _began_alone(self, job: Job) -> bool:
         """Whether an earlier sweep has trained it in a process of its own."""
@@ -223,6 +243,7 @@ class Sweep:
                 corners = self.jobs.checked(corners)
         if any(job.error for job in corners):
             raise ConfigError(list(dict.fromkeys(map(self._as_interval, job_faults(corners)))))
+        self._say_what_is_drawn_at_random(drawn)
         if self.is_dry:
             self.planned = corners
             return
@@ -260,6 +281,18 @@ class Sweep:
             self.collect()
             for job in batch:
                 queue.end(self.rows[job.number])
+
+    def _say_what_is_drawn_at_random(self, drawn: Space) -> None:
+        """Name the axes of which the sampler does not follow the results, or the sequence, that it is chosen for."""
+        sampler = self.settings["sampler"]
+        if sampler not in OF_NUMBERS:
+            return
+        lists = [axis.name for axis in drawn.axes if not axis.is_interval]
+        if lists and not drawn.has_intervals:
+            print(f"sweep.sampler={sampler} knows intervals alone: it draws these lists at random, as random does")
+        elif lists:
+            are = "are" if len(lists) > 1 else "is"
+            print(f"sweep.sampler={sampler} knows intervals alone: {', '.join(lists)} {are} drawn at random")
 
     def _as_interval(self, fault: Fault) -> Fault:
         """The fault of a drawn number that is no whole one, as what is wrong with the interval."""
@@ -304,6 +337,9 @@ class Sweep:
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
         refuse_url(settings["storage"])
         objectives = self._objectives()
+        if settings["sampler"] == "cmaes" and len(objectives) > 1:
+            got, expected = "cmaes beside several tags in sweep.monitor", "one tag, or nsga2, tpe, gp or random"
+            faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
         if settings["pruner"] != "none" and len(objectives) > 1:
             got, expected = f"{settings['pruner']} beside several tags in sweep.monitor", "one tag to compare"
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))

@@ -146,8 +146,8 @@ def test_a_signal_while_a_proposal_of_a_search_is_checked_reaches_the_running_jo
 
 
 def test_a_second_ctrl_c_ends_a_sweep_at_once(commands):
-    hows = "callbacks.ends.how=waits_in_vain,waits_in_vain"
-    started = commands.start("-m", *SMALL, "trainer.max_epochs=100000", hows, "sweep.jobs=2", "seed=1,2")
+    how = "callbacks.ends.how=waits_in_vain"
+    started = commands.start("-m", *SMALL, "trainer.max_epochs=100000", how, "sweep.jobs=2", "seed=1,2,3,4")
     while len(list(Path().glob("waits*"))) < 2:
         assert started.process.is_alive(), started.end()
         time.sleep(0.05)

@@ -155,6 +155,18 @@ def read_frozen(directory: Path | str) -> DictConfig:
     return cast(DictConfig, OmegaConf.create(_with_texts(_loaded(path), literal)))
 
 
+def frozen_values(directory: Path) -> dict[str, Any]:
+    """The values of the config that `freeze` wrote, as they stand in its file.
+
+    Raises: RunError where the directory holds none, or something else.
+    """
+    path = directory / "config.yaml"
+    found = _loaded(path)
+    if not isinstance(found, dict):
+        raise RunError(f"{path} is not as exp wrote it: no mapping. Take the file of the run")
+    return found
+
+
 def _loaded(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(path))

@@ -6,7 +6,6 @@ import pytest
 
 import exp
 from exp.config.freeze import freeze
-
 from exp.why import main
 
 FILES = {

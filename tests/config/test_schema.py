@@ -60,7 +60,7 @@ SLIPS = [
     ("data", "{_target_: exp.data.data.Data, dataset: {_target_: exp.data.delimited.Csv, paht: a.csv}}"),
     ("hooks", "{gradients: {_target_: exp.hooks.gradients.Gradients, every_n_step: 3}}"),
     ("hooks", "{memory: {_target_: exp.hooks.memory.Memory, every_n_steps: 0}}"),
-    ("model", "{_target_: exp.models.containers.SequentialModel, layers: {a: {_target_: torch.nn.ReLU, inplce: true}}}"),
+    ("model", "{layers: {a: {_target_: torch.nn.ReLU, inplce: true}}}"),
     ("model", "{layers: {a: {repeat: 2, layer: {_target_: torch.nn.Dropout, p: x}}}}"),
     ("precision", "{wrod: bf16}"),
     ("precision", "{word: bf61}"),

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.__main__ import main as check
+from exp.check.keys import SCHEMA
 from exp.check.plan import examine, plan, resolve, validate
-from exp.check.schema import SCHEMA
 from exp.check.stages import compose, first_stage, second_stage
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import Loader

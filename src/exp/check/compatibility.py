@@ -370,6 +370,14 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
         named = f"terms that need {', '.join(sorted(unmet))}"
         yield Part(key="objective", named=named, needs=frozenset({"own_passes"}), without=f"{{reason}}{more}", cure=ddp)
+    if "parameter_gradients" in planned.needs:
+        yield Part(
+            key="objective",
+            named="terms of a batch as a whole (they need parameter_gradients)",
+            needs=frozenset({"one_rank", "one_batch_a_step"}),
+            without="one process and one batch a step: {reason}",
+            cure="Leave the term out, or change {switch}",
+        )
     if planned.weighed:
         yield Part(
             key="objective",

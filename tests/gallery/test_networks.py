@@ -272,3 +272,8 @@ def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
     (x, _), *_ = gallery.batches("seq2seq_attention", *words, part="val", count=1)
     assert np.bincount(x.flatten().numpy()).max() / x.numel() < 0.2
     assert ran.metrics["accuracy/val"] > 0.9
+
+
+def test_example(gallery: Any) -> None:
+    """After three steps of SGD in float64 the weights are those of LeNet in Python, to 1e-9."""
+    gallery.descend("example", LeNet())

@@ -103,7 +103,9 @@ class Sides(nn.Module):
 
 @pytest.mark.parametrize("choice", ["left", "right"])
 def test_parameter_dict(gallery: Any, choice: str) -> None:
-    """After three steps of SGD in float64 the chosen matrix is that of the loop by hand, to 1e-9; the other is as it was."""
+    """After three steps of SGD in float64 the chosen matrix is that of the loop by hand, to 1e-9; the other is as it
+    was.
+    """
     network = Sides(choice)
     other = network.params["right" if choice == "left" else "left"]
     before = other.detach().clone()

@@ -29,7 +29,9 @@ class Perceptron(nn.Module):
 
 
 def test_gradient_penalty_inputs(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop with `torch.autograd.grad` by the input, to 1e-9."""
+    """After three steps of SGD in float64 the weights are those of a loop with `torch.autograd.grad` by the input, to
+    1e-9.
+    """
 
     def loss(network: nn.Module, batch: Any) -> Tensor:
         x = batch[0].requires_grad_()
@@ -56,11 +58,18 @@ def test_gradient_penalty_parameters(gallery: Any) -> None:
 
 
 def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
-    """In float16 under a loss scale of 1024 what three steps change is what they change in float64 without one, to 1 per cent; without the penalty it is another by more than 5."""
+    """In float16 under a loss scale of 1024 what three steps change is what they change in float64 without one, to 1
+    per cent; without the penalty it is another by more than 5.
+    """
     network = Perceptron()
     start = {name: value.double() for name, value in network.state_dict().items()}
     torch.save(network.state_dict(), hand.START)
-    fp16 = ("precision=fp16", "precision.scaler.init_scale=1024", f"weights.from={hand.START}", "objective.gradient_norm.weight=0.2")
+    fp16 = (
+        "precision=fp16",
+        "precision.scaler.init_scale=1024",
+        f"weights.from={hand.START}",
+        "objective.gradient_norm.weight=0.2",
+    )
     ran = gallery.run("gradient_penalty_scaled", *hand.DESCENT[1:], *hand.SHORT, *fp16)
     assert ran.metrics["precision/skipped_steps"] == 0
 
@@ -96,7 +105,9 @@ def test_amp_fp16_and_bf16_are_autocast(gallery: Any, hand: Any, build_model: An
 
 
 def test_amp_fp16(gallery: Any) -> None:
-    """After three steps the weights are those of a loop with `torch.autocast` and `GradScaler`, to 1e-6; of the scale 65536 a step that overflows takes half."""
+    """After three steps the weights are those of a loop with `torch.autocast` and `GradScaler`, to 1e-6; of the scale
+    65536 a step that overflows takes half.
+    """
     ran = gallery.run("amp_fp16", "debug=few_batches", "test=false", "logger=[csv]")
     scales = ran.column("precision/loss_scale")
     assert scales[0] in (65536.0, 32768.0)
@@ -104,7 +115,9 @@ def test_amp_fp16(gallery: Any) -> None:
 
 
 def test_amp_bf16(gallery: Any) -> None:
-    """After three steps the weights are those of a loop with `torch.autocast` in bfloat16, to 1e-6; they are float32 themselves."""
+    """After three steps the weights are those of a loop with `torch.autocast` in bfloat16, to 1e-6; they are float32
+    themselves.
+    """
     ran = gallery.run("amp_bf16", "debug=one_batch", "test=false")
     assert {value.dtype for value in ran.weights.values()} == {torch.float32, torch.int64}
     assert ran.report["precision"] == "bf16"
@@ -118,13 +131,22 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("word", ["fp64", "fp16"])
 def test_two_models_two_losses(gallery: Any, hand: Any, word: str) -> None:
-    """After three steps the weights are those of the loop of PyTorch's AMP notes with two optimizers and one scaler: to 1e-9 in float64, to 1e-4 in float16."""
+    """After three steps the weights are those of the loop of PyTorch's AMP notes with two optimizers and one scaler:
+    to 1e-9 in float64, to 1e-4 in float16.
+    """
     network, dtype = Two(), torch.float64 if word == "fp64" else torch.float32
     network.to(dtype)
     torch.save(network.state_dict(), hand.START)
-    start = (f"weights.from={hand.START}", f"precision={word}", "precision.scaler.init_scale=1024" if word == "fp16" else "seed=0")
+    start = (
+        f"weights.from={hand.START}",
+        f"precision={word}",
+        "precision.scaler.init_scale=1024" if word == "fp16" else "seed=0",
+    )
     ran = gallery.run("two_models_two_losses", *hand.SHORT, *start)
-    optimizers = [torch.optim.SGD(network.first.parameters(), lr=0.05), torch.optim.SGD(network.second.parameters(), lr=0.02)]
+    optimizers = [
+        torch.optim.SGD(network.first.parameters(), lr=0.05),
+        torch.optim.SGD(network.second.parameters(), lr=0.02),
+    ]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=word == "fp16")
     for x, target in gallery.batches("two_models_two_losses"):
         for optimizer in optimizers:
@@ -143,7 +165,9 @@ def test_two_models_two_losses(gallery: Any, hand: Any, word: str) -> None:
     hand.assert_equal(ran.weights, network.state_dict(), **close)
 
 
-def phases_by_hand(network: nn.Module, batches: list[Any], *, critic_rounds: int, penalty: float, wasserstein: bool) -> None:
+def phases_by_hand(
+    network: nn.Module, batches: list[Any], *, critic_rounds: int, penalty: float, wasserstein: bool
+) -> None:
     """A step of the discriminator as often as it is repeated, then one of the generator; plain gradient descent."""
     parts = {name: list(getattr(network, name).parameters()) for name in ("discriminator", "generator")}
     for index, (x, *_) in enumerate(batches):
@@ -157,7 +181,11 @@ def phases_by_hand(network: nn.Module, batches: list[Any], *, critic_rounds: int
             else:
                 fake = fake.detach()
                 real_score, fake_score = network.discriminator(x), network.discriminator(fake)
-                loss = (fake_score - real_score).mean() if wasserstein else (softplus(-real_score) + softplus(fake_score)).mean()
+                loss = (
+                    (fake_score - real_score).mean()
+                    if wasserstein
+                    else (softplus(-real_score) + softplus(fake_score)).mean()
+                )
                 if penalty:
                     share = torch.rand(len(x), 1, 1, 1, dtype=x.dtype)
                     between = (share * x + (1 - share) * fake).requires_grad_()
@@ -173,20 +201,26 @@ def phases_by_hand(network: nn.Module, batches: list[Any], *, critic_rounds: int
 def adversaries(gallery: Any, hand: Any, build_model: Any, name: str, *more: str, **options: Any) -> None:
     network = build_model("gan").double()
     torch.save(network.state_dict(), hand.START)
-    plain = [f"phases.{one}.optimizer={{_target_: torch.optim.SGD, lr: 0.05}}" for one in ("discriminator", "generator")]
+    plain = [
+        f"phases.{one}.optimizer={{_target_: torch.optim.SGD, lr: 0.05}}" for one in ("discriminator", "generator")
+    ]
     ran = gallery.run(name, *hand.SHORT, *DOUBLE, "scheduler=constant", f"weights.from={hand.START}", *plain, *more)
     phases_by_hand(network, gallery.batches(name), **options)
     hand.assert_equal(ran.weights, network.state_dict())
 
 
 def test_gan(gallery: Any, hand: Any, build_model: Any) -> None:
-    """After three steps of SGD in float64 the weights of both networks are those of the two updates written by hand, to 1e-9."""
+    """After three steps of SGD in float64 the weights of both networks are those of the two updates written by hand,
+    to 1e-9.
+    """
     unclipped = "phases.discriminator.gradient_clip_val=null"
     adversaries(gallery, hand, build_model, "gan", unclipped, critic_rounds=1, penalty=0, wasserstein=False)
 
 
 def test_wgan_gp(gallery: Any, hand: Any, build_model: Any) -> None:
-    """After three steps, each of five updates of the critic and one of the generator, the weights are those of Gulrajani's algorithm 1 by hand in float64, to 1e-9."""
+    """After three steps, each of five updates of the critic and one of the generator, the weights are those of
+    Gulrajani's algorithm 1 by hand in float64, to 1e-9.
+    """
     adversaries(gallery, hand, build_model, "wgan_gp", critic_rounds=5, penalty=10, wasserstein=True)
 
 
@@ -196,7 +230,10 @@ def opposed(network: nn.Module, batches: list[Any], weight: float) -> None:
     for batch in batches:
         h = network.features(batch["input"])
         domain = network.domain_head(network.domain_hidden(h).relu())
-        losses = (cross_entropy(network.head(h), batch["target"], ignore_index=-100), cross_entropy(domain, batch["domain"]))
+        losses = (
+            cross_entropy(network.head(h), batch["target"], ignore_index=-100),
+            cross_entropy(domain, batch["domain"]),
+        )
         both = [torch.autograd.grad(loss, parameters.values(), retain_graph=True, allow_unused=True) for loss in losses]
         with torch.no_grad():
             for (name, parameter), one, other in zip(parameters.items(), *both, strict=True):
@@ -218,15 +255,24 @@ def test_domain_adversarial_and_dann_are_one(gallery: Any, hand: Any, build_mode
 
 @pytest.mark.parametrize("epochs", [2])
 def test_dann(gallery: Any, epochs: int) -> None:
-    """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; with the paper's schedule the weight is 0.1 (2 / (1 + exp(-10 p)) - 1), p the share of steps done."""
-    short = (f"trainer.max_epochs={epochs}", "trainer.limit_train_batches=5", "trainer.limit_val_batches=1", "test=false")
+    """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; with the
+    paper's schedule the weight is 0.1 (2 / (1 + exp(-10 p)) - 1), p the share of steps done.
+    """
+    short = (
+        f"trainer.max_epochs={epochs}",
+        "trainer.limit_train_batches=5",
+        "trainer.limit_val_batches=1",
+        "test=false",
+    )
     weights = gallery.run("dann", *short, "logger=[csv]").column("gradient_reversal/weight")
     wanted = [0.1 * torch.tanh(torch.tensor(5 * step / (5 * epochs))).item() for step in range(5 * epochs)]
     assert weights == pytest.approx(wanted, abs=1e-6)
 
 
 def test_domain_adversarial(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; trained 8 epochs it tells more of the other light's digits than without the reversal."""
+    """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; trained 8
+    epochs it tells more of the other light's digits than without the reversal.
+    """
     short = ("trainer.max_epochs=8", "hooks=[]")
     found = gallery.run("domain_adversarial", *short).metrics["accuracy/test"]
     without = gallery.run("domain_adversarial", *short, "model.layers.reversal.weight=0").metrics["accuracy/test"]
@@ -234,7 +280,9 @@ def test_domain_adversarial(gallery: Any) -> None:
 
 
 def test_jacobian(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop with `torch.func.jacrev` of each sample, to 1e-9."""
+    """After three steps of SGD in float64 the weights are those of a loop with `torch.func.jacrev` of each sample, to
+    1e-9.
+    """
 
     def loss(network: nn.Module, batch: Any) -> Tensor:
         rows = torch.func.vmap(torch.func.jacrev(lambda x: network(x[None])[0]))(batch[0])
@@ -244,7 +292,9 @@ def test_jacobian(gallery: Any) -> None:
 
 
 def test_label_out_of_range(gallery: Any, hand: Any) -> None:
-    """Without the cure the run ends with exit status 2 and the label -100, which is no class of 10; with it three steps are those of a loop over the samples that have a class, to 1e-9."""
+    """Without the cure the run ends with exit status 2 and the label -100, which is no class of 10; with it three
+    steps are those of a loop over the samples that have a class, to 1e-9.
+    """
     import exp
     from exp.errors import ConfigError
 

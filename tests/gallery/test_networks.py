@@ -32,12 +32,16 @@ class LeNet(nn.Module):
 
 
 def test_lenet(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of LeNet in Python, to 1e-9; trained whole, its accuracy on test is above that of logistic regression on the same samples."""
+    """After three steps of SGD in float64 the weights are those of LeNet in Python, to 1e-9; trained whole, its
+    accuracy on test is above that of logistic regression on the same samples.
+    """
     gallery.descend("lenet", LeNet())
     pixels, digits = load_digits(return_X_y=True)
     parts = random_splits({"train": 0.7, "val": 0.15, "test": 0.15}, length=len(digits), seed=0)
     train, test = parts["train"].numpy(), parts["test"].numpy()
-    score = LogisticRegression(max_iter=2000).fit(pixels[train] / 16, digits[train]).score(pixels[test] / 16, digits[test])
+    score = (
+        LogisticRegression(max_iter=2000).fit(pixels[train] / 16, digits[train]).score(pixels[test] / 16, digits[test])
+    )
     assert gallery.run("lenet", "hooks=[]").metrics["accuracy/test"] > score
 
 
@@ -69,7 +73,12 @@ class FusedGRU(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in {"weight_ih": (192, 8), "weight_hh": (192, 64), "bias_ih": (192,), "bias_hh": (192,)}.items():
+        for name, shape in {
+            "weight_ih": (192, 8),
+            "weight_hh": (192, 64),
+            "bias_ih": (192,),
+            "bias_hh": (192,),
+        }.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / 8))
         self.head = nn.Linear(64, 10)
 
@@ -81,7 +90,9 @@ class FusedGRU(nn.Module):
 
 
 def test_gru(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights of the GRU written out in the program are those of `torch.nn.GRU`, to 1e-9."""
+    """After three steps of SGD in float64 the weights of the GRU written out in the program are those of
+    `torch.nn.GRU`, to 1e-9.
+    """
     gallery.descend("gru", FusedGRU())
 
 
@@ -90,8 +101,16 @@ def encoder_layer(weights: dict[str, Tensor], prefix: str, *, heads: int, width:
     layer = nn.TransformerEncoderLayer(
         width, heads, hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float64
     )
-    names = {"self_attn.out_proj": "project", "linear1": "expand", "linear2": "contract", "norm1": "norm1", "norm2": "norm2"}
-    state = {f"{to}.{one}": weights[f"{prefix}.{name}.{one}"] for to, name in names.items() for one in ("weight", "bias")}
+    names = {
+        "self_attn.out_proj": "project",
+        "linear1": "expand",
+        "linear2": "contract",
+        "norm1": "norm1",
+        "norm2": "norm2",
+    }
+    state = {
+        f"{to}.{one}": weights[f"{prefix}.{name}.{one}"] for to, name in names.items() for one in ("weight", "bias")
+    }
     for one in ("weight", "bias"):
         parts = [weights[f"{prefix}.{name}.{one}"] for name in ("query", "key", "value")]
         state[f"self_attn.in_proj_{one}"] = torch.cat(parts)
@@ -100,11 +119,16 @@ def encoder_layer(weights: dict[str, Tensor], prefix: str, *, heads: int, width:
 
 
 def test_transformer(gallery: Any) -> None:
-    """The validation loss of a run in float64 is that of two `torch.nn.TransformerEncoderLayer` with its weights, to 1e-9."""
+    """The validation loss of a run in float64 is that of two `torch.nn.TransformerEncoderLayer` with its weights, to
+    1e-9.
+    """
     ran = gallery.run("transformer", "precision=fp64", "debug=few_batches", "test=false")
     weights, losses = ran.weights, []
     for x, target in gallery.batches("transformer", "precision=fp64", part="val", count=2):
-        x = functional.linear(x.squeeze(1), weights["embedding.weight"], weights["embedding.bias"]) + weights["positions"]
+        x = (
+            functional.linear(x.squeeze(1), weights["embedding.weight"], weights["embedding.bias"])
+            + weights["positions"]
+        )
         for block in range(2):
             x = encoder_layer(weights, f"blocks.{block}", heads=4, width=64, hidden=128)(x)
         x = functional.layer_norm(x, (64,), weights["norm.weight"], weights["norm.bias"]).mean(1)
@@ -113,7 +137,9 @@ def test_transformer(gallery: Any) -> None:
 
 
 def test_gpt(gallery: Any, text: tuple[str, ...]) -> None:
-    """The bits per character of a run in float64 are those of two causal `torch.nn.TransformerEncoderLayer` with its weights, to 1e-6."""
+    """The bits per character of a run in float64 are those of two causal `torch.nn.TransformerEncoderLayer` with its
+    weights, to 1e-6.
+    """
     words = (text[1], "precision=fp64")
     ran = gallery.run("gpt", *words, "debug=few_batches", "test=false")
     weights, losses = ran.weights, []
@@ -148,7 +174,9 @@ def correlated(x: Tensor, layer: nn.Conv1d, *, stride: int) -> Tensor:
 
 
 def test_conv1d(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of correlations written as sums over shifted pieces, to 1e-9."""
+    """After three steps of SGD in float64 the weights are those of correlations written as sums over shifted pieces,
+    to 1e-9.
+    """
     gallery.descend("conv1d", Conv1d())
 
 
@@ -179,7 +207,9 @@ def interpolation(size: int) -> Tensor:
 
 
 def test_upsample(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop whose upsampling is a product with a matrix of weights, to 1e-9."""
+    """After three steps of SGD in float64 the weights are those of a loop whose upsampling is a product with a matrix
+    of weights, to 1e-9.
+    """
     gallery.descend("upsample", Autoencoder(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[0]))
 
 
@@ -207,7 +237,9 @@ def halves(size: int) -> tuple[slice, slice]:
 
 
 def test_roi_pool(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop that looks for the largest number of each cell, to 1e-9."""
+    """After three steps of SGD in float64 the weights are those of a loop that looks for the largest number of each
+    cell, to 1e-9.
+    """
     gallery.descend("roi_pool", Regions())
 
 
@@ -229,8 +261,12 @@ class SuperResolution(nn.Module):
 
 
 def test_super_resolution(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop that shuffles by indices, to 1e-9; trained whole, its squared error on test is less than half of bicubic interpolation's."""
-    gallery.descend("super_resolution", SuperResolution(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[0]))
+    """After three steps of SGD in float64 the weights are those of a loop that shuffles by indices, to 1e-9; trained
+    whole, its squared error on test is less than half of bicubic interpolation's.
+    """
+    gallery.descend(
+        "super_resolution", SuperResolution(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[0])
+    )
     ran = gallery.run("super_resolution", "hooks=[]")
     x = torch.cat([batch[0] for batch in gallery.batches("super_resolution", part="test", count=None)])
     bicubic = functional.interpolate(functional.avg_pool2d(x, 2), scale_factor=2, mode="bicubic")
@@ -260,7 +296,9 @@ class Backwards(nn.Module):
 
 
 def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
-    """After three steps of SGD in float64 the weights are those of a decoder that goes step by step, to 1e-9; after 200 steps it writes more than 90 of 100 characters right, of which the most frequent one is less than 20."""
+    """After three steps of SGD in float64 the weights are those of a decoder that goes step by step, to 1e-9; after
+    200 steps it writes more than 90 of 100 characters right, of which the most frequent one is less than 20.
+    """
     words = (text[1],)
     characters = int(gallery.data("seq2seq_attention", *words).spec.num_classes)
 
@@ -268,7 +306,15 @@ def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
         return cross_entropy(network(batch[0]).flatten(0, 1), batch[0].flip(1).flatten())
 
     gallery.descend("seq2seq_attention", Backwards(characters), *words, loss=loss)
-    ran = gallery.run("seq2seq_attention", *words, "trainer.max_steps=200", "trainer.val_check_interval=200", "trainer.check_val_every_n_epoch=null", "hooks=[]", "test=false")
+    ran = gallery.run(
+        "seq2seq_attention",
+        *words,
+        "trainer.max_steps=200",
+        "trainer.val_check_interval=200",
+        "trainer.check_val_every_n_epoch=null",
+        "hooks=[]",
+        "test=false",
+    )
     (x, _), *_ = gallery.batches("seq2seq_attention", *words, part="val", count=1)
     assert np.bincount(x.flatten().numpy()).max() / x.numel() < 0.2
     assert ran.metrics["accuracy/val"] > 0.9

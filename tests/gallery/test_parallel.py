@@ -20,11 +20,15 @@ def plain(hand: Any) -> list[str]:
     return [*hand.DESCENT, *hand.SHORT, *QUIET]
 
 
-def as_one_process(ranks: Any, hand: Any, name: str, *more: str, processes: int = 2, alone: tuple[str, ...] = SINGLE) -> Any:
+def as_one_process(
+    ranks: Any, hand: Any, name: str, *more: str, processes: int = 2, alone: tuple[str, ...] = SINGLE
+) -> Any:
     """Holds the weights after three steps in float64 against those of one process."""
     several = ranks.train(f"experiment={name}", *plain(hand), *more, ranks=processes)
     given = {key.partition("=")[0] for key in alone}
-    one = ranks.train(*(_of(name)), *plain(hand), *(word for word in more if word.partition("=")[0] not in given), *alone)
+    one = ranks.train(
+        *(_of(name)), *plain(hand), *(word for word in more if word.partition("=")[0] not in given), *alone
+    )
     hand.assert_equal(several.checkpoint()["state_dict"], one.checkpoint()["state_dict"], rtol=1e-9, atol=1e-11)
     assert several.report["world_size"] == processes
     return several
@@ -33,7 +37,8 @@ def as_one_process(ranks: Any, hand: Any, name: str, *more: str, processes: int 
 def _of(name: str) -> tuple[str, ...]:
     """The same network and data without the experiment, whose node `strategy` another strategy does not take."""
     return {"resnet_in_two_parts": ("model=resnet",), "sync_batchnorm": ("model=resnet",)}.get(
-        name, ("model=transformer",) if name in ("pipeline", "fsdp", "tensor_parallel", "activation_checkpointing") else ()
+        name,
+        ("model=transformer",) if name in ("pipeline", "fsdp", "tensor_parallel", "activation_checkpointing") else (),
     )
 
 
@@ -59,7 +64,9 @@ def test_resnet_in_two_parts(ranks: Any, hand: Any) -> None:
 
 
 def test_pipeline(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks with four micro-batches are those of one process, to 1e-9."""
+    """After three steps of SGD in float64 the weights of two ranks with four micro-batches are those of one process,
+    to 1e-9.
+    """
     as_one_process(ranks, hand, "pipeline")
 
 
@@ -89,7 +96,9 @@ def test_tensor_parallel(ranks: Any, hand: Any) -> None:
 
 
 def test_sync_batchnorm(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 weights and running statistics of two ranks are those of one process, to 1e-9; without the shared statistics they are off by more than 1e-4."""
+    """After three steps of SGD in float64 weights and running statistics of two ranks are those of one process, to
+    1e-9; without the shared statistics they are off by more than 1e-4.
+    """
     as_one_process(ranks, hand, "sync_batchnorm")
     apart = ranks.train("experiment=sync_batchnorm", "strategy.sync_batchnorm=false", *plain(hand), ranks=2)
     one = ranks.train("model=resnet", *plain(hand), *SINGLE)
@@ -120,7 +129,9 @@ def test_a_ring_of_three_ranks_adds_up(ranks: Any, numbers: int) -> None:
 
 
 def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks are those of one process, to 1e-9; each rank sends 2 (n - 1) / n of the 50,826 gradients' bytes, which for two ranks is all of them."""
+    """After three steps of SGD in float64 the weights of two ranks are those of one process, to 1e-9; each rank sends
+    2 (n - 1) / n of the 50,826 gradients' bytes, which for two ranks is all of them.
+    """
     ran = as_one_process(ranks, hand, "ring_all_reduce")
     log = (ran.directory / "train.log").read_text()
     assert "in 2 pieces, 2 messages" in log
@@ -128,11 +139,17 @@ def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
 
 
 def test_activation_checkpointing(commands: Any, hand: Any, tmp_path: Path) -> None:
-    """After three steps of SGD in float64 the weights are those of a run that keeps all activations, to 1e-9; it keeps less than half of their bytes."""
+    """After three steps of SGD in float64 the weights are those of a run that keeps all activations, to 1e-9; it keeps
+    less than half of their bytes.
+    """
     short = [*hand.DESCENT, *hand.SHORT, "launch.accelerator=cpu", "hooks.memory.every_n_steps=1", "logger=[csv]"]
     ran = []
     for name, patterns in (("again", "[blocks.?]"), ("kept", "[]")):
-        own = ["experiment=activation_checkpointing", f"hydra.run.dir={name}", f"strategy.activation_checkpointing={patterns}"]
+        own = [
+            "experiment=activation_checkpointing",
+            f"hydra.run.dir={name}",
+            f"strategy.activation_checkpointing={patterns}",
+        ]
         done = commands.run(*short, *own, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         ran.append(hand.Ran(directory=tmp_path / name))

@@ -1,9 +1,10 @@
-"""Parts of a run in the gallery, what they count and keep, against counts and loops by hand. A docstring is the page's number."""
+"""Parts of a run in the gallery, what they count and keep, against counts and loops by hand. A docstring is the page's
+number.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ import torch
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.naive_bayes import MultinomialNB
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, log_softmax, nll_loss, one_hot
+from torch.nn.functional import cross_entropy, one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.data.letter_names import ALPHABET
@@ -42,9 +43,13 @@ class Perceptron(nn.Module):
 
 
 def test_checkpoint_components(gallery: Any, hand: Any) -> None:
-    """Network and optimizer of a checkpoint of step 3, loaded into plain torch, make three steps more with momentum in float64 and are where a run of six steps is, to 1e-9."""
+    """Network and optimizer of a checkpoint of step 3, loaded into plain torch, make three steps more with momentum in
+    float64 and are where a run of six steps is, to 1e-9.
+    """
     words = [*hand.DESCENT, *hand.SHORT, "optimizer.momentum=0.9"]
-    short, long = (gallery.run("checkpoint_components", *words, f"trainer.limit_train_batches={count}") for count in (3, 6))
+    short, long = (
+        gallery.run("checkpoint_components", *words, f"trainer.limit_train_batches={count}") for count in (3, 6)
+    )
     network = Perceptron().double()
     network.load_state_dict(short.weights)
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9)
@@ -59,11 +64,19 @@ def test_checkpoint_components(gallery: Any, hand: Any) -> None:
 
 
 def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
-    """Of a body unfrozen at the second epoch the weights after two epochs in float64 are those of a loop whose optimizer is given the head, then the linear layers, too, to 1e-9; the convolutions are as they were, bit for bit."""
+    """Of a body unfrozen at the second epoch the weights after two epochs in float64 are those of a loop whose
+    optimizer is given the head, then the linear layers, too, to 1e-9; the convolutions are as they were, bit for
+    bit.
+    """
     network = build_model("lenet").double()
     torch.save(network.state_dict(), hand.START)
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    sooner = ["~freeze.unfreeze.5", "+freeze.unfreeze.1=['linear*']", "trainer.max_epochs=2", f"weights.from={hand.START}"]
+    sooner = [
+        "~freeze.unfreeze.5",
+        "+freeze.unfreeze.1=['linear*']",
+        "trainer.max_epochs=2",
+        f"weights.from={hand.START}",
+    ]
     ran = gallery.run("finetune_frozen", *hand.DESCENT, *hand.SHORT, *sooner)
     loader = gallery.data("finetune_frozen").loader("train")
     for epoch in range(2):
@@ -81,7 +94,9 @@ def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
 
 
 def test_initialisation(gallery: Any) -> None:
-    """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 per cent, linear1's weights fill Glorot's bound sqrt(2) sqrt(6 / 184), linear2's rows are orthonormal to 1e-5, the head is 0, and biases are 0.01."""
+    """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 per cent, linear1's weights fill Glorot's bound
+    sqrt(2) sqrt(6 / 184), linear2's rows are orthonormal to 1e-5, the head is 0, and biases are 0.01.
+    """
     still = ("optimizer=sgd", "optimizer.lr=1e-20", "optimizer.momentum=0.0")
     weights = gallery.run("initialisation", "debug=one_batch", "test=false", *still).weights
     assert weights["conv2.weight"].std().item() == pytest.approx(math.sqrt(2 / 150), rel=0.05)
@@ -94,7 +109,9 @@ def test_initialisation(gallery: Any) -> None:
 
 
 def test_memory_four_parts(gallery: Any) -> None:
-    """Parameters, gradients and Adam's state have the bytes of a count by hand: 4 of each number, twice for the two moments and 4 for each of six counts of steps; activations are what layers and loss keep."""
+    """Parameters, gradients and Adam's state have the bytes of a count by hand: 4 of each number, twice for the two
+    moments and 4 for each of six counts of steps; activations are what layers and loss keep.
+    """
     ran = gallery.run("memory_four_parts", "debug=one_batch", "test=false", "logger=[csv]")
     parts = ("parameters", "gradients", "optimizer", "activations")
     parameters, gradients, optimizer, activations = (round(2**20 * ran.column(f"memory/{one}_mib")[0]) for one in parts)
@@ -115,7 +132,9 @@ class Logged(TorchDispatchMode):
 
 
 def test_logging_tensor(gallery: Any) -> None:
-    """The operators of the first step, forward and backward, and how often each was called, are those that a TorchDispatchMode counts around the same step by hand."""
+    """The operators of the first step, forward and backward, and how often each was called, are those that a
+    TorchDispatchMode counts around the same step by hand.
+    """
     ran = gallery.run("logging_tensor", "debug=one_batch", "test=false")
     text = (ran.directory / "operators" / "step-1.md").read_text()
     found: Counter[str] = Counter()
@@ -125,7 +144,17 @@ def test_logging_tensor(gallery: Any) -> None:
     network = Perceptron()
     with Logged() as logged:
         cross_entropy(network(x.float()), target).backward()
-    products = ("addmm", "mm", "gelu", "gelu_backward", "_log_softmax", "nll_loss_forward", "nll_loss_backward", "t", "sum")
+    products = (
+        "addmm",
+        "mm",
+        "gelu",
+        "gelu_backward",
+        "_log_softmax",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "t",
+        "sum",
+    )
     assert {name: found[name] for name in products} == {name: logged.calls[name] for name in products}
 
 
@@ -160,7 +189,9 @@ def test_a_scalar_tensor_is_its_matrix_to_torch() -> None:
 
 
 def test_per_sample_gradients(gallery: Any, hand: Any) -> None:
-    """Mean and largest norm of the first step's 64 gradients are those of a loop of one backward a sample in float64, to 1e-9."""
+    """Mean and largest norm of the first step's 64 gradients are those of a loop of one backward a sample in float64,
+    to 1e-9.
+    """
     network = Perceptron().double()
     torch.save(network.state_dict(), hand.START)
     words = ("precision=fp64", "debug=one_batch", "test=false", "logger=[csv]", f"weights.from={hand.START}")
@@ -175,7 +206,9 @@ def test_per_sample_gradients(gallery: Any, hand: Any) -> None:
 
 
 def test_vmap_ensembles(gallery: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 row e of the stacked weights is what member e is in a loop of its own, to 1e-9, and the members differ."""
+    """After three steps of SGD in float64 row e of the stacked weights is what member e is in a loop of its own, to
+    1e-9, and the members differ.
+    """
     member = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     ensemble = Ensemble(members=8, member=member).double()
     start = {f"ensemble.{name}": value for name, value in ensemble.state_dict().items()}
@@ -214,7 +247,9 @@ class Functions(nn.Module):
 
 
 def test_custom_functions(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of torch's own operators and autograd's backwards, to 1e-9."""
+    """After three steps of SGD in float64 the weights are those of torch's own operators and autograd's backwards, to
+    1e-9.
+    """
     gallery.descend("custom_functions", Functions())
 
 
@@ -298,7 +333,9 @@ class Reader(nn.Module):
 
 
 def test_names_rnn(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of `torch.nn.RNN`, to 1e-9; trained whole, its accuracy on test is 0.1 above naive Bayes on counts of letters."""
+    """After three steps of SGD in float64 the weights are those of `torch.nn.RNN`, to 1e-9; trained whole, its
+    accuracy on test is 0.1 above naive Bayes on counts of letters.
+    """
     gallery.descend("names_rnn", Reader(), "trainer.gradient_clip_val=null")
     data = gallery.data("names_rnn")
     parts = {name: data.part(name) for name in ("train", "test")}
@@ -313,7 +350,9 @@ def test_names_rnn(gallery: Any) -> None:
 
 
 def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
-    """The tokens give the text back, and after 200 steps the perplexity on val is less than half of that of tokens drawn by how often each is in the training text."""
+    """The tokens give the text back, and after 200 steps the perplexity on val is less than half of that of tokens
+    drawn by how often each is in the training text.
+    """
     tokenizers = pytest.importorskip("tokenizers", reason="the extra `tokenizers` is not installed")
     words = (text[1], "data.dataset.vocabulary_size=300")
     data = gallery.data("tokenized_text", *words)
@@ -323,5 +362,10 @@ def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
     assert (gallery.place / "text.txt").read_text().startswith(written.rstrip("\N{REPLACEMENT CHARACTER}"))
     frequency = (np.bincount(train, minlength=300) + 1) / (len(train) + 300)
     unigram = np.exp(-np.log(frequency[val]).mean())
-    short = ("trainer.max_steps=200", "trainer.val_check_interval=100", "trainer.check_val_every_n_epoch=null", "test=false")
+    short = (
+        "trainer.max_steps=200",
+        "trainer.val_check_interval=100",
+        "trainer.check_val_every_n_epoch=null",
+        "test=false",
+    )
     assert gallery.run("tokenized_text", *words, *short, "hooks=[]").metrics["perplexity/val"] < unigram / 2

@@ -36,8 +36,7 @@ class Ensemble(nn.Module):
         copies = [member, *(copy.deepcopy(member) for _ in range(members - 1))]
         for one in copies[1:]:
             for module in one.modules():
-                if _draws(module):
-                    module.reset_parameters()
+                _draw_anew(module)
         parameters, buffers = stack_module_state(copies)
         self.member = copy.deepcopy(member)
         for name, value in parameters.items():
@@ -59,15 +58,22 @@ class Ensemble(nn.Module):
         return found
 
 
+def _draw_anew(module: Any) -> None:
+    if _draws(module):
+        module.reset_parameters()
+
+
 def _draws(module: nn.Module) -> bool:
     return callable(getattr(module, "reset_parameters", None))
 
 
 def _require_stackable(member: nn.Module) -> None:
     if any(isinstance(parameter, UninitializedParameter) for parameter in member.parameters()):
-        raise ValueError("the member of an ensemble has layers without sizes; expected all of them, such as in_features")
+        raise ValueError(
+            "the member of an ensemble has layers without sizes; expected all of them, such as in_features"
+        )
     for name, module in member.named_modules():
-        if isinstance(module, ANY_BATCH_NORM) and module.running_mean is not None:
+        if isinstance(module, ANY_BATCH_NORM) and getattr(module, "running_mean", None) is not None:
             raise ValueError(f"{name} of the member keeps running statistics; expected track_running_stats: false")
         if list(module.parameters(recurse=False)) and not _draws(module):
             raise ValueError(f"{name or 'the member'} draws no initial values; expected a method reset_parameters")

@@ -449,9 +449,7 @@ class LowRank:
         return self._state
 
 
-def compress(
-    wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int], ring: Ring
-) -> None:
+def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int], ring: Ring) -> None:
     """Registers the communication hook that the options name.
 
     steps_done: how many steps of the run are done, asked when the first gradients are there. ring: counts for `ring`.

@@ -1,7 +1,7 @@
 """A ring all-reduce of gradients by messages between neighbours, which logs what it sends: communication_hook=ring.
 
-For what an all-reduce does, and what it costs; the backend's own is faster. A bucket is cut into as many pieces as there
-are ranks. In n - 1 turns each rank sends a piece to the next rank and adds the one that it receives, so that in the end
+For what an all-reduce does, and what it costs; the backend's own is faster. A bucket is cut into as many pieces as
+there are ranks. In n - 1 turns each rank sends a piece to the next rank and adds the one that it receives, so that in the end
 each has one piece of the whole sum; in n - 1 further turns these go round. So each rank sends 2 (n - 1) / n of a
 bucket's bytes, however many ranks there are (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 """

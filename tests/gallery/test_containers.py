@@ -63,7 +63,7 @@ class Choices(nn.Module):
 
 @pytest.mark.parametrize(("choice", "activation"), [("conv", "prelu"), ("pool", "lrelu")])
 def test_module_dict(gallery: Any, choice: str, activation: str) -> None:
-    """After three steps of SGD in float64 the weights are those of the ModuleDict in Python, to 1e-9, for two choices."""
+    """For two choices the weights after three steps in float64 are those of the ModuleDict in Python, to 1e-9."""
     chosen = (f"model.constants.choice={choice}", f"model.constants.activation={activation}")
     network = Choices(choice, activation)
     unused = network.choices["conv"].weight.clone()

@@ -1,4 +1,4 @@
-"""Losses, penalties, precision and adversaries of the gallery against loops by hand. A docstring is the page's number."""
+"""Losses, penalties and adversaries of the gallery against loops by hand. A docstring is the page's number."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_conv1d(gallery: Any) -> None:
 
 
 class Autoencoder(nn.Module):
-    """Upsampling by its definition: repeated pixels, and weighted means of the neighbours of each new pixel's centre."""
+    """Upsampling by its definition: repeated pixels, and weighted means of a new pixel's neighbours."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ class LetterNames(Tensors):
     """Names such as ALPHA WITH OXIA and the scripts of their letters, here GREEK.
 
     Input int64 `[T]`, a number of ALPHABET for each character, filled up with 0 in front, so that the last number is
-    the name's end; target the script's number in SCRIPTS. Some names, such as BA, stand in several scripts. The names are
-    those of unicodedata, whose tables grow with Python's versions.
+    the name's end; target the script's number in SCRIPTS. Some names, such as BA, stand in several scripts. The
+    names are those of unicodedata, whose tables grow with Python's versions.
 
     length: characters of a sample, T; of longer names the end is cut off.
     most: names of a script, evenly spaced in the order of the alphabet; Hangul has 11,244, the others up to 1,165.

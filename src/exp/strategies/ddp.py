@@ -40,7 +40,7 @@ from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.ring_all_reduce import Ring, average_around
+from exp.strategies.ring_all_reduce import Ring
 from exp.strategies.strategy import Blueprint, Strategy, module_of
 from exp.types import Batch
 
@@ -455,7 +455,7 @@ def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Call
     steps_done: how many steps of the run are done, asked when the first gradients are there. ring: counts for `ring`.
     """
     if options.communication_hook == "ring":
-        wrapped.register_comm_hook(ring, average_around)
+        wrapped.register_comm_hook(ring, _around)
     elif options.communication_hook == "powersgd":
         wrapped.register_comm_hook(LowRank(options.powersgd, steps_done), _in_low_rank)
     elif options.communication_hook is not None:
@@ -466,6 +466,14 @@ def _in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Te
     buffer: Tensor = bucket.buffer()
     # Divided before they are added: float16 overflows less.
     return _added_up(buffer.to(dtype).div_(dist.get_world_size()), dist.group.WORLD, then=buffer.copy_)
+
+
+def _around(ring: Ring, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    buffer: Tensor = bucket.buffer()
+    ring.average(buffer, index=bucket.index(), is_last=bucket.is_last())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 def _in_low_rank(low_rank: LowRank, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,12 +1,12 @@
 """A ring all-reduce of gradients by messages between neighbours, which logs what it sends: communication_hook=ring.
 
 For what an all-reduce does, and what it costs; the backend's own is faster. A bucket is cut into as many pieces as
-there are ranks. In n - 1 turns each rank sends a piece to the next rank and adds the one that it receives, so that in the end
-each has one piece of the whole sum; in n - 1 further turns these go round. So each rank sends 2 (n - 1) / n of a
-bucket's bytes, however many ranks there are (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+there are ranks. In n - 1 turns each rank sends a piece to the next rank and adds the one that it receives, so that in
+the end each has one piece of the whole sum; in n - 1 further turns these go round. So each rank sends 2 (n - 1) / n of
+a bucket's bytes, however many ranks there are (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 """
 
-# No postponed annotations: DistributedDataParallel compares those of a hook with the classes themselves.
+from __future__ import annotations
 
 import logging
 import time
@@ -14,7 +14,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs do not name it
 
 log = logging.getLogger(__name__)
 KIB = 2**10
@@ -29,18 +28,24 @@ class Ring:
     def __init__(self) -> None:
         self.steps, self.sent_bytes, self.seconds = 0, 0, 0.0
 
-    def count(self, bucket: GradBucket, *, sent: int, seconds: float) -> None:
-        """Adds a bucket to the sums, and logs it in the first step."""
+    def average(self, buffer: Tensor, *, index: int, is_last: bool) -> None:
+        """Makes a bucket of gradients `[N]` its mean over all ranks, in place, and logs it in the first step.
+
+        index: of the bucket, of which a step has several. is_last: whether it is the step's last one.
+        """
+        began, ranks = time.perf_counter(), dist.get_world_size()
+        sent = all_reduce(buffer)
+        buffer.div_(ranks)
+        seconds = time.perf_counter() - began
         if self.steps == 0:
-            buffer, ranks = bucket.buffer(), dist.get_world_size()
             log.info(
-                f"ring all-reduce of bucket {bucket.index()}: {buffer.numel():,} numbers in {ranks} pieces, "
+                f"ring all-reduce of bucket {index}: {buffer.numel():,} numbers in {ranks} pieces, "
                 f"{2 * (ranks - 1)} messages, {sent / KIB:,.1f} KiB sent of {buffer.nbytes / KIB:,.1f}, "
                 f"{1000 * seconds:.2f} ms"
             )
         self.sent_bytes += sent
         self.seconds += seconds
-        self.steps += bucket.is_last()
+        self.steps += is_last
 
     def tell(self) -> None:
         """Logs the sums."""
@@ -49,17 +54,6 @@ class Ring:
                 f"ring all-reduce: {self.steps:,} steps, {self.sent_bytes / KIB:,.1f} KiB sent by this rank, "
                 f"{1000 * self.seconds / self.steps:.2f} ms a step"
             )
-
-
-def average_around(ring: Ring, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The communication hook: the mean of a bucket over all ranks, in the bucket's own memory."""
-    buffer, began = bucket.buffer(), time.perf_counter()
-    sent = all_reduce(buffer)
-    buffer.div_(dist.get_world_size())
-    ring.count(bucket, sent=sent, seconds=time.perf_counter() - began)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done
 
 
 def all_reduce(buffer: Tensor) -> int:

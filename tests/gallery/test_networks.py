@@ -142,8 +142,14 @@ def test_gpt(gallery: Any, text: tuple[str, ...]) -> None:
     """
     words = (text[1], "precision=fp64")
     ran = gallery.run("gpt", *words, "debug=few_batches", "test=false")
-    weights, losses = ran.weights, []
-    for x, target in gallery.batches("gpt", *words, part="val", count=2):
+    wanted = causal_loss(ran.weights, gallery.batches("gpt", *words, part="val", count=2)) / math.log(2)
+    assert ran.metrics["bits_per_character/val"] == pytest.approx(wanted, rel=1e-6)
+
+
+def causal_loss(weights: dict[str, Tensor], batches: list[Any]) -> float:
+    """The mean cross entropy of conf/model/gpt.yaml, by torch's own layers."""
+    losses = []
+    for x, target in batches:
         x = functional.embedding(x, weights["tokens.weight"]) + weights["positions"][: x.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=torch.float64)
         for block in range(2):
@@ -151,8 +157,23 @@ def test_gpt(gallery: Any, text: tuple[str, ...]) -> None:
             x = layer(x, src_mask=mask, is_causal=True)
         x = functional.layer_norm(x, (64,), weights["norm.weight"], weights["norm.bias"])
         losses.append(cross_entropy((x @ weights["head.weight"].T).flatten(0, 1), target.flatten()))
-    wanted = torch.stack(losses).mean().item() / math.log(2)
-    assert ran.metrics["bits_per_character/val"] == pytest.approx(wanted, rel=1e-6)
+    return torch.stack(losses).mean().item()
+
+
+def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
+    """The training part's tokens give its text back; the perplexity of a run in float64 is that of two causal
+    `torch.nn.TransformerEncoderLayer` with its weights, to 1e-6.
+    """
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra `tokenizers` is not installed")
+    words = (text[1], "data.dataset.vocabulary_size=300", "precision=fp64", "data.batch_size=16")
+    data = gallery.data("tokenized_text", *words)
+    tokenizer = tokenizers.Tokenizer.from_str(data.fitted["tokenizer"])
+    written = tokenizer.decode(data.part("train").tokens[:500].tolist())
+    assert len(written) > 500
+    assert (gallery.place / "text.txt").read_text().startswith(written)
+    ran = gallery.run("tokenized_text", *words, "debug=few_batches", "test=false")
+    batches = gallery.batches("tokenized_text", *words, part="val", count=2)
+    assert ran.metrics["perplexity/val"] == pytest.approx(math.exp(causal_loss(ran.weights, batches)), rel=1e-6)
 
 
 class Conv1d(nn.Module):

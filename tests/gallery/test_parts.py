@@ -347,25 +347,3 @@ def test_names_rnn(gallery: Any) -> None:
     bayes = MultinomialNB().fit(counts.fit_transform(texts["train"]), parts["train"].entries[1].numpy())
     score = bayes.score(counts.transform(texts["test"]), parts["test"].entries[1].numpy())
     assert gallery.run("names_rnn", "hooks=[]").metrics["accuracy/test"] > score + 0.1
-
-
-def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
-    """The tokens give the text back, and after 200 steps the perplexity on val is less than half of that of tokens
-    drawn by how often each is in the training text.
-    """
-    tokenizers = pytest.importorskip("tokenizers", reason="the extra `tokenizers` is not installed")
-    words = (text[1], "data.dataset.vocabulary_size=300")
-    data = gallery.data("tokenized_text", *words)
-    train, val = (data.part(name).tokens.numpy() for name in ("train", "val"))
-    tokenizer = tokenizers.Tokenizer.from_str(data.fitted["tokenizer"])
-    written = tokenizer.decode(train[:500].tolist())
-    assert (gallery.place / "text.txt").read_text().startswith(written.rstrip("\N{REPLACEMENT CHARACTER}"))
-    frequency = (np.bincount(train, minlength=300) + 1) / (len(train) + 300)
-    unigram = np.exp(-np.log(frequency[val]).mean())
-    short = (
-        "trainer.max_steps=200",
-        "trainer.val_check_interval=100",
-        "trainer.check_val_every_n_epoch=null",
-        "test=false",
-    )
-    assert gallery.run("tokenized_text", *words, *short, "hooks=[]").metrics["perplexity/val"] < unigram / 2

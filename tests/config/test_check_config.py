@@ -57,7 +57,7 @@ COMMANDS = [
     *([f"strategy={name}"] for name in options("strategy") if name not in NEEDS),
     *([f"+callbacks={name}"] for name in options("callbacks")),
     *([f"debug={name}"] for name in options("debug")),
-    # The others are checked where tests/gallery runs them.
+    # The others are checked by tests/plan/test_training_notes.py, and where tests/gallery runs them.
     *([f"experiment={name}"] for name in ("gan", "gpt", "dann")),
     *([f"+hooks={name}"] for name in options("hooks") if name != "features"),
     ["model=lenet", "+hooks=features"],
@@ -254,7 +254,7 @@ class TestReading:
 
     def test_an_entry_of_a_list_that_names_nothing_is_a_fault(self, empty):
         with pytest.raises(ConfigError) as caught:
-            resolve(compose(["data.input_shape=['${data.dataset.length}']"]))
+            plan(resolve(compose(["data.input_shape=['${data.dataset.length}']"])))
         assert "data.input_shape" in str(caught.value)
 
     def test_one_missing_value_is_one_fault_however_many_use_it(self):

@@ -136,6 +136,8 @@ def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
 def _keeps(value: Any, name: str, bound: Any) -> bool:
     if name in NUMERIC and isinstance(value, list):
         return all(_keeps(entry, name, bound) for entry in value)
+    if name == "func" and isinstance(value, list) and any(entry is UNKNOWN for entry in value):
+        return True
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return BOUNDS[name](value, bound) if is_number or name not in NUMERIC else True
 

@@ -5,6 +5,7 @@ bf16, fp16   each bucket is sent in that dtype. As torch's default_hooks, whose 
              unless the backend is NCCL; gloo adds bfloat16 as well (seen in torch 2.13).
 powersgd     each matrix is sent as two of low rank, and what was lost is added to the next step's gradients (Vogels et
              al. 2019, torch's powerSGD_hook).
+ring         as they are, from neighbour to neighbour (exp.strategies.ring_all_reduce), which logs what it sends.
 
 local_sgd takes steps without communication, and averages the weights every so many of them. With all ranks' gradients
 averaged at every step there is one trajectory; here each rank has its own between two averagings (Lin et al. 2018,
@@ -39,6 +40,7 @@ from exp.strategies.gradient_averaging import average_tensors, broadcast_state
 from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, inner_split, split_faults
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
+from exp.strategies.ring_all_reduce import Ring
 from exp.strategies.strategy import Blueprint, Strategy, module_of
 from exp.types import Batch
 
@@ -97,7 +99,7 @@ class DDP(Strategy):
     broadcast_buffers: rank 0's buffers go to all ranks before each forward.
     bucket_cap_mb: size of a bucket in MiB; None is torch's default.
     sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
-    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd.
+    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd, ring.
     powersgd: the options of that hook. local_sgd: steps without communication.
     inner: `layer_split` lays the network of each rank over several devices; None has it on one.
     devices_per_rank, layers: of that split, see exp.strategies.layer_split; None is one device for each of `layers`,
@@ -116,7 +118,7 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         sync_batchnorm: bool = False,
-        communication_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
+        communication_hook: Literal["fp16", "bf16", "powersgd", "ring"] | None = None,
         powersgd: PowerSGD | None = None,
         local_sgd: LocalSGD | None = None,
         inner: Literal["layer_split"] | None = None,
@@ -256,6 +258,7 @@ class ExpDDPStrategy(DDPStrategy):
         self._share = Share() if options.sync_batchnorm else None
         self._classes_before: dict[nn.Module, type[nn.Module]] = {}
         self._local: LocalSteps | None = None
+        self._ring = Ring()
         self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
@@ -276,7 +279,7 @@ class ExpDDPStrategy(DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if options.communication_hook is not None:
-            compress(self.model, options, steps_done=lambda: module.trainer.global_step)
+            compress(self.model, options, steps_done=lambda: module.trainer.global_step, ring=self._ring)
         if is_local:
             self._local = LocalSteps(options.local_sgd, node_group=self._node_group())
             self.model.register_comm_hook(self._local, _unless_local)
@@ -324,6 +327,7 @@ class ExpDDPStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         self._meet()
+        self._ring.tell()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All ranks' weights, the same in each: what a checkpoint holds. Every rank must call it."""
@@ -445,12 +449,14 @@ class LowRank:
         return self._state
 
 
-def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int]) -> None:
+def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int], ring: Ring) -> None:
     """Registers the communication hook that the options name.
 
-    steps_done: how many steps of the run are done, asked when the first gradients are there.
+    steps_done: how many steps of the run are done, asked when the first gradients are there. ring: counts for `ring`.
     """
-    if options.communication_hook == "powersgd":
+    if options.communication_hook == "ring":
+        wrapped.register_comm_hook(ring, _around)
+    elif options.communication_hook == "powersgd":
         wrapped.register_comm_hook(LowRank(options.powersgd, steps_done), _in_low_rank)
     elif options.communication_hook is not None:
         wrapped.register_comm_hook(DTYPES[options.communication_hook], _in_dtype)
@@ -460,6 +466,14 @@ def _in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Te
     buffer: Tensor = bucket.buffer()
     # Divided before they are added: float16 overflows less.
     return _added_up(buffer.to(dtype).div_(dist.get_world_size()), dist.group.WORLD, then=buffer.copy_)
+
+
+def _around(ring: Ring, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    buffer: Tensor = bucket.buffer()
+    ring.average(buffer, index=bucket.index(), is_last=bucket.is_last())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 def _in_low_rank(low_rank: LowRank, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -52,7 +52,7 @@ from exp.types import Batch, dtype_name
 if TYPE_CHECKING:
     from exp.check.plan import Plan
 
-Part = Literal["forward", "backward"]
+Part = Literal["forward", "backward", "recomputed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class StepFigures:
         return sum(one.size for one in self.parameters.values())
 
     def flops(self, part: Part | None = None) -> float:
-        """Of one micro-batch, forward and backward or one of them."""
+        """Of one micro-batch, all or of one part."""
         return sum(one.flops * one.times for one in self.operators if part in (None, one.part))
 
 
@@ -433,7 +433,10 @@ class OperatorLog(TorchDispatchMode):
         for tensor in results:
             self._note(tensor)
         if not func.is_view and results:
-            layer = self.layer() if self.part == "forward" else self.owners.current
+            part, layer = self.part, self.layer()
+            if part == "backward":
+                # A layer that is called in a backward computes its activations again.
+                part, layer = ("backward", self.owners.current) if layer == OBJECTIVE else ("recomputed", layer)
             moved = sum(
                 tensor.nbytes for tensor in {id(one): one for one in (*tensors_in([args, kwargs]), *results)}.values()
             )
@@ -441,7 +444,7 @@ class OperatorLog(TorchDispatchMode):
             name = str(func.overloadpacket).removeprefix("aten.")
             self.operators.append(
                 Operator(
-                    name=name, part=self.part, layer=layer, flops=flops, moved=moved, times=self.times,
+                    name=name, part=part, layer=layer, flops=flops, moved=moved, times=self.times,
                     dtype=dtype_name(results[0].dtype),
                 )
             )  # fmt: skip

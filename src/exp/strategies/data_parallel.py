@@ -58,7 +58,7 @@ class DataParallel(Strategy):
         ]
         sent = (load.parameter_bytes + load.gradient_bytes) * (count - 1) * load.micro_batches
         transfers = [Transfer(what="copies of weights, and sums of gradients", sent=sent, over=count)]
-        return Footprint(places=places, transfers=transfers)
+        return Footprint(places=places, transfers=transfers, work=1 / count)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One device for Lightning; the others are nn.DataParallel's own."""

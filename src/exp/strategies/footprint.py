@@ -122,10 +122,14 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """places: of all ranks. notes: what of it is an estimate, or not known, and why."""
+    """places: of all ranks. notes: what of it is an estimate, or not known, and why.
+
+    work: for how many of a micro-batch's operators a rank takes time, waiting for others included: 1 where it runs all.
+    """
 
     places: Sequence[Place]
     transfers: Sequence[Transfer] = ()
+    work: float = 1.0
     notes: tuple[str, ...] = ()
 
 

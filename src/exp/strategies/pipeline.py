@@ -53,6 +53,10 @@ SCHEDULES = {
 }
 
 
+WAITING = (
+    "activations of a pipeline are an estimate, of the micro-batches that are on their way at once; the hook memory counts "
+    "all that went through"
+)
 KEPT = "of {} it is not known how many micro-batches are on their way at once; all of them are counted"
 
 
@@ -144,8 +148,11 @@ class Pipeline(Strategy):
         if placement.data_ranks > 1:
             own_share = max(sum(one.stored for one in place.held.values()) for place in places)
             transfers += averaged(load, factor=own_share / max(load.parameter_bytes, 1))
-        notes = [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]
-        return Footprint(places=grouped(places), transfers=transfers, notes=tuple(notes))
+        # Each rank's part of every micro-batch, and the filling and emptying of the pipeline (Huang et al. 2019, GPipe).
+        work = (count + ranks - 1) / (count * ranks)
+        notes = [WAITING]
+        notes += [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]
+        return Footprint(places=grouped(places), transfers=transfers, work=work, notes=tuple(notes))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One rank of a pipeline."""

@@ -96,7 +96,7 @@ class TensorOptions:
         else:
             transfers += averaged(load, factor=own / max(load.parameter_bytes, 1))
         note = "activations of layers in parts are an estimate: what is between a column and its row counts by its part"
-        return Footprint(places=grouped(places), transfers=transfers, notes=(note,))
+        return Footprint(places=grouped(places), transfers=transfers, work=1 / ranks, notes=(note,))
 
 
 # What ranks of a cut layer send each other can be differentiated any number of times.

@@ -1,8 +1,8 @@
 """What a device can do at best: FLOPs and bytes a second, its memory, and what it can send to a neighbour.
 
-In GB and GB/s, by NVIDIA's datasheets of each card (of V100, T4, A100, L4, L40S, H100, H200, HGX B200) and its whitepapers
-of Ada and GA102; memory is in GiB, which is how these cards are named. A link is NVLink's where there is one, else PCIe's,
-and half of the figure that is listed, which adds up both directions.
+In GB and GB/s, by NVIDIA's datasheets of each card (of V100, T4, A100, L4, L40S, H100, H200, HGX B200) and its
+whitepapers of Ada and GA102; memory is in GiB, which is how these cards are named. A link is NVLink's where there is
+one, else PCIe's, and half of the figure that is listed, which adds up both directions.
 """
 
 from __future__ import annotations

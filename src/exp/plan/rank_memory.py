@@ -9,7 +9,7 @@ others                               the batch, the network's buffers, averages 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +22,18 @@ from exp.construct import build_network, build_optimization, build_phases, build
 from exp.data.randomness import preserve_generators
 from exp.errors import one_line
 from exp.hooks.saved_tensors import storages
-from exp.models.inference import example_arguments
 from exp.nested import tensors_in
 from exp.plan.fake_step import UNDECIDED, StepFigures, make_fake, quiet
+from exp.strategies.ddp import DDP
 from exp.strategies.footprint import Footprint, Held, Load, Place, Size
+from exp.strategies.single import Single
 from exp.strategies.strategy import Strategy, averages_weights
 
 if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy as LightningStrategy
+
     from exp.check.plan import Plan
 
-# More different shares of the weights than these are not stepped one by one: those of the last ranks differ by rows.
-MOST_STATES = 8
 LONG = 1_000_000_000
 
 
@@ -125,15 +126,14 @@ class OptimizerState:
                 parameter.grad = torch.empty(one.shape, dtype=parameter.dtype)
 
 
-def load_of(plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module) -> Load:
-    """What the strategy is told of a step. network: on the meta device."""
+def load_of(
+    plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module, inputs: tuple[Tensor, ...]
+) -> Load:
+    """What the strategy is told of a step. network: on the meta device. inputs: stand-ins, where it is cut by them."""
     sizes = {
         name: Size(shape=one.shape, itemsize=getattr(torch, one.dtype).itemsize, learns=one.learns)
         for name, one in figures.parameters.items()
     }
-    inputs: tuple[Tensor, ...] = ()
-    if plan.placement.model_ranks > 1 or plan.placement.devices_per_rank > 1:
-        inputs = example_arguments(network, plan.spec)
     return Load(
         network=network,
         sizes=sizes,
@@ -146,32 +146,28 @@ def load_of(plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn
     )
 
 
-def footprint_of(plan: Plan, strategy: object, load: Load) -> Footprint:
+def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:
     """What the strategy says of itself; of Lightning's own classes, which say nothing, as of a whole copy a rank."""
-    if load.placement.world_size == 1 and load.placement.devices_per_rank == 1 and load.placement.backend is None:
-        from exp.strategies.single import Single
-
+    placement = load.placement
+    if placement.world_size == 1 and placement.devices_per_rank == 1 and placement.backend is None:
         return Single(name="single").footprint(load)  # as it is trained, without a process group
     if isinstance(strategy, Strategy):
         return strategy.footprint(load)
-    from exp.strategies.ddp import DDP
-
     name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
     note = f"what {name} holds on each rank is not known: counted as ddp, a whole copy a rank"
     found = DDP(name="ddp").footprint(load)
-    return Footprint(places=found.places, transfers=found.transfers, notes=(*found.notes, note))
+    return replace(found, notes=(*found.notes, note))
 
 
-def memory_of(plan: Plan, figures: StepFigures, footprint: Footprint, states: OptimizerState) -> list[PlaceMemory]:
-    """Of every place, those first that have most."""
-    found = [
-        _place_memory(plan, figures, place, states, few=len(footprint.places) <= MOST_STATES)
-        for place in footprint.places
-    ]
+def memory_of(
+    plan: Plan, figures: StepFigures, footprint: Footprint, states: OptimizerState | None
+) -> list[PlaceMemory]:
+    """Of every place, those first that have most. states: None where nobody knows the optimizer."""
+    found = [_place_memory(plan, figures, place, states) for place in footprint.places]
     return sorted(found, key=lambda one: -one.total)
 
 
-def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: OptimizerState, *, few: bool) -> PlaceMemory:
+def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: OptimizerState | None) -> PlaceMemory:
     parameters = sum(one.stored for name, one in place.held.items() if figures.parameters[name].size)
     activations = None
     if figures.activations is not None:
@@ -188,7 +184,7 @@ def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: Optimi
         device=place.device,
         parameters=parameters,
         gradients=_gradients(figures, place),
-        optimizer=states.of(place.held),
+        optimizer=None if states is None else states.of(place.held),
         activations=activations,
         others={name: size for name, size in others.items() if size},
         on_host=("parameters", "gradients", "optimizer") if place.offloaded else (),

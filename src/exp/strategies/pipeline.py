@@ -54,8 +54,8 @@ SCHEDULES = {
 
 
 WAITING = (
-    "activations of a pipeline are an estimate, of the micro-batches that are on their way at once; the hook memory counts "
-    "all that went through"
+    "activations of a pipeline are an estimate, of the micro-batches that are on their way at once; the hook memory "
+    "counts all that went through"
 )
 KEPT = "of {} it is not known how many micro-batches are on their way at once; all of them are counted"
 
@@ -146,9 +146,9 @@ class Pipeline(Strategy):
         sent = 2 * max(crossing, default=0) * load.micro_batches
         transfers = [Transfer(what="activations to the next rank, gradients to the one before", sent=sent, over=ranks)]
         if placement.data_ranks > 1:
-            own_share = max(sum(one.stored for one in place.held.values()) for place in places)
-            transfers += averaged(load, factor=own_share / max(load.parameter_bytes, 1))
-        # Each rank's part of every micro-batch, and the filling and emptying of the pipeline (Huang et al. 2019, GPipe).
+            own_bytes = max(sum(one.stored for one in place.held.values()) for place in places)
+            transfers += averaged(load, factor=own_bytes / max(load.parameter_bytes, 1))
+        # Its part of every micro-batch, and the filling and emptying of the pipeline (Huang et al. 2019, GPipe).
         work = (count + ranks - 1) / (count * ranks)
         notes = [WAITING]
         notes += [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]

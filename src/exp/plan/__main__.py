@@ -14,10 +14,10 @@ savings=false        leaves out what would help: it checks and estimates the run
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 PROGRAM = "python -m exp.plan"
 PICTURES = (".svg", ".html")
 FORMATS = ("text", "json")
+UNNAMED = "the time of a step is not known of this GPU: name one, device=H100"
 SWITCH = {"true": True, "false": False}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
     """The command's own words. memory: bytes."""
 
@@ -164,8 +165,6 @@ class Planner:
 
 def machine_of(device: str | None, launch: object) -> Machine:
     """What the run will have: the devices that are named, or this machine with as many ranks as one asks for."""
-    import dataclasses
-
     from exp.plan.device_peaks import read_devices
     from exp.strategies.placement import Machine, this_machine
 
@@ -191,6 +190,8 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
         raise RunError(f"the network cannot be built without numbers, and nothing can be said of it: {told}")
     estimator, limit = planner.estimator(plan), planner.limit(plan)
     estimate = estimator.estimate()
+    if estimator.device is None and plan.placement.accelerator == "cuda":
+        estimate = dataclasses.replace(estimate, notes=[*estimate.notes, UNNAMED])
     largest = None if limit is None else estimator.largest_batch(limit)
     found = savings(estimate, plan, planner.other) if words.has_savings and plan.own is None else []
     if words.output is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,7 +129,7 @@ class Estimator:
         other = own // 2 if own > 1 else 2
         seen[other] = self._total(other, ranks)
         for _ in range(GUESSES):
-            guess = self._guess(seen, limit)
+            guess = guessed(seen, limit)
             if guess is None or guess in seen:
                 break
             seen[guess] = self._total(guess, ranks)
@@ -139,12 +139,24 @@ class Estimator:
     def _total(self, samples: int, ranks: int) -> int:
         return self.estimate(batch=samples * ranks).total
 
-    @staticmethod
-    def _guess(seen: dict[int, int], limit: int) -> int | None:
-        """Where a line through the two sizes that are nearest to the limit meets it."""
-        (one, below), (two, above) = sorted(sorted(seen.items(), key=lambda item: abs(item[1] - limit))[:2])
-        rise = (above - below) / (two - one)
-        return None if rise <= 0 else max(1, int(one + (limit - below) / rise))
+
+def guessed(seen: Mapping[int, int], limit: int) -> int | None:
+    """Where a line through the sizes around the limit, or the last two below it, meets it; None where it does not.
+
+    seen: bytes by samples.
+    """
+    fitting = sorted(size for size, total in seen.items() if total <= limit)
+    others = sorted(size for size, total in seen.items() if total > limit)
+    if fitting and others:
+        one, two = fitting[-1], others[0]
+    else:
+        one, two = (fitting or others)[-2:] if fitting else (others or fitting)[:2]
+    rise = (seen[two] - seen[one]) / (two - one)
+    if rise <= 0:
+        return None
+    met = max(1, int(one + (limit - seen[one]) / rise))
+    # Between the two, where rounding would find one of them again.
+    return met if not (fitting and others) else min(max(met, one), two - 1)
 
 
 def parameters_alone(network: nn.Module, setting: Setting) -> StepFigures:

@@ -164,7 +164,9 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
             network.train()
             data = precision.convert_input(fake_batch(plan, samples=setting.samples, notes=notes))
             step = _Step(plan, network, data, setting=setting, notes=notes)
-            step.run(plain, precision.forward_context, double=word.double)
+            with Ones() as ones:
+                step.run(plain, precision.forward_context, double=word.double)
+            notes += [ASKED] if ones.asked else []
             return step.figures
     finally:
         precision.teardown()
@@ -245,6 +247,7 @@ def quiet() -> Iterator[None]:
         log.disabled = before
 
 
+ASKED = "the step reads numbers of tensors, which were taken as 1 and true: another branch may take something else"
 FORWARD_UNKNOWN = "activations and FLOPs are not known"
 BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
 # What torch, or code of the user's own, raises where a tensor has no numbers.
@@ -320,7 +323,7 @@ class _Step:
             with log, log.owners:
                 kept = kept_by(forward, network=self.network, data=self.data)
         except UNDECIDED as error:
-            self.notes.append(f"{FORWARD_UNKNOWN}: {_reason(error)}")
+            self.notes.append(f"{FORWARD_UNKNOWN}: {one_line(error)}")
             return
         finally:
             handle.remove()
@@ -332,7 +335,7 @@ class _Step:
                     if loss.requires_grad:
                         loss.backward(retain_graph=place < len(losses) - 1)
         except UNDECIDED as error:
-            self.notes.append(f"{BACKWARD_UNKNOWN}: {_reason(error)}")
+            self.notes.append(f"{BACKWARD_UNKNOWN}: {one_line(error)}")
         else:
             gradients = {name: one.grad for name, one in self.network.named_parameters() if one.grad is not None}
             figures.gradients.append({name: sum(storages([one]).values()) for name, one in gradients.items()})
@@ -393,8 +396,28 @@ def losses_of(
     return [*losses, *(one(values, batch)[0] for one in objectives[1:])]
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
+# torch gives it no types.
+make_mode: Callable[[TorchDispatchMode], None] = TorchDispatchMode.__init__
+
+
+class Ones(TorchDispatchMode):
+    """Gives 1, or true, where code asks a fake tensor for its number.
+
+    asked: an attribute, whether any did.
+    """
+
+    def __init__(self) -> None:
+        make_mode(self)
+        self.asked = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # whatever the operator gives
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        self.asked = True
+        dtype = args[0].dtype
+        return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 class OperatorLog(TorchDispatchMode):
@@ -406,7 +429,7 @@ class OperatorLog(TorchDispatchMode):
     """
 
     def __init__(self, layer: Callable[[], str], *, times: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        make_mode(self)
         self.layer, self.times = layer, times
         self.part: Part = "forward"
         self.operators: list[Operator] = []
@@ -429,6 +452,8 @@ class OperatorLog(TorchDispatchMode):
     ) -> Any:  # whatever the operator gives
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            result = _with_workspace(result, args)
         results = list(tensors_in(result))
         for tensor in results:
             self._note(tensor)
@@ -462,6 +487,30 @@ class OperatorLog(TorchDispatchMode):
     def _freed(self, at: int, size: int) -> None:
         self._known.discard(at)
         self._live -= size
+
+
+def _with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What oneDNN's LSTM gives, with the workspace that it keeps for the backward, which a fake tensor has not.
+
+    Of T steps over B samples: the gates, the states that go from step to step and layer to layer and their gradients,
+    rows padded as in oneDNN 3's rnn_utils (set_rnn_conf, get_good_ld), in whole pages each. Seen exact
+    (torch 2.13, AVX-512); in half precision what is not a gradient or a cell state takes half.
+    """
+    given, of_state = args[0], args[2]
+    steps, samples, wide = given.shape[0], given.shape[1], of_state.shape[1]
+    item = given.dtype.itemsize
+
+    def row(width: int, size: int) -> int:
+        padded = -(-width * size // 64) * 64
+        return padded + 64 if padded // size % 256 == 0 else padded
+
+    inner = row(max(wide, given.shape[2]), item)
+    # Both ends of a layer, at each step's end: states, their gradients, and cell states with theirs in float32.
+    around = 2 * (steps + 1) * samples
+    pages = [steps * samples * row(4 * wide, item), steps * samples * row(wide, item)]
+    pages += [around * inner, around * row(wide, item), around * row(wide, 4), around * 4 * wide, around * 4 * wide]
+    workspace = torch.empty(sum(-(-one // 4096) * 4096 for one in pages), dtype=torch.uint8)
+    return (*result[:3], workspace)
 
 
 class NodeOwners(TorchFunctionMode):

@@ -25,7 +25,8 @@ INPUT, OUTPUT = "(input)", "(output)"
 FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
 STYLE = (
     "body{font-family:'DejaVu Sans',Verdana,sans-serif;font-size:13px;margin:24px;color:#222}"
-    "table{border-collapse:collapse;margin:12px 0 28px}th,td{padding:3px 10px;border-bottom:1px solid #ddd}"
+    "table{border-collapse:collapse;margin:12px 0 28px}"
+    "th,td{white-space:nowrap;padding:3px 10px;border-bottom:1px solid #ddd}"
     "th{text-align:left}td.n,th.n{text-align:right}h1{font-size:18px}h2{font-size:15px}"
 )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from exp.config.targets import resolve
 from exp.construct import build_network, build_optimization, build_phases, build_run_precision
@@ -23,7 +23,7 @@ from exp.data.randomness import preserve_generators
 from exp.errors import one_line
 from exp.hooks.saved_tensors import storages
 from exp.nested import tensors_in
-from exp.plan.fake_step import UNDECIDED, StepFigures, make_fake, quiet
+from exp.plan.fake_step import UNDECIDED, Ones, StepFigures, make_fake, quiet
 from exp.strategies.ddp import DDP
 from exp.strategies.footprint import Footprint, Held, Load, Place, Size
 from exp.strategies.single import Single
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
 
 LONG = 1_000_000_000
+HISTORY = "the state of LBFGS grows from step to step, and is counted with all of its history_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,13 @@ class OptimizerState:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         group["params"] = [one for one in group["params"] if one.grad is not None]
-                    optimizer.step()
+                    if isinstance(optimizer, LBFGS):
+                        self.notes.append(HISTORY)
+                        return _history(optimizer)
+                    with Ones():
+                        optimizer.step()
             except UNDECIDED as error:
-                self.notes.append(f"the optimizer's state is not known: {type(error).__name__}: {one_line(error)}")
+                self.notes.append(f"the optimizer's state is not known: {one_line(error)}")
                 return None
             return sum(storages(tensors_in([optimizer.state for optimizer in optimizers])).values())
 
@@ -124,6 +129,13 @@ class OptimizerState:
             if one is not None and one.steps and name in self._trained:
                 parameter.data = torch.empty(one.shape, dtype=parameter.dtype)
                 parameter.grad = torch.empty(one.shape, dtype=parameter.dtype)
+
+
+def _history(optimizer: LBFGS) -> int:
+    """Pairs of differences, the direction, and the last gradient."""
+    (group,) = optimizer.param_groups
+    pairs, size = int(group["history_size"]), sum(int(one.nbytes) for one in group["params"])
+    return (2 * pairs + 2) * size
 
 
 def load_of(

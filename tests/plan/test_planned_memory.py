@@ -174,7 +174,9 @@ def test_a_parameter_without_a_gradient_has_no_state() -> None:
     names = [name for name, _ in run.network.named_parameters()]
     sizes = {name: parameter.shape for name, parameter in run.network.named_parameters()}
     held = {name: Held(shape=tuple(shape), stored=0, gradient=0, steps=True) for name, shape in sizes.items()}
-    one = OptimizerState(run, word="fp32", trained=names[:1]).of(held)
+    fake = take_step(run, Setting(samples=2, word="fp32")).fake
+    assert fake is not None
+    one = OptimizerState(run, fake, trained=names[:1]).of(held)
     # AdamW: two moments in float32, and a count of steps.
     assert one == 2 * 4 * sizes[names[0]].numel() + 4
 

@@ -89,8 +89,8 @@ class Estimator:
         samples = max(1, -(-batch // plan.placement.data_ranks))
         setting = Setting(samples=samples, word=self.word, recomputed=recomputed)
         figures = take_step(plan, setting) if plan.own is None else parameters_alone(network, setting)
-        if self._states is None and plan.own is None:
-            self._states = OptimizerState(plan, word=self.word, trained=figures.trained)
+        if self._states is None and figures.fake is not None:
+            self._states = OptimizerState(plan, figures.fake, trained=figures.trained)
         inputs = example_arguments(network, plan.spec) if self._is_cut else ()
         load = load_of(plan, figures, micro_batches=micro_batches, network=network, inputs=inputs)
         footprint = footprint_of(load, plan.strategy)

@@ -98,6 +98,14 @@ class ParameterSize:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FakeNetwork:
+    """A network of fake tensors, and the mode to which they belong."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+
+
 @dataclass(kw_only=True)
 class StepFigures:
     """What one micro-batch of a step takes.
@@ -110,6 +118,7 @@ class StepFigures:
         run. temporaries: bytes that are alive at once at most, beyond parameters, buffers, batch, activations and
         gradients; the optimizer's step left out.
     operators: those of forward and backward.
+    fake: the network with which they were made; None where its step is its own.
     notes: what is not known, and why.
     """
 
@@ -125,6 +134,7 @@ class StepFigures:
     temporaries: int = 0
     operators: list[Operator] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    fake: FakeNetwork | None = None
 
     @property
     def trained(self) -> frozenset[str]:
@@ -167,6 +177,7 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
             with Ones() as ones:
                 step.run(plain, precision.forward_context, double=word.double)
             notes += [ASKED] if ones.asked else []
+            step.figures.fake = FakeNetwork(module=network, mode=mode)
             return step.figures
     finally:
         precision.teardown()
@@ -450,6 +461,8 @@ class OperatorLog(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # whatever the operator gives
+        if func is torch.ops.prim.device.default:
+            return func(*args)  # which autograd asks more often than all else
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is torch.ops.aten.mkldnn_rnn_layer.default:

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import LBFGS, Optimizer
 
 from exp.config.targets import resolve
-from exp.construct import build_network, build_optimization, build_phases, build_run_precision
+from exp.construct import build_optimization, build_phases
 from exp.data.randomness import preserve_generators
 from exp.errors import one_line
 from exp.hooks.saved_tensors import storages
 from exp.nested import tensors_in
-from exp.plan.fake_step import UNDECIDED, Ones, StepFigures, make_fake, quiet
+from exp.plan.fake_step import UNDECIDED, FakeNetwork, Ones, StepFigures
 from exp.strategies.ddp import DDP
 from exp.strategies.footprint import Footprint, Held, Load, Place, Size
 from exp.strategies.single import Single
@@ -74,22 +73,15 @@ class PlaceMemory:
 class OptimizerState:
     """The bytes that the run's optimizers keep, made by their own first step over fake tensors.
 
-    trained: the names of the parameters that get a gradient.
+    fake: the run's network. trained: the names of the parameters that get a gradient.
     notes: an attribute, why it is not known, where that is so.
     """
 
-    def __init__(self, plan: Plan, *, word: str, trained: Collection[str]) -> None:
-        plain = {**plan.plain, "precision": {**plan.plain["precision"], "word": word}}
+    def __init__(self, plan: Plan, fake: FakeNetwork, *, trained: Collection[str]) -> None:
         self.notes: list[str] = []
         self._trained = trained
-        self._plain, self._known = plain, dict[tuple[Any, ...], int | None]()
-        self._network = build_network(plain, plan.spec, device="meta")
-        precision = build_run_precision(plain, device_type="cpu")
-        with quiet():
-            precision.represent(self._network)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self._mode:
-            make_fake(self._network)
+        self._plain, self._known = plan.plain, dict[tuple[Any, ...], int | None]()
+        self._network, self._mode = fake.module, fake.mode
 
     def of(self, held: Mapping[str, Held]) -> int | None:
         """Of a rank that holds these parts; None where the optimizer cannot step without numbers."""

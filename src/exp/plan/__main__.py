@@ -8,6 +8,7 @@ device=64xH100       the devices that the run will have; without it those of thi
 memory=80GiB         of each device, in the place of what is listed for it
 output=FILE          the network's graph as a picture: .svg, or .html with the tables
 format=json          the same figures for a tool
+search=true          looks for the fastest strategy, precision and accumulation that fit, and prints the command
 savings=false        leaves out what would help: it checks and estimates the run a few more times
 """
 
@@ -47,9 +48,10 @@ class Words:
     output: Path | None = None
     is_json: bool = False
     has_savings: bool = True
+    searches: bool = False
 
 
-OWN = ("device", "memory", "output", "format", "savings")
+OWN = ("device", "memory", "output", "format", "savings", "search")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +93,7 @@ def read_words(texts: Sequence[str]) -> Words:
     output = Path(given["output"]) if "output" in given else None
     if output is not None and output.suffix not in PICTURES:
         faults.append(Fault(key="output", got=str(output), expected=f"a file that ends in {' or '.join(PICTURES)}"))
-    for key, known in (("format", FORMATS), ("savings", tuple(SWITCH))):
+    for key, known in (("format", FORMATS), ("savings", tuple(SWITCH)), ("search", tuple(SWITCH))):
         if key in given and given[key] not in known:
             cure = did_you_mean(given[key], known)
             faults.append(Fault(key=key, got=given[key], expected=" or ".join(known), cure=cure))
@@ -103,6 +105,7 @@ def read_words(texts: Sequence[str]) -> Words:
         output=output,
         is_json=given.get("format") == "json",
         has_savings=SWITCH[given.get("savings", "true")],
+        searches=SWITCH[given.get("search", "false")],
     )
 
 
@@ -189,6 +192,9 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
         told = "; ".join(plan.notes)
         raise RunError(f"the network cannot be built without numbers, and nothing can be said of it: {told}")
     estimator, limit = planner.estimator(plan), planner.limit(plan)
+    if words.searches:
+        _search(plan, planner, limit=limit, is_json=words.is_json)
+        return
     estimate = estimator.estimate()
     if estimator.device is None and plan.placement.accelerator == "cuda":
         estimate = dataclasses.replace(estimate, notes=[*estimate.notes, UNNAMED])
@@ -203,6 +209,27 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
     print(text(estimate, limit=limit, largest=largest, savings=found, summary=summary(plan)))
     if words.output is not None:
         print(f"\npicture    {words.output}")
+
+
+def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
+    """Print the ways to run it, the fastest first, and its command. Raises: RunError where nothing fits."""
+    from exp.plan.printout import ways
+    from exp.plan.search import search
+    from exp.short_run import command
+
+    if planner.device(plan) is None or plan.own is not None:
+        cure = "device=H100, and a network of exp's, whose steps can be timed"
+        raise ConfigError([Fault(key="search", got="true, and a step whose time is not known", expected=cure)])
+    found = search(plan, limit=limit, other=planner.other)
+    if not found.fitting:
+        raise RunError(f"nothing fits: {found.too_large} ways are too large, {found.refused} are refused")
+    best = dict(text.split("=", 1) for text in found.fitting[0].overrides)
+    line = command(planner.arguments.overrides, best)
+    if is_json:
+        print(json.dumps({**dataclasses.asdict(found), "command": line, "limit": limit}, indent=2))
+        return
+    print(ways(found))
+    print(line)
 
 
 def _write_picture(plan: Plan, estimator: Estimator, path: Path) -> None:

@@ -29,6 +29,7 @@ class Device:
 
     flops: a second, by the word of arithmetic. bandwidth: bytes a second of its memory. memory: bytes.
     link: bytes a second to a neighbour. overhead: seconds that every operator takes, however small.
+    latency: seconds of a message between neighbours, however small. overlaps: whether it sends while it computes.
     source: where the figures are from.
     """
 
@@ -38,6 +39,8 @@ class Device:
     memory: int
     link: float
     overhead: float = 0.0
+    latency: float = 0.0
+    overlaps: bool = True
     source: str = "as its maker lists it"
 
     def seconds(self, flops: float, moved: float, *, word: str) -> tuple[float, float]:
@@ -67,9 +70,13 @@ _CARDS: dict[str, tuple[float, float, float]] = {
     "RTX 3090": (24, 936, 32),
 }
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
+# Of a measured CPU.
+TRIES = 4
 COUNTED = re.compile(r"(?:(\d+)x)?(.+)")
 # What launching an operator costs a GPU's host, about: a CUDA kernel's launch from PyTorch's eager mode.
 LAUNCH = 5e-6
+# Of a small collective, about: NCCL between GPUs of a node, and gloo between processes with torch's hooks around it.
+NCCL, GLOO = 2e-5, 3e-4
 
 
 def read_devices(text: str) -> tuple[Device, int | None]:
@@ -98,6 +105,7 @@ def listed_device(card: str) -> Device:
         memory=int(memory * GIB),
         link=link * GIGA,
         overhead=LAUNCH,
+        latency=NCCL,
     )
 
 
@@ -110,13 +118,17 @@ def own_gpu() -> Device | None:
 
 
 def own_cpu(*, word: str, ranks: int) -> Device:
-    """This machine's CPU, measured for a quarter of a second by matrix products, copies and small operators.
+    """This machine's CPU, measured for a second by matrix products, copies and small operators.
 
     ranks: that share it.
     """
-    kinds = dict.fromkeys(["fp32", arithmetic(word)])
+    kinds = dict.fromkeys(["fp32", arithmetic(word), "bf16"])
     device = torch.device("cpu")
-    flops = {kind: peak for kind in kinds if (peak := measured_peak(device, kind, seconds=0.02)) is not None}
+    flops: dict[str, float] = {}
+    for kind in kinds:
+        # Several times: others may be at work on this machine, too.
+        peaks = [peak for _ in range(TRIES) if (peak := measured_peak(device, kind)) is not None]
+        flops |= {kind: max(peaks)} if peaks else {}
     source = torch.ones(2**22)
     target = torch.empty_like(source)
     copied = _fastest(lambda: target.copy_(source))
@@ -136,6 +148,8 @@ def own_cpu(*, word: str, ranks: int) -> Device:
         memory=memory.available // ranks,
         # gloo over loopback copies each message a few times.
         link=2 * source.nbytes / copied / 8,
+        latency=GLOO,
+        overlaps=False,
         # Ten forward and ten backward, and the step's own share.
         overhead=_fastest(few) / 20,
         source=f"measured on {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}",

@@ -12,6 +12,7 @@ from exp.plan.rank_memory import PlaceMemory
 if TYPE_CHECKING:
     from exp.plan.advice import Saving
     from exp.plan.estimate import Estimate
+    from exp.plan.search import Findings
     from exp.plan.step_time import StepTime
 
 COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")
@@ -69,6 +70,15 @@ def _plain_time(time: StepTime) -> dict[str, Any]:
         "bound": time.bound,
         "flops": time.flops,
     }
+
+
+def ways(found: Findings) -> str:
+    """What a search found, the fastest first."""
+    rows = [["a step takes", "at most", "bound by", "overrides"]]
+    for one in found.fitting:
+        rows.append([seconds(one.seconds), size(one.total), one.bound, " ".join(one.overrides)])
+    rest = f"{found.too_large} other ways do not fit, and {found.refused} are no runs of this network"
+    return "\n".join([*aligned(rows, left=4), rest])
 
 
 def plain_layers(estimate: Estimate) -> tuple[list[list[str]], list[list[str]]]:

@@ -43,7 +43,8 @@ class StepTime:
     def seconds(self) -> float:
         """With communication behind the backward, of which half the time is there to overlap."""
         own = self.compute + self.memory + self.overhead
-        return own + max(0.0, self.communication - own / 2)
+        hidden = own / 2 if self.device.overlaps else 0.0
+        return own + max(0.0, self.communication - hidden)
 
     @property
     def bound(self) -> str:
@@ -81,7 +82,7 @@ def step_time(
         found[longest] += parts[longest] * one.times * times
     stepped = max((_stepped(place) for place in places), default=0)
     found["memory"] += READ_AND_WRITTEN * stepped / device.bandwidth
-    communication = sum(transfer.sent for transfer in footprint.transfers) / device.link
+    communication = sum(one.sent / device.link + one.messages * device.latency for one in footprint.transfers)
     flops = figures.flops() * times
     return StepTime(device=device, communication=communication, flops=flops, **found)
 

@@ -113,11 +113,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What a rank sends in one optimizer step. sent: bytes. over: ranks that take part."""
+    """What a rank sends in one optimizer step. sent: bytes. over: ranks that take part. messages: how many calls."""
 
     what: str
     sent: float
     over: int
+    messages: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,10 +137,11 @@ class FSDP(Strategy):
             return []
         everything, own = sum(gathered.values()), gathered[""]
         again = {None: everything - own, True: everything, False: 0}[self.reshard_after_forward]
-        sums = 1 if self.no_sync else times
+        sums, calls = 1 if self.no_sync else times, len(gathered)
+        forward, backward = gather(everything, ranks) * times, gather(again, ranks) * times
         return [
-            Transfer(what="all-gather of weights, forward", sent=gather(everything, ranks) * times, over=ranks),
-            Transfer(what="all-gather of weights, backward", sent=gather(again, ranks) * times, over=ranks),
+            Transfer(what="all-gather of weights, forward", sent=forward, over=ranks, messages=calls * times),
+            Transfer(what="all-gather of weights, backward", sent=backward, over=ranks, messages=calls * times),
             Transfer(what="reduce-scatter of gradients", sent=gather(sum(reduced.values()), ranks) * sums, over=ranks),
         ]
 

@@ -144,7 +144,8 @@ class Pipeline(Strategy):
         edges = [carried_bytes(parts, stage, load) for stage in range(len(owners) - 1)]
         crossing = [edge for stage, edge in enumerate(edges) if owners[stage] != owners[stage + 1]]
         sent = 2 * max(crossing, default=0) * load.micro_batches
-        transfers = [Transfer(what="activations to the next rank, gradients to the one before", sent=sent, over=ranks)]
+        what, calls = "activations to the next rank, gradients to the one before", 2 * count * load.micro_batches
+        transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
         if placement.data_ranks > 1:
             own_bytes = max(sum(one.stored for one in place.held.values()) for place in places)
             transfers += averaged(load, factor=own_bytes / max(load.parameter_bytes, 1))

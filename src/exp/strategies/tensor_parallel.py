@@ -85,7 +85,8 @@ class TensorOptions:
                 held = shards(held, load.sizes, ranks=shard, rank=placement.data_rank(rank))
             places.append(Place(ranks=(rank,), held=held, activations=shares))
         sent = _layer_bytes(load, plan, ranks) * load.micro_batches
-        transfers = [Transfer(what="all-reduce of what layers give and of its gradients", sent=sent, over=ranks)]
+        what, calls = "all-reduce of what layers give and of its gradients", len(plan.layers) * load.micro_batches
+        transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
         own = sum(one.stored for one in places[0].held.values())
         if shard > 1:
             times = 3 * load.micro_batches

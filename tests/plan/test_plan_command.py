@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +16,7 @@ from exp.plan.__main__ import main
 from exp.plan.device_peaks import listed_device
 from exp.plan.estimate import Estimator, guessed
 from exp.plan.layer_table import layer_rows, repeated
+from exp.plan.search import Candidate, ranked
 from exp.plan.step_time import step_time
 
 TEXT = ("data=text", "data.dataset.files=text.txt")
@@ -228,3 +230,34 @@ def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str], monkeypat
     assert numbers["ranks"][0]["activations"] is None
     assert numbers["ranks"][0]["optimizer"] == 2 * 4 * 650 + 2 * 4
     assert any(note.startswith("activations and FLOPs are not known") for note in numbers["notes"])
+
+
+def candidate(seconds: float, *overrides: str) -> Candidate:
+    return Candidate(overrides=overrides, total=1, seconds=seconds, bound="compute")
+
+
+def test_of_estimates_that_are_alike_the_simpler_way_comes_first() -> None:
+    found = ranked(
+        [candidate(1.02, "ddp"), candidate(1.0, "fsdp"), candidate(0.99, "bf16"), candidate(2.0, "pipeline")]
+    )
+    assert [one.overrides[0] for one in found] == ["ddp", "bf16", "fsdp", "pipeline"]
+    assert ranked([]) == []
+
+
+def test_a_search_takes_the_fewest_micro_batches_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("model=resnet", "device=2xH100", "strategy=ddp")
+    found = told(capsys, *run, "search=true", "memory=1500KiB")
+    assert all(one["total"] <= 1500 * 2**10 for one in found["fitting"])
+    ways = {one["overrides"][0]: dict(text.split("=", 1) for text in one["overrides"]) for one in found["fitting"]}
+    batch, count = (int(ways["strategy=ddp"][key]) for key in ("data.batch_size", "trainer.accumulate_grad_batches"))
+    assert batch * count == 64
+    assert found["command"].startswith("python -m exp.train model=resnet strategy=")
+    # The batch twice as large does not fit.
+    words = [text for text in shlex.split(found["command"])[3:] if not text.startswith(("data.", "trainer."))]
+    less = told(capsys, "device=2xH100", *words, f"data.batch_size={2 * batch}", "savings=false")
+    assert less["ranks"][0]["total"] > 1500 * 2**10 or batch == 64
+
+
+def test_a_search_without_room_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=mlp", "device=2xH100", "strategy=ddp", "search=true", "memory=100KiB"]) == 1
+    assert "nothing fits" in capsys.readouterr().err

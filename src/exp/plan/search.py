@@ -1,4 +1,4 @@
-"""The fastest way to run a plan that fits: over strategies, precisions, activations that are computed again, accumulation.
+"""The fastest way to run a plan that fits: over strategies, precisions, recomputed activations and accumulation.
 
 The samples of a step and the number of devices stay what they are, so that the run learns alike. Of each strategy and
 precision the fewest micro-batches that fit are taken, for more of them never make an estimated step shorter.

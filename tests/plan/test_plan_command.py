@@ -252,10 +252,19 @@ def test_a_search_takes_the_fewest_micro_batches_that_fit(capsys: pytest.Capture
     batch, count = (int(ways["strategy=ddp"][key]) for key in ("data.batch_size", "trainer.accumulate_grad_batches"))
     assert batch * count == 64
     assert found["command"].startswith("python -m exp.train model=resnet strategy=")
-    # The batch twice as large does not fit.
-    words = [text for text in shlex.split(found["command"])[3:] if not text.startswith(("data.", "trainer."))]
-    less = told(capsys, "device=2xH100", *words, f"data.batch_size={2 * batch}", "savings=false")
-    assert less["ranks"][0]["total"] > 1500 * 2**10 or batch == 64
+    words = [*shlex.split(found["command"])[3:], "device=2xH100", "savings=false"]
+    assert told(capsys, *words)["ranks"][0]["total"] == found["fitting"][0]["total"]
+    # Half as many micro-batches of ddp do not fit.
+    precision = f"precision={ways['strategy=ddp']['precision']}"
+    words = [
+        "model=resnet",
+        "device=2xH100",
+        "savings=false",
+        "strategy=ddp",
+        precision,
+        f"data.batch_size={2 * batch}",
+    ]
+    assert told(capsys, *words)["ranks"][0]["total"] > 1500 * 2**10
 
 
 def test_a_search_without_room_says_so(capsys: pytest.CaptureFixture[str]) -> None:

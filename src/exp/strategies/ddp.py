@@ -36,8 +36,17 @@ from exp.models.partition import Patterns
 from exp.precision.words import WORDS
 from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce, averaged, gather, whole
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
-from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, inner_split, split_faults
+from exp.strategies.layer_split import (
+    MEETS,
+    Layers,
+    LayerSplitStrategy,
+    OverDevices,
+    device_places,
+    inner_split,
+    split_faults,
+)
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.ring_all_reduce import Ring
@@ -166,6 +175,37 @@ class DDP(Strategy):
             return LayerSplitStrategy(devices=devices, layers=layers)
         return SplitDDPStrategy(devices=devices, layers=layers, placement=placement, options=self)
 
+    def footprint(self, load: Load) -> Footprint:
+        """A copy a rank. Where gradients are no views of the buckets that are sent, these are there as well."""
+        ranks = tuple(range(load.placement.world_size))
+        is_alone, sizes = len(ranks) == 1, load.gradient_bytes
+        buffers = {} if is_alone or self.options["gradient_as_bucket_view"] else {"buckets of gradients": sizes}
+        if self.inner is None:
+            places = [Place(ranks=ranks, held=whole(load), buffers=buffers)]
+        else:
+            places = device_places(load, count=self.inner.devices, layers=self.inner.layers, ranks=ranks)
+        if is_alone:
+            return Footprint(places=places)
+        transfers, notes = self._transfers(load)
+        if load.buffers and self.options["broadcast_buffers"] and not self.averages_between_steps:
+            sent = gather(load.buffers, len(ranks)) * load.micro_batches
+            transfers.append(Transfer(what="broadcast of buffers", sent=sent, over=len(ranks)))
+        return Footprint(places=places, transfers=transfers, notes=tuple(notes))
+
+    def _transfers(self, load: Load) -> tuple[list[Transfer], list[str]]:
+        """Of gradients, or of weights where ranks step by themselves."""
+        ranks, every = load.placement.data_ranks, self.local_sgd.every_n_steps
+        if every is not None:
+            sent = all_reduce(load.gradient_bytes, ranks) / every
+            return [Transfer(what=f"all-reduce of weights, every {every} steps", sent=sent, over=ranks)], []
+        if self.communication_hook == "powersgd":
+            found = averaged(load, factor=_powersgd_share(load, self.powersgd))
+            return found, [f"powersgd sends so little behind step {self.powersgd.start_step}, and all of it before"]
+        if self.communication_hook is None:
+            return averaged(load), []
+        largest = max((one.itemsize for one in load.sizes.values() if one.learns), default=2)
+        return averaged(load, factor=2 / largest), []
+
     def _contradictions(self, planned: Blueprint) -> Iterator[Fault]:
         is_local = self.local_sgd.every_n_steps is not None
         if self.options["static_graph"] and self.options["find_unused_parameters"]:
@@ -232,6 +272,18 @@ class DDP(Strategy):
                 got="powersgd on cpu ranks of a machine with a GPU",
                 expected="bf16, fp16 or null: torch's hook waits for the GPU",
             )
+
+
+def _powersgd_share(load: Load, options: PowerSGD) -> float:
+    """The numbers that are sent, of all: two matrices of the rank for one of n by m (Vogels et al. 2019)."""
+    sent = count = 0
+    for one in load.sizes.values():
+        if one.learns:
+            rows = one.shape[0] if one.shape else 1
+            small = options.rank * (rows + one.count // max(rows, 1))
+            is_small = len(one.shape) > 1 and small * options.min_compression_rate < one.count
+            sent, count = sent + (small if is_small else one.count), count + one.count
+    return sent / max(count, 1)
 
 
 class ExpDDPStrategy(DDPStrategy):

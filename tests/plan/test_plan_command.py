@@ -108,7 +108,7 @@ def test_a_step_that_arithmetic_bounds_takes_flops_over_the_peak() -> None:
 
 
 def test_every_change_saves_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("model=gpt", *TEXT, "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu")
+    run = ("model=gpt", *TEXT, "strategy=ddp", "device=2xH100")
     found = told(capsys, *run)
     total = found["ranks"][0]["total"]
     assert {"precision=bf16", "strategy=fsdp"} <= {word for one in found["savings"] for word in one["overrides"]}
@@ -237,11 +237,18 @@ def candidate(seconds: float, *overrides: str) -> Candidate:
 
 
 def test_of_estimates_that_are_alike_the_simpler_way_comes_first() -> None:
+    own = "precision=fp32"
     found = ranked(
-        [candidate(1.02, "ddp"), candidate(1.0, "fsdp"), candidate(0.99, "bf16"), candidate(2.0, "pipeline")]
+        [candidate(1.02, "ddp", own), candidate(1.0, "fsdp", own), candidate(2.0, "pipeline", own)], word="fp32"
     )
-    assert [one.overrides[0] for one in found] == ["ddp", "bf16", "fsdp", "pipeline"]
-    assert ranked([]) == []
+    assert [one.overrides[0] for one in found] == ["ddp", "fsdp", "pipeline"]
+    assert ranked([], word="fp32") == []
+
+
+def test_another_precision_has_to_be_clearly_faster() -> None:
+    for seconds, first in ((0.9, "precision=fp32"), (0.7, "precision=bf16")):
+        ways = [candidate(1.0, "ddp", "precision=fp32"), candidate(seconds, "ddp", "precision=bf16")]
+        assert ranked(ways, word="fp32")[0].overrides[1] == first
 
 
 def test_a_search_takes_the_fewest_micro_batches_that_fit(capsys: pytest.CaptureFixture[str]) -> None:

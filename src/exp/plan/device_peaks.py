@@ -122,7 +122,7 @@ def own_cpu(*, word: str, ranks: int) -> Device:
 
     ranks: that share it.
     """
-    kinds = dict.fromkeys(["fp32", arithmetic(word), "bf16"])
+    kinds = dict.fromkeys(["fp32", arithmetic(word)])
     device = torch.device("cpu")
     flops: dict[str, float] = {}
     for kind in kinds:

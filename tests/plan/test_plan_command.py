@@ -16,7 +16,7 @@ from exp.plan.__main__ import main
 from exp.plan.device_peaks import listed_device
 from exp.plan.estimate import Estimator, guessed
 from exp.plan.layer_table import layer_rows, repeated
-from exp.plan.search import Candidate, ranked
+from exp.plan.fastest import Candidate, ranked
 from exp.plan.step_time import step_time
 
 TEXT = ("data=text", "data.dataset.files=text.txt")

@@ -183,8 +183,8 @@ def machine_of(device: str | None, launch: object) -> Machine:
 
 def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None:
     from exp.check.__main__ import summary
-    from exp.plan.advice import savings
     from exp.plan.printout import plain, text
+    from exp.plan.savings import savings
 
     planner = Planner(arguments, words)
     plan = planner.plan()
@@ -213,8 +213,8 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
     """Print the ways to run it, the fastest first, and its command. Raises: RunError where nothing fits."""
+    from exp.plan.fastest import search
     from exp.plan.printout import ways
-    from exp.plan.search import search
     from exp.short_run import command
 
     if planner.device(plan) is None or plan.own is not None:

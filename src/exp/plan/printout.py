@@ -10,9 +10,9 @@ from exp.plan.layer_table import layer_rows, repeated
 from exp.plan.rank_memory import PlaceMemory
 
 if TYPE_CHECKING:
-    from exp.plan.advice import Saving
     from exp.plan.estimate import Estimate
-    from exp.plan.search import Findings
+    from exp.plan.fastest import Findings
+    from exp.plan.savings import Saving
     from exp.plan.step_time import StepTime
 
 COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from exp.plan.advice import repeated_blocks
+from exp.plan.savings import repeated_blocks
 from exp.precision.words import WORDS
 
 if TYPE_CHECKING:

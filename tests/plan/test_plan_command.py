@@ -15,8 +15,8 @@ from exp.check.plan import plan, resolve
 from exp.plan.__main__ import main
 from exp.plan.device_peaks import listed_device
 from exp.plan.estimate import Estimator, guessed
-from exp.plan.layer_table import layer_rows, repeated
 from exp.plan.fastest import Candidate, ranked
+from exp.plan.layer_table import layer_rows, repeated
 from exp.plan.step_time import step_time
 
 TEXT = ("data=text", "data.dataset.files=text.txt")

@@ -11,6 +11,8 @@
 #   ./multirun.sh search sweep.trials=30 trainer.max_epochs=20
 #   ./multirun.sh repeats 'hooks=[gradients]' optimizer=sgd
 #
+# A search needs Optuna: pip install -e '.[search]', and the pictures of python -m exp.report '.[report]'.
+#
 # Every job is checked before the first one starts. Results: outputs/lr_search/sweeps/<date>/<time>/table.md, and one
 # directory a job beside it. docs/sweeps.md says more.
 set -euo pipefail

@@ -151,7 +151,7 @@ class RunsReport:
         console = Console(highlight=False)
         comparison = self.comparison
         over, names = comparison.repeat_over, comparison.names
-        for table in rich_tables(comparison.rows, repeat_over=over, names=names):
+        for table in rich_tables(comparison.rows, width=console.width, repeat_over=over, names=names):
             console.print(table)
         lines = [
             f"{name} {row.status}: {row.error}" for name, row in zip(names, comparison.rows, strict=True) if row.error

@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from exp.config.freeze import read_parent, versions
-from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, own_frames, said
+from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
+# What a report.json that is torn, or was written by somebody else, makes of its reading.
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 # Pruned: ended early by the search that it is a job of, and well.
 Status = Literal["completed", "failed", "interrupted", "pruned"]
 
@@ -206,21 +208,42 @@ def write_report(report: Report, *, is_synced: bool = True) -> None:
 def read_report(directory: Path | str) -> Report:
     """The report of a run directory.
 
-    Raises: RunError where it holds none.
+    Raises: RunError where it holds none, or one that is damaged.
     """
     path = Path(directory) / "report.json"
     if not path.is_file():
         raise RunError(f"{path} is not there: the run has not ended, or was killed before it could write its report")
-    plain = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return parsed_report(path.read_text(encoding="utf-8"))
+    except (OSError, *DAMAGE) as error:
+        raise RunError(f"{path} is not as a run wrote it: {one_line(error)}") from error
+
+
+def parsed_report(text: str) -> Report:
+    """The report that a report.json holds.
+
+    Raises: one of DAMAGE where it is not as a run wrote it.
+    """
+    plain = json.loads(text)
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
     plain["tags"] = tuple(plain["tags"])
     plain["not_written"] = tuple(plain.get("not_written", ()))  # which an older one has not
-    return Report(**plain)
+    report = Report(**plain)
+    if report.status not in get_args(Status):
+        raise ValueError(f"no status of a run, {report.status!r}")
+    numbers = [report.wall_seconds, report.monitored, *([] if report.best is None else [report.best["step"]])]
+    words = [] if report.error is None else [report.error["message"]]
+    if not all(isinstance(one, int | float) for one in numbers) or not all(isinstance(one, str) for one in words):
+        raise ValueError("a text in the place of a number, or the other way round")
+    return report
 
 
 def find_report(directory: Path | str) -> Report | None:
-    """The report of a run directory; None where there is none yet."""
-    return read_report(directory) if (Path(directory) / "report.json").is_file() else None
+    """The report of a run directory; None where there is none yet, and where it is damaged."""
+    try:
+        return read_report(directory)
+    except RunError:
+        return None
 
 
 def write_end(report: Report, loggers: Sequence[Logger]) -> None:

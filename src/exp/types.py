@@ -52,6 +52,17 @@ def compared_tag(monitor: str) -> str:
     return EPOCH_LOSS if monitor == "loss/train" else monitor
 
 
+def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:
+    """Return the tags that `sweep.monitor` names, with their directions; none of null.
+
+    wanted: a tag alone, which has the run's mode, or tags with a mode each; of anything else, what can be read.
+    """
+    if isinstance(wanted, str):
+        return {wanted: mode}
+    entries = wanted.items() if isinstance(wanted, Mapping) else ()
+    return {str(tag): "min" if one == "min" else "max" for tag, one in entries if one in ("min", "max")}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name without `torch.`, such as float32."""
     return str(dtype).removeprefix("torch.")

@@ -194,6 +194,17 @@ def test_a_directory_that_is_no_run_is_a_fault(folder, words, message):
         compose(words)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+def test_a_run_whose_config_was_cut_is_refused(share):
+    run = frozen("seed=1")
+    lines = (run / "config.yaml").read_text().splitlines(keepends=True)
+    # Between two keys at the top, where what is left is YAML.
+    tops = [place for place, line in enumerate(lines) if line[0].isalpha()]
+    (run / "config.yaml").write_text("".join(lines[: tops[int(share * len(tops))]]))
+    with pytest.raises(ConfigError, match=r"from_run: .*, whose config\.yaml has no .*strategy: a part of it is lost"):
+        compose([f"from_run={run}"])
+
+
 def test_a_path_with_other_signs_is_quoted():
     run = frozen("seed=1", "hydra.run.dir='outputs/a b=c,[1]'")
     assert compose([f"from_run={written(str(run))}"]).seed == 1

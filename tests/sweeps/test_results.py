@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 import shlex
 from pathlib import Path
@@ -76,7 +77,8 @@ def test_the_command_that_starts_from_the_best_is_told_and_kept_quoted_for_hydra
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "it's a sweep"
     (directory / "1").mkdir(parents=True)
-    (directory / "1" / "config.yaml").touch()
+    whole = {name: None for name in ("seed", "trainer", "launch", "security", "strategy")}
+    (directory / "1" / "config.yaml").write_text(json.dumps(whole))
     (directory / "1" / "overrides.yaml").write_text("[]")
     rows = [row(0, 0.5, swept={"seed": "1"}, directory="0"), row(1, 0.25, swept={"seed": "2"}, directory="1")]
     print_table(directory, rows)
@@ -159,6 +161,48 @@ def test_a_lucky_repeat_of_which_the_others_failed_is_no_winner():
     assert math.isnan(lucky.deviation)
     assert best_repeats(rows, over="seed").swept["optimizer.lr"] == "0.1"
     assert best_repeats([row(0, math.nan)], over="seed") is None
+
+
+def test_a_repeat_without_a_value_is_none_of_the_best(tmp_path, capsys, monkeypatch):
+    rows = repeated()
+    rows[1] = row(1, math.nan, swept=rows[1].swept, status="no report")
+    rows[5] = row(5, math.nan, swept=rows[5].swept, status="failed")
+    monkeypatch.chdir(tmp_path)
+    print_table(tmp_path, rows, repeat_over="seed")
+    shown = capsys.readouterr().out
+    assert "best       job 0, job 2: loss/val 0.425 ± 0.035, the mean of 2 over seed" in shown
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60])
+def test_no_word_is_broken_on_a_narrow_screen_and_what_has_no_room_is_named(width, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    swept = {"optimizer.weight_decay": "0.01", "seed": "3"}
+    metrics = {"accuracy/val": 0.98765, "f1/val": 0.5}
+    rows = [
+        row(
+            job,
+            0.123456,
+            swept=swept | {"seed": str(job)},
+            step=380,
+            seconds=10.2,
+            peak_memory_mib=823,
+            metrics=metrics,
+        )
+        for job in range(2)
+    ]
+    rows[1].swept["optimizer.weight_decay"] = "0.1"
+    monkeypatch.chdir(tmp_path)
+    print_table(tmp_path, rows)
+    title, _, rest = capsys.readouterr().out.partition("┏")
+    table = rest.partition("└")[0].splitlines()
+    words = {word for line in table for word in line.replace("┃", " ").replace("│", " ").split()}
+    shown = {"job", "status", "completed", "seed", "0.123456", "0.01", "0.1"}
+    left_out = " ".join(title.split()).partition("; no room for ")[2].split(", ")
+    assert shown <= words
+    assert words & {"optimizer.weight_decay", "weight_decay"}
+    for name, word in {"peak_mib": "823", "seconds": "10.2", "step": "380", "accuracy/val": "0.98765"}.items():
+        assert (name in left_out) == (word not in words)
+    assert (left_out == [""]) == (width >= 100)
 
 
 def test_what_is_swept_and_equal_everywhere_has_no_column(tmp_path):

@@ -7,17 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import optuna
 import pytest
 
+from exp.check.__main__ import main as check
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
+from exp.engine.trial_record import STUDY, opened
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
 from exp.sweeps.jobs import Jobs
 from exp.sweeps.sweep import compose_sweep, sweep
+
+SEARCH = ("optimizer.lr=interval(0.001,0.1)", "sweep.trials=2", "hydra.sweep.dir=outputs/s")
 
 
 class Runs:
@@ -117,6 +123,16 @@ def test_the_table_holds_what_differs_and_what_came_of_it():
     assert [row["directory"] for row in table] == ["0", "1", "2", "3"]
     page = (sweep_directories()[0] / "table.md").read_text()
     assert "Best: job 2, loss/val 0.1" in page
+
+
+@pytest.mark.parametrize("before", ["optimizer.lr=0.5", "++optimizer.lr=0.5", "optimizer.lr=0.5,0.7"])
+def test_a_swept_key_that_was_typed_before_has_its_column_and_no_repeats_of_others(before):
+    run_sweep(before, "optimizer.lr=0.1,0.2", "seed=3,1", "sweep.repeat_over=seed")
+    table = rows()
+    assert [(row["optimizer.lr"], row["seed"]) for row in table] == [
+        ("0.1", "3"), ("0.1", "1"), ("0.2", "3"), ("0.2", "1"),
+    ]  # fmt: skip
+    assert {row["n"] for row in table} == {"2"}
 
 
 def test_a_failing_job_is_told_and_the_sweep_goes_on(capsys):
@@ -240,6 +256,32 @@ def test_a_sweep_kind_that_the_sweeper_does_not_know_is_a_fault():
 def test_a_sweep_of_nothing_or_of_too_much_is_a_fault_and_never_listed(overrides, message):
     with pytest.raises(ConfigError, match=message):
         run_sweep(*overrides)
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sweep.resume=true", r"sweep\.resume: true; expected auto, a sweep's directory, or null"),
+        ("sweep.resume=3", r"sweep\.resume: 3; expected auto, a sweep's directory"),
+        ("sweep.resume=[a]", r"sweep\.resume: \['a'\]; expected auto, a sweep's directory"),
+        ("sweep.resume=", r"sweep\.resume: ''; expected auto, a sweep's directory"),
+        ("sweep.resume=''", r"sweep\.resume: ''; expected auto, a sweep's directory"),
+        ("sweep.when={optimizer.lr:sgd}", r"sweep\.when: .*expected a mapping of names to a mapping"),
+        ("sweep.when=3", r"sweep\.when"),
+        ("sweep.trial=3", r"sweep\.trial: 3; .* Did you mean sweep\.trials=3\?"),
+        ("sweep.trials=1.5", r"sweep\.trials: 1\.5; expected an integer, 1 or more"),
+        ("sweep.jobs=${nowhere}", r"sweep\.jobs"),
+        ("sweep.retry_failed=true", r"sweep\.retry_failed: true, without sweep\.resume; .*Add sweep\.resume=auto"),
+        ("sweep.sampler=tpee", r"sweep\.sampler: 'tpee'; .*Did you mean tpe\?"),
+    ],
+)
+def test_a_setting_that_no_sweep_can_have_is_a_fault_of_the_command_line_before_anything_is_looked_for(
+    override, message
+):
+    with pytest.raises(ConfigError, match=message) as caught:
+        run_sweep("optimizer.lr=0.1,0.2", override)
+    assert [fault.source for fault in caught.value.faults] == ["command line"]
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -430,6 +472,161 @@ def test_a_wider_grid_runs_what_is_new_wherever_its_directory_was_moved_and_howe
     ]  # fmt: skip
 
 
+def leave(number: int) -> None:
+    """As a run leaves its directory; the stand-in for training writes neither file."""
+    directory = Path(f"outputs/s/{number}")
+    (directory / "config.yaml").touch()
+    write_report(Report(status="completed", directory=str(directory), metrics={"loss/val": number}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"status": "completed"', "{}", "null", '{"status":"done","directory":"x","metrics":{}}',
+     '{"status":"completed","directory":"x","metrics":{},"best":{"metric":"loss/val","value":"x","step":1}}',
+     '{"status":"completed","directory":"x","metrics":{},"wall_seconds":"long"}',
+     '{"status":"completed","directory":"x","metrics":3}'],
+)  # fmt: skip
+def test_a_job_whose_report_is_damaged_is_run_again_and_a_line_says_so(text, capsys):
+    run_sweep("seed=1,2", "hydra.sweep.dir=outputs/s")
+    for number in range(2):
+        leave(number)
+    Path("outputs/s/1/report.json").write_text(text)
+    status, runs = resumed("seed=1,2")
+    assert status == 0
+    assert [config.seed for config in runs.configs] == [2]
+    told = capsys.readouterr().err
+    assert "1/report.json is not as a run wrote it: " in told
+    assert "Job 1 goes on from its last checkpoint" in told
+    assert [row["directory"] for row in rows()] == ["0", "1"]
+
+
+def resumed(*overrides: str) -> tuple[int, Runs]:
+    """Go on with outputs/s, with jobs that find their directories there."""
+    runs = Runs()
+    trained = runs._trained
+
+    def again(config):
+        directory = Path(config[COMPOSITION].directory)
+        if directory.is_dir():
+            directory.rename(directory.with_name(f"{directory.name}.before"))
+        return trained(config)
+
+    runs._trained = again
+    return sweep(compose_sweep([*overrides, "sweep.resume=outputs/s"]), executor=runs, check=valid), runs
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sweep.json", "[]"),
+        ("sweep.json", "{}"),
+        ("sweep.json", '{"overrides": 3, "search": null}'),
+        ("sweep.json", '{"overrides": [], "search": 7}'),
+        ("sweep.json", "\0"),
+        ("jobs.jsonl", "[1]\n"),
+        ("jobs.jsonl", '{"job": 0}\n'),
+        ("jobs.jsonl", '{"job": "0", "identity": "x", "directory": "0"}\n'),
+        ("jobs.jsonl", '{"job": 0, "identity": "x", "directory": "../other"}\n'),
+    ],
+)
+def test_a_damaged_file_of_a_sweep_to_go_on_with_is_a_fault_with_a_cure(name, text):
+    run_sweep("seed=1,2", "hydra.sweep.dir=outputs/s")
+    Path("outputs/s", name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"sweep\.resume: outputs/s/{name}: .*Put a whole one back, or begin a new"):
+        run_sweep("seed=1,2", "sweep.resume=outputs/s")
+
+
+@pytest.mark.parametrize(("kept", "lost"), [(0, "0, 1"), (1, "1")])
+def test_runs_of_which_jobs_jsonl_has_no_line_are_not_run_again_beside_themselves(kept, lost):
+    run_sweep("seed=1,2", "hydra.sweep.dir=outputs/s")
+    for number in range(2):
+        leave(number)
+    # What an evaluation leaves in a run is no job.
+    Path("outputs/s/0/evaluations/1").mkdir(parents=True)
+    Path("outputs/s/0/evaluations/1/config.yaml").touch()
+    jobs = Path("outputs/s/jobs.jsonl")
+    jobs.write_text("".join(jobs.read_text().splitlines(keepends=True)[:kept]))
+    with pytest.raises(ConfigError, match=rf"sweep\.resume: .*jobs\.jsonl, which has no line of {lost}, where"):
+        run_sweep("seed=1,2", "sweep.resume=outputs/s")
+    jobs.unlink()
+    with pytest.raises(ConfigError, match="which has no line of 0, 1"):
+        run_sweep("seed=1,2", "sweep.resume=outputs/s")
+    assert sorted(path.name for path in Path("outputs/s").iterdir() if path.is_dir()) == ["0", "1"]
+
+
+def test_a_journal_that_somebody_wrote_in_is_a_fault():
+    run_sweep(*SEARCH)
+    for garbage in (b"\xff\xfe\n", b"garbage\n", b"[]\n"):
+        Path("outputs/s/sweep.journal").write_bytes(garbage)
+        with pytest.raises(ConfigError, match=r"sweep\.resume: outputs/s/sweep\.journal: .*Put a whole one back"):
+            run_sweep(*SEARCH, "sweep.resume=outputs/s")
+
+
+def test_jobs_of_before_that_the_command_leaves_out_are_told_behind_the_table(capsys):
+    run_sweep("seed=1,2,3", "hydra.sweep.dir=outputs/s")
+    for number in range(3):
+        leave(number)
+    run_sweep("seed=3,1,2", "sweep.resume=outputs/s")
+    assert "left out" not in capsys.readouterr().out
+    run_sweep("seed=2", "sweep.resume=outputs/s")
+    told = capsys.readouterr().out
+    assert "left out   2 jobs of before, not of this command: 0, 2; python -m exp.report outputs/s has all" in told
+    # Another base key, too.
+    resumed("seed=2", "trainer.max_epochs=7")
+    assert "left out   3 jobs of before, not of this command: 0, 1, 2" in capsys.readouterr().out
+
+
+def test_trials_of_before_that_fewer_trials_leave_out_are_told(capsys):
+    run_sweep(*SEARCH, "sweep.trials=3")
+    for number in range(3):
+        leave(number)
+    run_sweep(*SEARCH, "sweep.trials=1", "sweep.resume=outputs/s")
+    assert "left out   2 jobs of before, not of this command: 1, 2" in capsys.readouterr().out
+
+
+def test_a_launcher_that_knows_no_jobs_of_before_does_not_go_on_with_a_sweep():
+    run_sweep("seed=1", "hydra.sweep.dir=outputs/s")
+    with pytest.raises(ConfigError, match=r"hydra/launcher: outputs/s, with a launcher that knows no jobs of before"):
+        run_sweep("seed=1", "sweep.resume=outputs/s", "hydra/launcher=basic")
+
+
+def test_a_storage_that_nothing_can_open_is_a_fault_of_the_dry_run_too():
+    for url in ("foo", "nosuch://x"):
+        with pytest.raises(ConfigError, match=rf"sweep\.storage: {url}: .*expected a storage that Optuna can open"):
+            run_sweep(*SEARCH, f"sweep.storage={url}", "sweep.dry_run=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([*SEARCH, "sweep.timeout=0.3"], "ended by sweep.timeout=0.3: 1 of 2 jobs were run"),
+        (["seed=66,1,2", "sweep.max_failures=1"], "ended by sweep.max_failures=1: 1 of 3 jobs were run"),
+    ],
+)
+def test_a_sweep_that_was_cut_says_so_behind_its_table(overrides, words, capsys, monkeypatch):
+    trained = Runs._trained
+
+    def slow(self, config):
+        time.sleep(0.3)
+        return trained(self, config)
+
+    monkeypatch.setattr(Runs, "_trained", slow)
+    run_sweep(*overrides)
+    assert words in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_search_that_was_cut_before_its_first_job_says_so():
+    with pytest.raises(RunError, match=r"the sweep was ended by sweep\.timeout=1e-09: 0 of 2 jobs were run"):
+        run_sweep(*SEARCH, "sweep.timeout=1e-9")
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_command_that_goes_on_is_the_last_line(capsys):
+    run_sweep("seed=1,98,2", "hydra.sweep.dir=outputs/s")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "go on      python -m exp.train -m seed=1,98,2 sweep.resume=outputs/s"
+
+
 def test_a_sweep_elsewhere_than_below_the_working_directory_is_not_gone_on_with(tmp_path, monkeypatch):
     run_sweep("seed=1", "hydra.sweep.dir=outputs/s")
     (tmp_path / "other").mkdir()
@@ -447,9 +644,6 @@ def test_auto_begins_a_sweep_where_there_is_none_and_says_so(capsys):
     assert len(sweep_directories()) == 1
 
 
-SEARCH = ("optimizer.lr=interval(0.001,0.1)", "sweep.trials=2", "hydra.sweep.dir=outputs/s")
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -465,6 +659,108 @@ def test_a_search_is_gone_on_with_as_the_search_that_it_was(overrides, words):
     assert status == 0
     with pytest.raises(ConfigError, match=rf"sweep\.resume: {words} .*; expected the same search, of more trials"):
         run_sweep(*SEARCH, *overrides, "sweep.resume=outputs/s")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "directions"),
+    [
+        (["sweep.monitor=loss/val"], {"loss/val": "MINIMIZE"}),
+        (["sweep.monitor=accuracy/val", "monitor=accuracy/val", "mode=max"], {"accuracy/val": "MAXIMIZE"}),
+        (
+            ["sweep.monitor={loss/val:min,throughput/step_ms:min}"],
+            {"loss/val": "MINIMIZE", "throughput/step_ms": "MINIMIZE"},
+        ),
+        (["sweep.monitor={accuracy/test:max}", "test=true"], {"accuracy/test": "MAXIMIZE"}),
+    ],
+)  # fmt: skip
+def test_a_search_looks_for_a_tag_in_the_run_s_direction_or_for_several_with_their_own(overrides, directions):
+    status, _ = run_sweep(*SEARCH, *overrides)
+    study = optuna.load_study(study_name=STUDY, storage=opened(Path("outputs/s"), None))
+    assert status == 0
+    assert dict(zip(study.metric_names, [one.name for one in study.directions], strict=True)) == directions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sweep.monitor={loss/vall:min}"], r"sweep\.monitor: 'loss/vall'; .*Did you mean loss/val\?"),
+        (["sweep.monitor={acuracy/vall:max}"], r"sweep\.monitor: 'acuracy/vall'; .*Did you mean accuracy/val\?"),
+        (["sweep.monitor=loss"], r"sweep\.monitor: 'loss'; expected a tag of this run: .*Did you mean loss/val\?"),
+        (["sweep.monitor={troughput/step_ms:min}"], r"sweep\.monitor: 'troughput/step_ms'; expected a tag of this run"),
+        (
+            ["sweep.monitor={throughput/step_ms:min}", "hooks=[]"],
+            r"sweep\.monitor: 'throughput/step_ms'; expected a tag",
+        ),
+        (["sweep.monitor={accuracy/test:max}", "test=false"], r"sweep\.monitor: 'accuracy/test'; expected a tag"),
+        (
+            ["sweep.monitor=[loss/val,accuracy/val]"],
+            r"monitor: .*; expected a tag, or tags with a direction each",
+        ),
+        (["sweep.monitor=3"], r"sweep\.monitor: 3; expected a tag, or tags with a direction each"),
+        (["sweep.monitor={}"], r"sweep\.monitor: {}; expected a tag, or tags with a direction each"),
+        (["sweep.monitor={loss/val:max}"], r"sweep\.monitor: loss/val: max; expected min: loss/val is a loss"),
+        (
+            ["sweep.monitor={accuracy/val:max}", "sweep.pruner=median"],
+            r"median beside sweep\.monitor=accuracy/val, and jobs report loss/val.*Write monitor=accuracy/val mode=max",
+        ),
+    ],
+)
+def test_what_a_search_cannot_look_for_is_a_fault_before_its_first_job(overrides, message):
+    for dry in ("false", "true"):
+        with pytest.raises(ConfigError, match=message):
+            run_sweep(*SEARCH, *overrides, f"sweep.dry_run={dry}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model=mlp,lenet", "sweep.sampler=cmaes"], "cmaes knows intervals alone: it draws these lists at random"),
+        (
+            [SEARCH[0], "model=mlp,lenet", "sweep.sampler=cmaes"],
+            "cmaes knows intervals alone: model is drawn at random",
+        ),
+        ([SEARCH[0], "model=mlp,lenet", "seed=1,2", "sweep.sampler=qmc"], ": model, seed are drawn at random"),
+        ([SEARCH[0], "seed=1,2", "sweep.sampler=qmc", "sweep.repeat_over=seed"], None),
+        ([SEARCH[0], "model=mlp,lenet", "sweep.sampler=tpe"], None),
+    ],
+)
+def test_a_sampler_that_draws_lists_at_random_says_so(overrides, line, capsys):
+    run_sweep(*overrides, "sweep.trials=2", "sweep.dry_run=true")
+    told = capsys.readouterr().out
+    assert ("at random" in told) == (line is not None)
+    assert line is None or line in told
+
+
+def test_cma_es_takes_one_objective():
+    with pytest.raises(ConfigError, match=r"sweep\.sampler: cmaes beside several tags in sweep\.monitor"):
+        run_sweep(*SEARCH, "sweep.sampler=cmaes", "sweep.monitor={loss/val:min,accuracy/val:max}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stacks", "words"),
+    [
+        (["seed=1,2"], True, "for a stack has 4 or more"),
+        (SEARCH, True, "for fewer than 4 are known before one of them has ended"),
+        (["seed=1,2,3,4"], False, "for this launcher starts each by itself"),
+    ],
+)
+def test_a_stack_that_was_asked_for_and_does_not_come_is_told_once(overrides, stacks, words, capsys, monkeypatch):
+    monkeypatch.setattr(Runs, "stacks", stacks)
+    for wanted in ("true", "auto"):
+        run_sweep(*overrides, f"sweep.stack={wanted}", f"hydra.sweep.dir=outputs/{wanted}")
+        told = capsys.readouterr().out
+        assert told.count(f"sweep.stack=true: jobs run side by side, {words}") == (wanted == "true")
+
+
+def test_a_swept_interpolation_is_shown_as_it_was_typed():
+    run_sweep("optimizer.lr=${seed},2", "seed=1,3", "name=a\\,b")
+    assert [row["optimizer.lr"] for row in rows()] == ["${seed}", "${seed}", "2", "2"]
+
+
+def test_a_search_in_the_wrong_direction_of_a_metric_is_a_fault(capfd):
+    assert check(["-m", *SEARCH[:2], "sweep.monitor=accuracy/val"]) == 2
+    told = capfd.readouterr().err
+    assert "sweep.monitor: accuracy/val: min; expected max: a higher accuracy/val is better" in told
 
 
 def test_a_sweep_that_runs_is_refused_to_another_one_even_where_its_settings_were_written_anew():

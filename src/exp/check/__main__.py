@@ -93,13 +93,11 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     ours = ("exp", *(word for word, _, _ in PACKAGES.values()))
     others = [text for text in arguments.overrides if text.lstrip("+").startswith("hydra/launcher=")]
     others = [text for text in others if text.partition("=")[2] not in ours]
+    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
+    if others:
+        compose_sweep(arguments.overrides, **where)  # for what is wrong with the launcher itself
     overrides = [text for text in arguments.overrides if text not in others]
-    master = compose_sweep(
-        overrides,
-        config_dir=arguments.config_dir,
-        config_name=arguments.config_name,
-        everything=arguments.all,
-    )
+    master = compose_sweep(overrides, **where, everything=arguments.all)
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
     jobs = Sweep(

@@ -64,7 +64,9 @@ NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]
 # Or a whole number, which a command line makes of `name=1`. Of 1.10 it makes 1.1.
 Folder = Annotated[
-    str | int, "text without a leading / or .., a name for a directory in outputs/", Predicate(_is_folder)
+    str | int,
+    "text without a leading / or .., a name of 250 bytes at most for a directory in outputs/",
+    Predicate(_is_folder),
 ]
 # A number of epochs or steps, or one of Lightning's two ways to say none.
 Limit = Annotated[
@@ -82,6 +84,14 @@ Inputs = Annotated[
     dict[str, dict[str, Any]],
     "a mapping of names to {shape: [3, 32, 32], dtype: float32}, null in a shape for a length that differs",
     Predicate(_are_inputs),
+]
+Searched = Annotated[
+    str | dict[str, Mode] | None,
+    "a tag, or tags with a direction each such as {loss/val: min, throughput/step_ms: min}, or null",
+    Predicate(lambda wanted: wanted is None or bool(wanted)),
+]
+Resumed = Annotated[
+    str | None, "auto, a sweep's directory, or null", Predicate(lambda wanted: wanted is None or bool(wanted))
 ]
 Node = Annotated[dict[str, Any], "a node with a _target_", Predicate(is_node)]
 Sample = Annotated[
@@ -173,10 +183,10 @@ SCHEMA: dict[str, Any] = {
         "devices_per_job": Literal["auto"] | Count | Annotated[float, Interval(gt=0, lt=1)],
         "stack": Literal["auto"] | bool,
         "when": dict[str, dict[str, Any]],
-        "monitor": dict[str, Mode] | None,
+        "monitor": Searched,
         "repeat_over": Text | None,
         "storage": Text | None,
-        "resume": Text | None,
+        "resume": Resumed,
         "retry_failed": bool,
         "dry_run": bool,
         "trial": dict[str, Any] | None,

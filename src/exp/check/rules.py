@@ -29,7 +29,7 @@ from exp.config.targets import resolve
 from exp.data.faults import share_faults
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, show
-from exp.types import EPOCH_LOSS, STAGES, Mode
+from exp.types import EPOCH_LOSS, STAGES, Mode, searched_tags
 
 # Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
@@ -43,6 +43,8 @@ MIXING = (
     "torchvision.transforms.v2.MixUp",
     "torchvision.transforms.v2.CutMix",
 )
+# First parts of tags that need no hook and no metric.
+OF_EVERY_RUN = ("optimizer", "precision")
 CLASSIFICATION = "torchmetrics.classification."
 REGRESSION = "torchmetrics.regression."
 # What a run may do behind its training, or without it.
@@ -202,10 +204,27 @@ def monitors_are_logged(values: Values) -> Iterator[Fault]:
     for key, monitor in _monitored(values).items():
         if key != "monitor":
             yield from _monitor_faults(values, key, monitor, without=without)
-    # Of a search; what hooks measure, such as throughput/step_ms, has no stage.
-    objectives = values["sweep.monitor"]
-    for tag in objectives if isinstance(objectives, dict) else ():
-        if _stage(tag) in ("val", "train"):
+    yield from _searched_faults(values, without=without)
+
+
+def _searched_faults(values: Values, *, without: str | None) -> Iterator[Fault]:
+    """Of what a search looks for. Its jobs have ended when it looks: hooks and the test have given their tags, too."""
+    callbacks, hooks = (
+        [str(node.get("_target_")) for node in values.entries(kind).values()] for kind in ("callbacks", "hooks")
+    )
+    if any(target.endswith("Monitor") for target in callbacks):
+        return  # Lightning's log tags of their own
+    measured = [*OF_EVERY_RUN, *(target.split(".")[-2] for target in hooks)]
+    metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
+    stages = values["metric_stages"] if isinstance(values["metric_stages"], list) else []
+    for tag, mode in searched_tags(values["sweep.monitor"], mode="max" if values["mode"] == "max" else "min").items():
+        name, _, rest = tag.partition("/")
+        if name == "loss" and mode == "max":
+            expected, cure = f"min: {tag} is a loss, lower is better", f"Write 'sweep.monitor={{{tag}: min}}'"
+            yield Fault(key="sweep.monitor", got=f"{tag}: max", expected=expected, cure=cure)
+        is_metrics = name == "loss" or name in metrics
+        is_tested = is_metrics and values["test"] is True and (name == "loss" or "test" in stages)
+        if not (rest.partition("/")[0] == "test" if is_tested else name in measured and rest and not is_metrics):
             yield from _monitor_faults(values, "sweep.monitor", tag, without=without)
 
 
@@ -469,15 +488,25 @@ def switches_agree(values: Values) -> Iterator[Fault]:
 
 def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
     """The fault of a best checkpoint that would be the worst; none where the metric does not say."""
-    monitor, mode = plain.get("monitor"), plain.get("mode")
-    better = better_mode(plain, monitor, allow=allow)
-    # Of a loss mode_fits_a_loss says it.
-    if better in (None, mode) or mode not in ("min", "max") or str(monitor).startswith("loss/"):
+    monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
+    if mode not in ("min", "max"):
         return []
-    side = "higher" if better == "max" else "lower"
-    return [
-        Fault(key="mode", got=repr(mode), expected=f"{better}: a {side} {monitor} is better", cure=f"Add mode={better}")
-    ]
+    wanted = {"mode": {str(monitor): mode}}
+    if isinstance(sweep, dict):
+        wanted["sweep.monitor"] = dict(searched_tags(sweep.get("monitor"), mode=mode))
+    faults = []
+    for key, tags in wanted.items():
+        for tag, direction in tags.items():
+            better = better_mode(plain, tag, allow=allow)
+            # Of a loss mode_fits_a_loss says it.
+            if better in (None, direction) or tag.startswith("loss/"):
+                continue
+            side = "higher" if better == "max" else "lower"
+            got, cure = repr(direction), f"Add mode={better}"
+            if key != "mode":
+                got, cure = f"{tag}: {direction}", f"Write 'sweep.monitor={{{tag}: {better}}}'"
+            faults.append(Fault(key=key, got=got, expected=f"{better}: a {side} {tag} is better", cure=cure))
+    return faults
 
 
 def better_mode(plain: Mapping[str, Any], monitor: object, *, allow: Sequence[str]) -> Mode | None:

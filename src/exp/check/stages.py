@@ -13,7 +13,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
-from exp.check.structure import structure_faults
+from exp.check.structure import node_faults, structure_faults
 from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
@@ -69,6 +69,14 @@ def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
 def _follows_the_data(config: DictConfig, key: str) -> bool:
     raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
     return isinstance(raw, str) and "${data." in raw
+
+
+def refuse_node(config: DictConfig, name: str) -> None:
+    """Raise ConfigError where the keys, kinds or bounds of one node at the top are wrong, whatever the others hold."""
+    plain, unread = read(config)
+    faults = [fault for fault in unread if fault.key.partition(".")[0] == name]
+    if found := once([*faults, *node_faults(name, plain)]):
+        raise ConfigError(located(config, found))
 
 
 def first_stage(reading: Reading) -> list[Fault]:

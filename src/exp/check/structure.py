@@ -46,6 +46,11 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     ]
 
 
+def node_faults(name: str, plain: dict[str, Any]) -> list[Fault]:
+    """What is wrong with the keys, kinds and bounds of one node at the top, of those that exp declares whole."""
+    return list(_fixed("", {name: plain[name]}, {name: SCHEMA[name]}))
+
+
 def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:
     """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
     if not fits(value, annotation, default):

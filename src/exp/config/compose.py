@@ -143,6 +143,11 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     return _without_hydra(composition, directory=directory)
 
 
+def shared_config(composition: Composition) -> DictConfig:
+    """Return a copy of what the jobs of a sweep share, without the hydra node and what is swept."""
+    return _without_hydra(replace(composition, config=copy.deepcopy(composition.config)), directory="")
+
+
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     config = composition.config
     OmegaConf.set_readonly(config, False)
@@ -150,6 +155,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
         del config["hydra"]
         config[COMPOSITION] = {
             "overrides": recorded(composition.overrides),
+            "of_sweep": [literal(text) for text in composition.overrides if text.lstrip("+~").startswith("sweep.")],
             "directory": literal(directory),
             # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
             "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],

@@ -21,12 +21,15 @@ from exp.config.groups import MANY
 from exp.config.hydra_adapter import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.errors import ConfigError, Fault
+from exp.spelling import among
 
 KEY = "from_run"
 # Of the run's own: where it began, and the sweep that it was a job of.
 LEFT_OUT = ("resume", "sweep")
 # What a run's config has that no file says: the paths that `auto` and a run's directory led to.
 FOUND = (*LEFT_OUT, "weights.from")
+# In every frozen config, the last of them at its end.
+WHOLE = ("seed", "trainer", "launch", "security", "strategy")
 # Keys in one line.
 MOST_TOLD = 6
 WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
@@ -69,6 +72,10 @@ def _refuse_other_directories(run: Path) -> None:
         raise _refusal(f"{run}, which holds no overrides.yaml: it was killed before it began", WHERE)
     if not isinstance(read_overrides(run), list):
         raise _refusal(f"{run}, whose overrides.yaml is no list", "the file as exp wrote it")
+    lost = [name for name in WHOLE if name not in read_frozen(run)]
+    if lost:
+        got = f"{run}, whose config.yaml has no {among(lost)}: a part of it is lost"
+        raise _refusal(got, "the file as exp wrote it", "Take another run, or type the overrides anew")
 
 
 def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:

@@ -32,6 +32,7 @@ from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import write_whole
 from exp.secrets import covered
+from exp.types import searched_tags
 
 COMPOSITION = "_composition_"
 # In it, where the run directory stands already and is this config's own.
@@ -322,7 +323,7 @@ def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> 
     """
     sweep = plain["sweep"]
     stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
-    tags = [plain["monitor"], *(sweep["monitor"] or ())]
+    tags = [plain["monitor"], *searched_tags(sweep["monitor"], mode=plain["mode"])]
     if sweep["pruner"] != "none" and (sweep["trial"] is not None if is_trial is None else is_trial):
         tags.append(PRUNED_TAG)
     tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]

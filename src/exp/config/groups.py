@@ -31,6 +31,8 @@ class Vocabulary:
         self._options: dict[str, list[str]] = {}
         keys, declared = loader.primary(config_name)
         groups = [group for group in declared if not group.startswith("hydra/")]
+        # Of each group of which there is one, what is chosen where nobody chooses.
+        self._chosen = {group: option for group, option in declared.items() if isinstance(option, str)}
         self.groups = sorted(set(groups))
         self.keys = sorted((set(keys) | set(groups)) - {"experiment", "debug", "local", "hydra", "defaults"})
 
@@ -65,7 +67,9 @@ class Vocabulary:
     def example(self, group: str) -> str:
         """A right command for this group."""
         options = self.options(group) or ["..."]
-        return f"{group}=[{','.join(options[:2])}]" if self.kind(group) == "many" else f"{group}={options[0]}"
+        if self.kind(group) == "many":
+            return f"{group}=[{','.join(options[:2])}]"
+        return f"{group}={self._chosen.get(group, options[0])}"
 
 
 def open_search_path(

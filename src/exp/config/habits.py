@@ -37,7 +37,8 @@ KEYS = {
     "data.data_dir": "write data_dir={value}",
     "extras": "print_config and tags are keys at the top: print_config=true",
     "extras.": "print_config and tags are keys at the top: print_config=true",
-    "hparams_search": "name the values with -m: -m optimizer.lr=1e-4,1e-3,1e-2; a search is hydra/sweeper=...",
+    "hparams_search": "name the values with -m: -m optimizer.lr=1e-4,1e-3,1e-2; "
+    "a search is an interval, 'optimizer.lr=interval(1e-4,1e-1)'",
     "optimized_metric": "write monitor={value} and mode=min or mode=max",
     "task_name": "write name={value}",
     "paths": "data are in data_dir=PATH, results in hydra.run.dir=outputs/elsewhere",
@@ -98,6 +99,17 @@ OPTIONS = {
         "64": "write precision=fp64", "64-true": "write precision=fp64", "float64": "write precision=fp64",
         "double": "write precision=fp64", "16-true": "write precision=fp16_true",
         "bf16-true": "write precision=bf16_true", "float8": "write precision=fp8", "amp": "write precision=bf16",
+    },
+    "hydra/launcher": {
+        "joblib": "install it with pip install hydra-joblib-launcher; "
+        "hydra/launcher=exp, exp's own, runs several at a time, too",
+        "rq": "install it with pip install hydra-rq-launcher", "submitit_slurm": "write hydra/launcher=slurm",
+        "submitit_local": "write hydra/launcher=slurm hydra.launcher.cluster=local",
+        "submitit": "write hydra/launcher=slurm", "local": "leave it out: hydra/launcher=exp runs them on this machine",
+    },
+    "hydra/sweeper": {
+        "optuna": "leave it out: sweep.sampler=tpe, or an interval, searches with Optuna",
+        "ax": "install it with pip install hydra-ax-sweeper", "nevergrad": "install it with pip install hydra-nevergrad-sweeper",
     },
     "strategy": {"dp": "write strategy=ddp", "none": "write strategy=auto"},
 }  # fmt: skip

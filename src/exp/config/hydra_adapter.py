@@ -1,8 +1,9 @@
 """Hydra's private parts, known here and nowhere else: its composition, its flags and answers, its sweepers.
 
 Seen: Hydra 1.3.8. tests/config/test_hydra_adapter.py says what is relied upon: ConfigLoaderImpl, ConfigRepository,
-FileConfigSource, the override parser, Plugins, HydraConfig, VersionBase, ConfigStore; get_args_parser, Hydra.show_cfg,
-show_info, hydra_help and shell_completion, Callbacks. Of Python 3.11: ArgumentParser._actions, for there is no other
+FileConfigSource, the override parser and its functions, Plugins, HydraConfig, VersionBase, ConfigStore;
+get_args_parser, Hydra.show_cfg, show_info, hydra_help and shell_completion, Callbacks. Of Python 3.11:
+ArgumentParser._actions, for there is no other
 way to an action that was added by somebody else.
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import re
 import traceback
 import warnings
@@ -28,6 +30,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.grammar.grammar_functions import cast_int
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -35,7 +38,7 @@ from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, OverrideType, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException, MissingConfigException
@@ -269,8 +272,8 @@ class Loader(ConfigLoaderImpl):
         finally:
             self._restore_numbers(config)
 
-    def primary(self, config_name: str) -> tuple[list[str], list[str]]:
-        """Top-level keys and groups that the primary config declares."""
+    def primary(self, config_name: str) -> tuple[list[str], dict[str, str | list[str] | None]]:
+        """Top-level keys that the primary config declares, and groups with what it chooses of each."""
         with hydra_base():
             loaded = self.repository.load_config(config_name) if can_be_a_path(config_name) else None
         if loaded is None:
@@ -278,7 +281,7 @@ class Loader(ConfigLoaderImpl):
                 key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf"
             )])  # fmt: skip
         defaults = [default for default in loaded.defaults_list or [] if isinstance(default, GroupDefault)]
-        groups = [default.group for default in defaults if default.group is not None]
+        groups = {default.group: default.value for default in defaults if default.group is not None}
         return [str(key) for key in loaded.config], groups
 
     def group_exists(self, group: str) -> bool:
@@ -374,7 +377,43 @@ def parse_override(text: str) -> Override:
 
 @functools.cache
 def _parser() -> OverridesParser:
-    return OverridesParser.create()
+    parser = OverridesParser.create()
+    parser.functions.functions["int"] = _whole
+    return parser
+
+
+def _whole(*args: Any, **kwargs: Any) -> Any:
+    """Hydra's int(...), which takes only what it changes nothing of; of an interval it gives the whole numbers inside.
+
+    Raises: ValueError on a fraction, of which Hydra would leave the places behind the point out, as of an interval's
+        ends; on an interval without a whole number.
+    """
+    given = [*args, *kwargs.values()]
+    if len(given) == 1 and isinstance(given[0], IntervalSweep):
+        low, high = given[0].start, given[0].end
+        if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError("an interval of whole numbers has two ends")
+        # The wrong way round, that is told as of any interval.
+        if math.ceil(low) > math.floor(high) and low <= high:
+            raise ValueError(f"there is no whole number from {low:g} to {high:g}")
+        start, end = (math.ceil(low), math.floor(high)) if low <= high else (math.floor(low), math.ceil(high))
+        return IntervalSweep(start=start, end=end, tags=set(given[0].tags))
+    for number in _floats_in(given):
+        if not number.is_integer():
+            raise ValueError(f"{number:g} is no whole number")
+    return cast_int(*args, **kwargs)
+
+
+def _floats_in(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, ChoiceSweep):
+        yield from _floats_in(value.list)
+    elif isinstance(value, RangeSweep):
+        yield from _floats_in([value.start, value.stop, value.step])
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _floats_in(inner)
 
 
 @contextlib.contextmanager

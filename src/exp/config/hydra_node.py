@@ -219,8 +219,13 @@ def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return [_fault(key, reason, "a path that can be worked out before the run")]
-    if not isinstance(directory, str) or not directory.strip() or "\0" in directory or not can_be_a_path(directory):
+    if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_fault(key, repr(directory), "a directory below the working directory")]
+    if not can_be_a_path(directory):
+        longest = max(directory.split("/"), key=len)
+        key = "name" if "name" in config and longest in str(config.name) else key
+        expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
+        return [_fault(key, f"{longest[:40]}..., {len(longest)} characters", expected)]
     secret = INTERPOLATION.search(directory)
     if secret is not None:
         key = "name" if "name" in config and secret[0] in str(config.name) else key

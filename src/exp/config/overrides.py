@@ -6,12 +6,13 @@ Most is said before anything is composed. Hydra stops at the first that it stumb
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,13 +20,33 @@ from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys, fault_of, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
-from exp.errors import Fault
+from exp.errors import ConfigError, Fault
 from exp.secrets import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
 
 MAX_CHARACTERS = 20_000
+CALLS: dict[type, str] = {
+    IntervalSweep: "an interval",
+    RangeSweep: "a range",
+    Glob: "a glob",
+    ChoiceSweep: "a choice",
+}
 # What Hydra's grammar takes for one (1.3.8), with the place of a group behind an @.
 KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
+# What a value may be a call of, and how it is written.
+FORMS = {
+    "interval": "interval(LOW,HIGH), with two numbers",
+    "tag": "tag(log,interval(LOW,HIGH))",
+    "range": "range(START,STOP) or range(START,STOP,STEP), with numbers",
+    "int": "a whole number, or int(interval(LOW,HIGH)) with one inside",
+    "float": "a number, or float(range(START,STOP))",
+    "bool": "true or false",
+    "str": "a text, or str(A,B)",
+    "choice": "choice(A,B), with one value or more",
+    "glob": "glob(PATTERN)",
+    "shuffle": "shuffle(A,B) or shuffle(range(START,STOP))",
+    "sort": "sort(A,B), with values that can be compared",
+}
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
 
 
@@ -151,10 +172,57 @@ def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[Fault]
 
 def _text_for_hydra(line: Line) -> str:
     # A model need not name the container that it has by its class; one without containers refuses it by its signature.
-    return f"++{line.text}" if line.key == "model.container" and line.sign == "" else line.text
+    # The conditions of a sweep are a mapping of any keys.
+    return f"++{line.text}" if line.key in ("model.container", "sweep.when") and line.sign == "" else line.text
+
+
+def sweep_fault(parsed: Override) -> Fault | None:
+    """What is wrong with an override of which no sweep can say the values: calls in lists, ranges without a step."""
+    value, key, text = parsed.value(), parsed.key_or_group, _short((parsed.input_line or "").partition("=")[2])
+    inner = next(_calls_in(value), None)
+    if inner is not None:
+        kind = CALLS[type(inner)]
+        if isinstance(value, ChoiceSweep):
+            expected = f"{kind} alone, or single values"
+            return _fault(key, f"{kind} among other values, {text}", expected)
+        holder = "a list" if isinstance(value, list) else "a mapping"
+        cure = f"Name whole lists: {key}=[A,B],[C,D]" if isinstance(value, list) else f"Sweep {key}.NAME by itself"
+        return _fault(key, f"{kind} inside {holder}, {text}", f"{holder} of plain values, or {kind} alone", cure)
+    if isinstance(value, RangeSweep):
+        numbers = (value.start, value.stop, value.step)
+        if not all(number is None or math.isfinite(number) for number in numbers) or value.step == 0:
+            return _fault(key, text, "a range of finite numbers, with a step that is not 0")
+    return None
+
+
+def _calls_in(value: Any) -> Iterator[Sweep | Glob]:
+    """The calls of a sweep inside a list, a mapping or the values of another one."""
+    inner = value.list if isinstance(value, ChoiceSweep) else value
+    for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
+        if isinstance(one, Sweep | Glob):
+            yield one
+        else:
+            yield from _calls_in(one)
+
+
+def read_swept(text: str) -> Override:
+    """An override of a sweeper, which a file may have said.
+
+    Raises: ConfigError where it cannot be read, or no sweep can say its values.
+    """
+    try:
+        parsed = parse_override(text)
+        fault = sweep_fault(parsed)
+    except (HydraException, RecursionError) as error:
+        fault = _syntax_fault(text, error)
+    if fault is not None:
+        raise ConfigError([fault])
+    return parsed
 
 
 def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault | None:
+    if (wrong := sweep_fault(line.parsed)) is not None:
+        return wrong
     top = line.key.replace("/", ".").partition(".")[0]
     cure = cure_of_key(line.key, line.value_text)
     if top == "hydra":
@@ -413,12 +481,31 @@ def _syntax_fault(text: str, error: Exception) -> Fault:
         return _fault(key, f"{short!r} has no =", "key=value", "Flags begin with -, see --help")
     if not KEY.fullmatch(_typed_key(text)):
         return _key_fault(text)
-    problem = str(error).split("\nSee ")[0].splitlines()
-    detail = problem[0][:120] if problem else type(error).__name__
-    return _fault(
-        key, f"{short!r} cannot be read: {detail}", "key=value",
-        f"Quote a value with spaces or signs twice: '{key}=\"...\"'",
-    )  # fmt: skip
+    problem = [line for line in str(error).split("\nSee ")[0].splitlines() if not line.startswith("Error parsing over")]
+    said = re.fullmatch(r"\w+ while evaluating '(\w+)\(.*?': (.*)", problem[0] if problem else "")
+    detail = (said[2] if said else problem[0] if problem else type(error).__name__)[:120]
+    got = f"{short!r} cannot be read{f': {detail}' if detail else ''}"
+    value = text.partition("=")[2]
+    called = re.match(r"(\w+)\(", value)
+    name = said[1] if said else called[1] if called else ""
+    if name in FORMS:
+        return _fault(key, got, FORMS[name])
+    if said is not None:
+        unknown = f"{short!r} cannot be read: there is no {name}(...)"
+        return _fault(key, unknown, f"one of {', '.join(FORMS)}", _cure_of_form(name))
+    values = value.split(",")
+    if len(values) > 1 and "" in values and not re.search(r"[\[\]{}()'\"]", value):
+        rest = ",".join(filter(None, values))
+        cure = f"Write {_short(f'{key}={rest}')}" if rest else None
+        return _fault(key, f"{short!r} has a comma without a value", "a value on both sides of each comma", cure)
+    return _fault(key, got, "key=value", f"Quote a value with spaces or signs twice: '{key}=\"...\"'")
+
+
+def _cure_of_form(name: str) -> str | None:
+    if "log" in name.lower():
+        return f"Write {FORMS['tag']}"
+    near = nearest(name, FORMS)
+    return f"Write {FORMS[near[0]]}" if near else f"Numbers between two are {FORMS['interval']}"
 
 
 def _key_fault(text: str) -> Fault:

@@ -81,7 +81,7 @@ def setters_of(config: DictConfig) -> dict[tuple[str, ...], Setter]:
     if COMPOSITION not in config:
         return {}
     composition = config[COMPOSITION]
-    return _setters(tuple(composition.layers), tuple(composition.overrides))
+    return _setters(tuple(composition.layers), (*composition.of_sweep, *composition.overrides))
 
 
 @functools.lru_cache(maxsize=16)

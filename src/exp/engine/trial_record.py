@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from exp.errors import ConfigError, Fault, MissingExtraError, one_line
+from exp.errors import ConfigError, ExpError, Fault, MissingExtraError, one_line
 from exp.files import lock
 from exp.types import Pruner
 
@@ -85,12 +85,47 @@ def opened(directory: Path, url: str | None) -> BaseStorage:
         path = directory / JOURNAL
         path.touch()
         return storages.JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _JournalLock(path))))
-    try:
+    with readable(directory, url):
         return storages.get_storage(url)
-    except Exception as error:  # of SQLAlchemy, Redis or whatever else the URL names
-        raise ConfigError([
-            Fault(key="sweep.storage", got=f"{url}: {one_line(error)}", expected="a storage that Optuna can open")
-        ]) from error  # fmt: skip
+
+
+@contextmanager
+def readable(directory: Path, url: str | None) -> Iterator[None]:
+    """Turn what Optuna makes of a storage that it cannot open or read into a fault.
+
+    Raises: ConfigError.
+    """
+    try:
+        yield
+    except ExpError:
+        raise
+    except Exception as error:  # of SQLAlchemy, Redis or whatever else the URL names; of a file that somebody wrote in
+        if url is not None:
+            fault = Fault(
+                key="sweep.storage",
+                got=f"{url}: {one_line(error)}",
+                expected="a storage that Optuna can open, by its URL",
+            )
+        else:
+            path = os.path.relpath(directory / JOURNAL)
+            cure = "Put a whole one back, or begin a new sweep"
+            expected = "the record of the search as Optuna wrote it"
+            fault = Fault(key="sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, cure=cure)
+        raise ConfigError([fault]) from error
+
+
+def refuse_url(url: str | None) -> None:
+    """Reject a storage that nothing installed can open, without opening it.
+
+    Raises: ConfigError; MissingExtraError without Optuna.
+    """
+    if url is None or url.startswith("redis"):
+        return
+    optuna_package()
+    from sqlalchemy import create_engine  # which Optuna opens them with
+
+    with readable(Path(), url):
+        create_engine(url)
 
 
 def study_name(directory: Path, url: str | None) -> str:
@@ -108,8 +143,9 @@ class TrialOfJob:
         self, number: int, *, directory: Path, storage: str | None, pruner: Pruner, epochs: int | None
     ) -> None:
         optuna = optuna_package()
-        record, name = opened(directory, storage), study_name(directory, storage)
-        with quiet():
+        name = study_name(directory, storage)
+        with quiet(), readable(directory, storage):
+            record = opened(directory, storage)
             study: Study = optuna.load_study(
                 study_name=name,
                 storage=record,

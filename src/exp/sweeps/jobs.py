@@ -72,9 +72,11 @@ class Jobs:
         self.directory, self.check, self.everything = directory, check, everything
         self.config_dir, self.config_name = master.config_dir, master.config_name
         self._hydra_overrides = recorded_overrides(master.config, "hydra")
-        fixed = [parse_override(text) for text in task_overrides(master.config)]
-        fixed = [line for line in fixed if not line.is_sweep_override()]
-        self._fixed = {line.get_key_element() for line in fixed}
+        typed = [parse_override(text) for text in task_overrides(master.config)]
+        # Of two equal keys the last one counts.
+        last = {line.get_key_element(): line for line in typed}
+        fixed = [line for line in typed if not line.is_sweep_override()]
+        self._fixed = {key for key, line in last.items() if not line.is_sweep_override()}
         self._typed_security = [_setting(line) for line in fixed if _is_security(line)]
         self._last: tuple[Composition, list[Override]] | None = None
         self._pattern: _Pattern | None = None
@@ -87,7 +89,7 @@ class Jobs:
         """A job with its config, not checked by what needs torch."""
         lines = [parse_override(text) for text in overrides]
         swept = {
-            line.key_or_group: text.partition("=")[2]
+            line.key_or_group: _as_typed(line, text)
             for line, text in zip(lines, overrides, strict=True)
             if line.get_key_element() not in self._fixed
         }
@@ -177,6 +179,12 @@ class Jobs:
                 raise ConfigError([fault])
 
 
+def _as_typed(line: Override, text: str) -> str:
+    """The value of an override as somebody typed it: a sweeper escapes the signs of Hydra's grammar in it."""
+    value = line.value()
+    return value if isinstance(value, str) and "\\" in text else text.partition("=")[2]
+
+
 def _follows_no_hydra_value(config: DictConfig) -> bool:
     """Whether a job's directory is its number, and nothing else in its config comes from Hydra's own values."""
     raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
@@ -194,7 +202,7 @@ def _is_other_value(was: Override, now: Override, composition: Composition) -> b
         and not (now.is_delete() or now.is_add() or now.is_force_add())
         and isinstance(was.value(), plain)
         and isinstance(now.value(), plain)
-        and "${" not in f"{was.input_line}{now.input_line}"
+        and "${" not in f"{was.value()}{now.value()}"
         and not composition.loader.group_exists(now.key_or_group)
     )
 

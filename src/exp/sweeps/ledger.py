@@ -22,8 +22,9 @@ from typing import Any, cast
 
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import is_inside
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import holding, is_locked, write_whole
+from exp.spelling import among
 
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
@@ -53,7 +54,7 @@ class Entry:
 class Ledger:
     """The record of one sweep; of a directory that another sweep left, with what that one wrote.
 
-    Raises: RunError where what is there cannot be read.
+    Raises: ConfigError where what is there cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -61,17 +62,18 @@ class Ledger:
         entries: list[Entry] = []
         path = directory / JOBS
         if path.is_file():
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a killed sweep may have left half a line
+            try:
+                content = path.read_bytes()
+                whole = content[: content.rfind(b"\n") + 1]  # a killed sweep may have left half a line
+                entries = [_entry(line, directory) for line in whole.splitlines()]
+            except (OSError, ValueError, TypeError) as error:
+                raise _damaged(path, error) from error
             if len(whole) < len(content):
                 os.truncate(path, len(whole))
-            try:
-                entries = [Entry(**json.loads(line)) for line in whole.splitlines()]
-            except (ValueError, TypeError) as error:
-                raise RunError(f"{path} is not as a sweep wrote it: {error}") from error
         self._unclaimed: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
             self._unclaimed[entry.identity].append(entry)
+        self._directories = {(directory / entry.directory).absolute() for entry in entries}
         self.has_jobs = bool(entries)
         self._next = max((entry.job for entry in entries), default=-1) + 1
 
@@ -79,6 +81,34 @@ class Ledger:
         """The job of an earlier sweep here that computes this, each of them once; None where there is none."""
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
+
+    @property
+    def unclaimed(self) -> list[Entry]:
+        """The jobs of an earlier sweep here that nobody has claimed, by their numbers."""
+        left = (entry for entries in self._unclaimed.values() for entry in entries)
+        return sorted(left, key=lambda entry: entry.job)
+
+    def refuse_lost(self) -> None:
+        """Reject a directory with runs of which no line is left: they would be run again, beside themselves.
+
+        Raises: ConfigError.
+        """
+        lost: set[Path] = set()
+        for path in sorted(self.directory.absolute().rglob("config.yaml")):
+            run = path.parent
+            # What an evaluation left in a run is no job.
+            if not {run, *run.parents} & (self._directories | lost):
+                lost.add(run)
+        if lost:
+            names = sorted(os.path.relpath(run, self.directory.absolute()) for run in lost)
+            raise ConfigError([
+                Fault(
+                    key="sweep.resume",
+                    got=f"{self.directory / JOBS}, which has no line of {among(names)}, where runs are",
+                    expected="a line of each job that was started",
+                    cure=f"Put a whole {JOBS} back, or move those directories to another place to run them again",
+                )
+            ])  # fmt: skip
 
     def next_number(self) -> int:
         """A number that no job of an earlier sweep has."""
@@ -99,13 +129,36 @@ class Ledger:
         if not path.is_file():
             return None
         try:
-            return cast(Mapping[str, Any], json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise RunError(f"{path} is not as a sweep wrote it: {error}") from error
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or not isinstance(found["overrides"], list):
+                raise TypeError("no command in it")
+            if not isinstance(found["search"], dict | None):
+                raise TypeError("no search in it")
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise _damaged(path, error) from error
+        return cast(Mapping[str, Any], found)
 
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
         """Write what the sweep is started with."""
         write_whole(self.directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def _entry(line: bytes, directory: Path) -> Entry:
+    """Raises: ValueError, TypeError where a line is none that a sweep wrote."""
+    entry = Entry(**json.loads(line))
+    if type(entry.job) is not int or not isinstance(entry.identity, str) or not isinstance(entry.directory, str):
+        raise TypeError(f"no job in {line.decode(errors='replace')}")
+    if not os.path.abspath(directory / entry.directory).startswith(f"{os.path.abspath(directory)}{os.sep}"):
+        raise ValueError(f"{entry.directory}, which is not below the sweep's directory")
+    return entry
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    """The fault of a sweep to go on with of which a file cannot be read."""
+    shown = os.path.relpath(path)
+    cure = f"Put a whole one back, or begin a new sweep; python -m exp.report {os.path.dirname(shown)} shows this one"
+    got, expected = f"{shown}: {one_line(error)}", f"{path.name} as a sweep wrote it"
+    return ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
 
 
 def found_sweep(wanted: str, *, beside: Path) -> Path | None:

@@ -10,6 +10,7 @@ import csv
 import io
 import math
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 NOT_STARTED = "not started"
 # Characters of a swept number on the screen.
 LONGEST = 10
+# Columns that a narrow screen goes without first.
+LEAST = ("peak_mib", "seconds", "step")
 # Who ended as they should, need not be run again, and have a value.
 FINISHED = ("completed", "pruned")
 
@@ -156,7 +159,7 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    for table in rich_tables(rows, repeat_over=repeat_over):
+    for table in rich_tables(rows, repeat_over=repeat_over, width=console.width):
         console.print(table)
     unstarted = [str(row.job) for row in rows if row.status == NOT_STARTED]
     if unstarted:
@@ -187,7 +190,7 @@ def best_line(rows: Sequence[Row], *, repeat_over: str | None = None, names: Seq
     if group is None:
         return ""
     swept = " ".join(f"{key}={value}" for key, value in group.swept.items() if key in shown)
-    called = ", ".join(_called(rows, row, names) for row in group.rows)
+    called = ", ".join(_called(rows, row, names) for row in group.rows if row.has_value)
     deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
     mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"
     return f"{called}: {mean}  {swept}".rstrip()
@@ -198,32 +201,67 @@ def _called(rows: Sequence[Row], row: Row, names: Sequence[str] | None) -> str:
 
 
 def rich_tables(
-    rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None
+    rows: Sequence[Row], *, width: int, repeat_over: str | None = None, names: Sequence[str] | None = None
 ) -> list[Table]:
-    """For the screen, the best in bold: the jobs, and the repeats where there are any. names: as of `table_cells`."""
+    """For a screen of so many columns, the best in bold: the jobs, and the repeats where there are any.
+
+    names: as of `table_cells`.
+    """
     best = best_row(rows)
     header, cells = table_cells(rows, brief=True, names=names)
     what = "job" if names is None else "run"
     title = f"{len(rows)} {what}{'s' if len(rows) != 1 else ''}"
-    tables = [_rich(title, header, cells, bold=[row is best for row in rows])]
+    tables = [_rich(title, header, cells, bold=[row is best for row in rows], width=width)]
     if repeat_over is not None:
         groups = repeats_of(rows, over=repeat_over)
         top = best_repeats(rows, over=repeat_over)
         bold = [top is not None and group.rows == top.rows for group in groups]
-        tables.append(_rich(f"over {repeat_over}", *repeat_cells(rows, over=repeat_over), bold=bold))
+        tables.append(_rich(f"over {repeat_over}", *repeat_cells(rows, over=repeat_over), bold=bold, width=width))
     return tables
 
 
-def _rich(title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool]) -> Table:
+def _rich(
+    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool], width: int
+) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    header, cells, left_out = _fitted(header, cells, width=width)
+    if left_out:
+        title = f"{title}; no room for {', '.join(left_out)}"
     table = Table(title=title, title_justify="left")
     for name in header:
         table.add_column(name, overflow="fold")
     for values, is_best in zip(cells, bold, strict=True):
         table.add_row(*map(escape, values), style="bold" if is_best else None)
     return table
+
+
+def _fitted(
+    header: Sequence[str], cells: Sequence[Sequence[str]], *, width: int
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """A table for a screen of so many columns, whose words rich would break anywhere: first its header is broken at
+    signs, then what matters least is left out, which is named."""
+    names, left_out = list(header), list[str]()
+    columns = [[name, *column] for name, *column in zip(header, *cells, strict=True)]
+    if _needed(columns) > width:
+        columns = [[re.sub(r"([/.])", "\\1\n", name), *column] for name, *column in columns]
+    metrics = [name for name in header if name.endswith("/val") and not name.startswith("best ")]
+    for name in (*LEAST, *reversed(metrics)):
+        if name in names and _needed(columns) > width:
+            place = names.index(name)
+            left_out.append(name)
+            del names[place], columns[place]
+    return (
+        [column[0] for column in columns],
+        [list(line) for line in zip(*(column[1:] for column in columns), strict=True)],
+        left_out,
+    )
+
+
+def _needed(columns: Sequence[Sequence[str]]) -> int:
+    """Columns of a screen in which no word is broken."""
+    return 1 + sum(3 + max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns)
 
 
 def differing(rows: Sequence[Row]) -> list[str]:

@@ -18,11 +18,11 @@ from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, ExpError, shortened
 from exp.files import is_locked
-from exp.run_report import Report, read_report
+from exp.run_report import Report, parsed_report
 from exp.secrets import covered
 from exp.sweeps.ledger import JOBS, SETTINGS
 from exp.tensorboard.curves import Curve, event_files, read_curves
-from exp.types import Mode, compared_tag
+from exp.types import Mode, compared_tag, searched_tags
 
 # Any of them makes a folder a run's.
 MARKS = ("config.yaml", "overrides.yaml", "provenance.json", "report.json")
@@ -159,7 +159,8 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
     typed = read_part(directory, "overrides.yaml", _overrides, problems) or {}
     known = Values(config)
     monitor = known["monitor"] if isinstance(known["monitor"], str) else None
-    objectives = _objectives(known["sweep.monitor"])
+    mode = cast(Mode, known["mode"]) if known["mode"] in ("min", "max") else None
+    objectives = searched_tags(known["sweep.monitor"], mode=mode or "min")
     over = known["sweep.repeat_over"]
     wanted = {"loss/train", "loss/val", *tags, *objectives, *([] if monitor is None else [compared_tag(monitor)])}
     found = read_curves(directory / EVENTS, wants=lambda tag: tag in wanted or is_of_validation(tag))
@@ -169,7 +170,7 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
         typed={key: covered(text) for key, text in typed.items()},
         config=config,
         monitor=monitor,
-        mode=cast(Mode, known["mode"]) if known["mode"] in ("min", "max") else None,
+        mode=mode,
         repeat_over=over if isinstance(over, str) else None,
         objectives=objectives,
         curves=found.by_tag,
@@ -273,15 +274,9 @@ def _number_or_text(value: str) -> str:
         return value
 
 
-def _objectives(found: object) -> dict[str, Mode]:
-    if not isinstance(found, dict):
-        return {}
-    return {str(tag): cast(Mode, mode) for tag, mode in found.items() if mode in ("min", "max")}
-
-
 def _facts(path: Path) -> dict[str, Any]:
     """The fields of a record that a report fills. Raises: one of DAMAGE."""
-    report: Report = read_report(path.parent)
+    report: Report = parsed_report(path.read_text(encoding="utf-8"))
     error = "" if report.error is None else str(report.error["message"])
     peak = report.peak_memory_mib
     return {

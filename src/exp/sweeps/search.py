@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exp.engine.trial_record import opened, optuna_package, quiet, study_name
+from exp.engine.trial_record import opened, optuna_package, quiet, readable, study_name
 from exp.errors import RunError
 from exp.sweeps.space import Axis, Combination, Space
 from exp.types import Mode, Sampler
@@ -48,7 +48,7 @@ class Search:
     objectives: the tags whose values come back, and whether the smallest or the largest is the best.
 
     is_blind: whether no proposal waits for a result.
-    Raises: MissingExtraError without Optuna; RunError where the storage cannot be opened.
+    Raises: MissingExtraError without Optuna; ConfigError where the storage cannot be opened, or read.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Search:
             self._proposing = optuna.create_study(
                 sampler=_sampler(sampler, seed=seed, width=width), directions=directions
             )
+        with quiet(), readable(directory, storage):
             self._record = optuna.create_study(
                 storage=opened(directory, storage),
                 study_name=study_name(directory, storage),
@@ -84,7 +85,7 @@ class Search:
                 load_if_exists=True,
             )
             self._record.set_metric_names(list(objectives))
-        self._recorded = self._record.get_trials(deepcopy=False)
+            self._recorded = self._record.get_trials(deepcopy=False)
 
     def ask(self) -> Proposal | None:
         """The next trial; None where it waits for results, or where there is none left: see `is_exhausted`."""

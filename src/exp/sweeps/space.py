@@ -12,15 +12,16 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.hydra_adapter import Loader, parse_override, swept_texts
+from exp.config.hydra_adapter import Loader, parse_override, swept_texts, task_overrides
+from exp.config.overrides import read_swept
 from exp.errors import ConfigError, Fault
-from exp.spelling import among
+from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
 
 Combination = Mapping[str, str]
@@ -63,9 +64,9 @@ class Axis:
         """What it goes over, as TensorBoard shows it; None where that is another in each job's config."""
         if self.is_interval:
             return Domain(low=self.low, high=self.high)
-        if any("${" in text for text in self.texts):
+        parsed = [(text, parse_override(f"{self.name}={text}").value()) for text in self.texts]
+        if any("${" in str(value) for _, value in parsed):
             return None
-        parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
         return Domain(
             values=[text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
         )
@@ -134,7 +135,7 @@ class Space:
 
 def sizes(config: DictConfig, loader: Loader) -> dict[str, int] | None:
     """How many values each key takes, none of them made, in a grid; None of a sweeper that exp does not know."""
-    lines = _lines(config)
+    lines = _lines(config, loader)
     if lines is None:
         return None
     return {line.get_key_element(): _size(line, loader) for line in lines if line.is_sweep_override()}
@@ -146,51 +147,132 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
     seed: of the order that shuffle gives.
     Raises: ConfigError with a fault for each interval that cannot be drawn from, and each condition on nothing.
     """
-    lines = _lines(config) or []
+    lines = _lines(config, loader) or []
     axes: list[Axis] = []
     fixed: dict[str, str] = {}
     faults: list[Fault] = []
-    conditions = OmegaConf.to_container(config.sweep.when, resolve=True)
-    assert isinstance(conditions, dict)
     for line in lines:
         key = line.get_key_element()
         if not line.is_sweep_override():
             fixed[key] = line.input_line or key
             continue
         try:
-            axes.append(_axis(line, loader, seed=seed, when=conditions.get(line.key_or_group)))
+            axes.append(_axis(line, loader, seed=seed))
         except ConfigError as error:
             faults += error.faults
-    names = [axis.name for axis in axes]
-    for key, condition in ((str(key), condition) for key, condition in conditions.items()):
-        unknown = [name for name in (key, *condition) if name not in names]
-        if unknown:
-            got, expected = f"{unknown[0]}, which is not swept", f"one of {among(names, word=unknown[0])}"
-            faults.append(Fault(key=f"sweep.when.{key}", got=got, expected=expected))
     if faults:
         raise ConfigError(faults)
+    conditions = _conditions(config, axes)
+    axes = [replace(axis, when=conditions.get(axis.name)) for axis in axes]
     space = Space(axes=tuple(axes), fixed=tuple(fixed.values()))
     space.by_condition()
     return space
 
 
-def _lines(config: DictConfig) -> list[Override] | None:
+def _lines(config: DictConfig, loader: Loader) -> list[Override] | None:
     """The overrides, the last of each key; None of a sweeper that exp does not know."""
     texts = swept_texts(config)
     if texts is None:
         return None
     last: dict[str, Override] = {}
-    for line in map(parse_override, texts):
+    typed = task_overrides(config)
+    for text in texts:
+        try:
+            line = read_swept(text)
+        except ConfigError as error:
+            source = error.faults[0].source if text in typed else "hydra.sweeper.params"
+            raise ConfigError([replace(error.faults[0], source=source)]) from error
+        # Of a group, a `+` adds to what `=` chooses.
+        if not line.is_delete() and not loader.group_exists(line.key_or_group):
+            line = _behind_others(line, last)
         last[line.get_key_element()] = line
     return list(last.values())
 
 
-def _axis(line: Override, loader: Loader, *, seed: int, when: Mapping[str, Any] | None) -> Axis:
+def _behind_others(line: Override, last: dict[str, Override]) -> Override:
+    """An override with the sign that it needs where it takes the place of a swept one of another sign."""
+    key = line.get_key_element().lstrip("+")
+    for sign in ("", "+", "++"):
+        before = last.get(f"{sign}{key}")
+        if before is None or before.type is line.type or not before.is_sweep_override():
+            continue
+        del last[f"{sign}{key}"]
+        if before.is_add() and line.type is OverrideType.CHANGE:
+            return parse_override(f"+{line.input_line}")
+    return line
+
+
+def _conditions(config: DictConfig, axes: Sequence[Axis]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """By the names of axes, what `sweep.when` asks of others.
+
+    Raises: ConfigError with a fault for each condition on nothing.
+    """
+    said = OmegaConf.to_container(config.sweep.when, resolve=True)
+    assert isinstance(said, dict)
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    faults: list[Fault] = []
+    for key, condition in said.items():
+        try:
+            found[str(key)] = _condition(str(key), condition, axes)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def _condition(key: str, condition: Mapping[str, Any], axes: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
+    """The values of other axes, as overrides end, beside which a key is there.
+
+    Raises: ConfigError where one of them is not swept, or never has such a value.
+    """
+    known = {axis.name: axis for axis in axes}
+    unknown = [name for name in (key, *condition) if name not in known]
+    if unknown:
+        got, expected = f"{unknown[0]}, which is not swept", f"one of {among(known, word=unknown[0])}"
+        raise ConfigError([Fault(key=f"sweep.when.{key}", got=got, expected=expected)])
+    found = {}
+    for name, wanted in condition.items():
+        values = wanted if isinstance(wanted, list) else [wanted]
+        each = [_texts_with(known[name], value) for value in values]
+        if not values or not all(each):
+            got = "[]" if not values else f"{_shown(values[each.index(())])}, which {name} never is"
+            raise ConfigError([Fault(key=f"sweep.when.{key}.{name}", got=got, expected=_domain_in_words(known[name]))])
+        found[str(name)] = tuple(text for texts in each for text in texts)
+    return found
+
+
+def _texts_with(axis: Axis, wanted: Any) -> tuple[str, ...]:
+    """The values of an axis, as overrides end, that are this one however it is written: 1e-3 is 0.001."""
+    if axis.is_interval:
+        is_there = axis.is_integer and type(wanted) is int and axis.low <= wanted <= axis.high
+        return (axis.text(wanted),) if is_there else ()
+    parsed = ((text, parse_override(f"{axis.name}={text}").value()) for text in axis.texts)
+    return tuple(
+        text
+        for text, value in parsed
+        if (value == wanted and isinstance(value, bool) == isinstance(wanted, bool)) or text == wanted
+    )
+
+
+def _domain_in_words(axis: Axis) -> str:
+    if axis.is_interval:
+        whole = "a whole number of the interval" if axis.is_integer else "a key that is swept by a list"
+        return f"{whole}: a search draws {axis.name} from {axis.text(axis.low)} to {axis.text(axis.high)}"
+    return f"one of {among(axis.texts)}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)
+
+
+def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
     key, value = line.get_key_element(), line.value()
-    conditions = None if when is None else {name: _texts_of(wanted) for name, wanted in when.items()}
     if not isinstance(value, IntervalSweep):
         is_range = isinstance(value, RangeSweep) and not value.shuffle
-        return Axis(key=key, texts=_texts(line, loader, seed=seed), when=conditions, is_range=is_range)
+        texts = _texts(line, loader, seed=seed)
+        _refuse_twice(line, texts)
+        return Axis(key=key, texts=texts, is_range=is_range)
     low, high = value.start, value.end
     assert low is not None
     assert high is not None
@@ -199,9 +281,32 @@ def _axis(line: Override, loader: Loader, *, seed: int, when: Mapping[str, Any] 
     if refused is not None:
         raise ConfigError([refused])
     is_integer = isinstance(low, int) and isinstance(high, int)
-    return Axis(
-        key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True, when=conditions
-    )  # fmt: skip
+    if low == high:
+        cure = f"Write {line.key_or_group}={low}"
+        got, expected = f"{line.get_value_string()}, in which {low} is alone", "an interval of several numbers"
+        raise ConfigError([Fault(key=line.key_or_group, got=got, expected=expected, cure=cure)])
+    return Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
+
+
+def _refuse_twice(line: Override, texts: Sequence[str]) -> None:
+    """Reject a list with a value that is in it twice, however it is written: the same job would run twice.
+
+    Raises: ConfigError.
+    """
+    first: dict[object, str] = {}
+    for text in texts:
+        try:
+            value: object = float(text)
+        except ValueError:
+            value = text
+        if value in first:
+            both = text if first[value] == text else f"{first[value]} and {text}"
+            rest = ",".join(first.values())
+            cure = f"Write {line.key_or_group}={rest}" if len(rest) < 60 and len(first) == len(texts) - 1 else None
+            raise ConfigError([
+                Fault(key=line.key_or_group, got=f"{both}, twice", expected="each value once", cure=cure)
+            ])  # fmt: skip
+        first[value] = text
 
 
 def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, tags: set[str]) -> Fault | None:
@@ -213,10 +318,6 @@ def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, ta
     if is_log and low <= 0:
         return Fault(key=key, got=got, expected="numbers above 0, of which there is a logarithm")
     return None
-
-
-def _texts_of(wanted: Any) -> tuple[str, ...]:
-    return tuple(map(str, wanted)) if isinstance(wanted, list) else (str(wanted),)
 
 
 def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:

@@ -24,19 +24,20 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf, open_dict
 
-from exp.check.stages import config_faults, early_faults
-from exp.config.compose import Composition, composition_of
+from exp.check.stages import config_faults, early_faults, located, refuse_node
+from exp.config.compose import Composition, composition_of, shared_config
 from exp.config.freeze import COMPOSITION, chosen_values, compared_tags, make_exclusively
-from exp.config.groups import PRIMARY
+from exp.config.groups import COMMAND_LINE, PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.config.reading import plain_values
-from exp.engine.trial_record import JOURNAL
+from exp.engine.trial_record import JOURNAL, refuse_url
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.output import unwritable
 from exp.signals import heeding
+from exp.spelling import among
 from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
 from exp.sweeps.ledger import (
@@ -59,7 +60,7 @@ from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups, is_member
 from exp.tensorboard.hparams import declaration, declare, withdraw, write_bad_end
-from exp.types import Mode, Sampler, span_seconds
+from exp.types import Mode, Sampler, searched_tags, span_seconds
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -75,6 +76,8 @@ OUR_LAUNCHERS = "hydra_plugins.exp."
 # What may differ of a search that is gone on with, by its key in sweep.json; of any other key `another KEY`.
 OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
 TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
+# Samplers that draw lists at random (Optuna 5.0).
+OF_NUMBERS = ("cmaes", "qmc")
 # The table of more jobs than these is written so often at most.
 TABLE_SECONDS, TABLE_ROWS = 2.0, 50
 # A write of ten thousand rows takes 0.3 s: no more than a twentieth of the time goes to it.
@@ -88,6 +91,7 @@ class Sweep:
 
     executor: runs the jobs. check: the faults of each of several configs.
     is_dry: list and check the jobs, run none; `planned` has them.
+    ended_early: why not all were run, by the sweep's own settings; empty otherwise.
     everything: where a job has faults that need no torch, look for the others, too.
     """
 
@@ -113,9 +117,12 @@ class Sweep:
         # Of a search the identity of what all of its jobs share.
         self._shared = identity_of(plain_values(master.config)) if self.is_search else None
         typed = task_overrides(master.config)
-        self._typed = [text for text in typed if not text.startswith(("sweep.resume=", "sweep.retry_failed="))]
+        aside = ("sweep.resume=", "sweep.retry_failed=")
+        self._typed = [text for text in typed if not text.lstrip("+").startswith(aside)]
         self._ledger = Ledger(directory)
         self._taken: set[Path] = set()
+        self.ended_early = ""
+        self._told: set[str] = set()
         self._home = _process()
         self._written, self._write_seconds = -math.inf, 0.0
 
@@ -183,6 +190,8 @@ class Sweep:
         wanted = self.settings["stack"]
         whole = [job for job in jobs if job.error is None]
         if wanted is False or not self.executor.stacks or len(whole) < LEAST_STACKED:
+            if wanted is True and whole:
+                self._say_once(self._why_unstacked())
             return [[job] for job in jobs]
         left = {job.number for job in whole if self._ended_before(job) is None}
         # Of all jobs, those that have ended among them: a sweep that is gone on with divides them as it did.
@@ -197,6 +206,21 @@ class Sweep:
                 stacked.append(members)
         together = {job.number for members in stacked for job in members}
         return [*stacked, *([job] for job in jobs if job.number not in together)]
+
+    def _why_unstacked(self) -> str:
+        """Why jobs that are asked to be trained together are not, in a line."""
+        words = "sweep.stack=true: jobs run side by side, for"
+        if not self.executor.stacks:
+            return f"{words} this launcher starts each by itself"
+        if self.is_search:
+            cure = "sweep.sampler=random and qmc wait for none, and the repeats of a trial are known together"
+            return f"{words} fewer than {LEAST_STACKED} are known before one of them has ended; {cure}"
+        return f"{words} a stack has {LEAST_STACKED} or more"
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._told:
+            print(line)
+            self._told.add(line)
 
     def _began_alone(self, job: Job) -> bool:
         """Whether an earlier sweep has trained it in a process of its own."""
@@ -220,7 +244,8 @@ class Sweep:
             if not any(job.error for job in corners):
                 corners = self.jobs.checked(corners)
         if any(job.error for job in corners):
-            raise ConfigError(job_faults(corners))
+            raise ConfigError(list(dict.fromkeys(map(self._as_interval, job_faults(corners)))))
+        self._say_what_is_drawn_at_random(drawn)
         if self.is_dry:
             self.planned = corners
             return
@@ -259,6 +284,28 @@ class Sweep:
             for job in batch:
                 queue.end(self.rows[job.number])
 
+    def _say_what_is_drawn_at_random(self, drawn: Space) -> None:
+        """Name the axes of which the sampler does not follow the results, or the sequence, that it is chosen for."""
+        sampler = self.settings["sampler"]
+        if sampler not in OF_NUMBERS:
+            return
+        lists = [axis.name for axis in drawn.axes if not axis.is_interval]
+        if lists and not drawn.has_intervals:
+            print(f"sweep.sampler={sampler} knows intervals alone: it draws these lists at random, as random does")
+        elif lists:
+            are = "are" if len(lists) > 1 else "is"
+            print(f"sweep.sampler={sampler} knows intervals alone: {', '.join(lists)} {are} drawn at random")
+
+    def _as_interval(self, fault: Fault) -> Fault:
+        """The fault of a drawn number that is no whole one, as what is wrong with the interval."""
+        axis = next((axis for axis in self._space.axes if axis.name == fault.key and axis.is_interval), None)
+        if axis is None or axis.is_integer or "integer" not in fault.expected:
+            return fault
+        drawn = f"interval({axis.low:g},{axis.high:g})"
+        drawn = f"tag(log,{drawn})" if axis.is_log else drawn
+        got, cure = f"{drawn}, whose numbers have fractions", f"Write '{axis.key}=int({drawn})'"
+        return replace(fault, got=got, cure=cure, source=COMMAND_LINE)
+
     def _refuse_combining(self) -> None:
         """Reject what a grid would pass over in silence."""
         settings, faults = self.settings, self._repeat_faults()
@@ -290,16 +337,26 @@ class Sweep:
         if settings["pruner"] != "none" and settings["repeat_over"] is not None:
             got, expected = f"{settings['pruner']} beside sweep.repeat_over", "one of the two: a mean has no steps"
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
-        if settings["pruner"] != "none" and len(self._objectives()) > 1:
+        refuse_url(settings["storage"])
+        objectives = self._objectives()
+        if settings["sampler"] == "cmaes" and len(objectives) > 1:
+            got, expected = "cmaes beside several tags in sweep.monitor", "one tag, or nsga2, tpe, gp or random"
+            faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
+        if settings["pruner"] != "none" and len(objectives) > 1:
             got, expected = f"{settings['pruner']} beside several tags in sweep.monitor", "one tag to compare"
             faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
+        elif settings["pruner"] != "none" and objectives != {self.monitor: self.mode}:
+            ((tag, mode),) = objectives.items()
+            got = f"{settings['pruner']} beside sweep.monitor={tag}, and jobs report {self.monitor} at each validation"
+            expected, cure = "one tag to compare", f"Write monitor={tag} mode={mode} in the place of sweep.monitor"
+            faults.append(Fault(key="sweep.pruner", got=got, expected=expected, cure=cure))
         if faults:
             raise ConfigError(faults)
 
     def _objectives(self) -> Mapping[str, Mode]:
         """What the search looks for, by tag."""
-        if self.settings["monitor"] is not None:
-            return dict(self.settings["monitor"])
+        if named := searched_tags(self.settings["monitor"], mode=self.mode):
+            return named
         if self.monitor is None:
             cure = "Write monitor=loss/val"
             raise ConfigError([Fault(key="monitor", got="null", expected="the tag that a search compares", cure=cure)])
@@ -356,6 +413,7 @@ class Sweep:
             search |= {"axes": [repr(axis) for axis in self._space.axes], "seed": self.seed}
             search |= {"objectives": dict(self._objectives()), "config": self._shared}
         if before is not None:
+            self._ledger.refuse_lost()
             if (before["search"] is None) != (search is None):
                 got = f"{'a search' if self.is_search else 'a grid'}, where a sweep of the other kind was"
                 raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
@@ -391,7 +449,7 @@ class Sweep:
 
     def _ended_before(self, job: Job) -> Row | None:
         """The row of a job that an earlier sweep of this directory has finished."""
-        from exp.run_report import find_report
+        from exp.run_report import read_report
 
         if not job.is_known or job.config is None or job.number in self.rows:
             return None
@@ -399,8 +457,14 @@ class Sweep:
         if not (directory / "config.yaml").is_file():
             return None
         wait_for_dead(directory)
-        report = find_report(directory)
-        if report is None or report.status == "interrupted":
+        if not (directory / "report.json").is_file():
+            return None
+        try:
+            report = read_report(directory)
+        except RunError as error:
+            print(f"{error}. Job {job.number} goes on from its last checkpoint", file=sys.stderr)
+            return None
+        if report.status == "interrupted":
             return None
         if report.status == "failed" and self.settings["retry_failed"]:
             return None
@@ -425,7 +489,7 @@ class Sweep:
 
             try:
                 while True:
-                    while not received and running.works < self.executor.slots and self._goes_on(begun):
+                    while not received and running.works < self.executor.slots and not self._why_it_ends(begun):
                         if not self._start_next(queue, running, progress, ended):
                             break
                     if not running.jobs:
@@ -443,6 +507,9 @@ class Sweep:
                     row = self._without_running(job)
                     self._record(replace(self._row(job, status=NOT_STARTED), directory="") if row is None else row)
                 self._write()
+                done = sum(row.status != NOT_STARTED for row in self.rows.values())
+                if not received and (why := self._why_it_ends(begun)) and queue.total and done < queue.total:
+                    self.ended_early = f"{why}: {done} of {queue.total} jobs were run"
             except Exception:
                 # The sweep itself has failed, as on a full disk. What runs saves and ends as at a signal.
                 for job, end, seconds in running.ended():
@@ -486,13 +553,30 @@ class Sweep:
         where = f"sweep.resume={os.path.relpath(self.directory)}"
         return shlex.join(["python", "-m", "exp.train", "-m", *self._typed, where])
 
-    def _goes_on(self, begun: float) -> bool:
-        """Whether more jobs are started."""
+    def _why_it_ends(self, begun: float) -> str:
+        """Why no more jobs are started; empty where they are."""
         failures, timeout = self.settings["max_failures"], self.settings["timeout"]
         if failures is not None and sum(row.status == "failed" for row in self.rows.values()) >= failures:
-            return False
+            return f"ended by sweep.max_failures={failures}"
         seconds = math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
-        return time.monotonic() - begun < seconds
+        return "" if time.monotonic() - begun < seconds else f"ended by sweep.timeout={timeout}"
+
+    def last_words(self) -> list[str]:
+        """What to say behind the table: why it ended early, and which jobs of before it leaves out."""
+        words = [self.ended_early] if self.ended_early else []
+        left = self._ledger.unclaimed
+        if self.is_search:
+            # Of fewer, it has not asked for them yet.
+            over = self.settings["repeat_over"]
+            repeats = next((len(axis.texts) for axis in self._space.axes if axis.name == over), 1)
+            most = (self.settings["trials"] or DEFAULT_TRIALS) * repeats
+            left = [entry for entry in left if entry.job >= most]
+        if left:
+            count = f"{len(left)} job{'s' if len(left) > 1 else ''} of before"
+            where = among([entry.directory for entry in left])
+            here = os.path.relpath(self.directory)
+            words.append(f"left out   {count}, not of this command: {where}; python -m exp.report {here} has all")
+        return words
 
     def _without_running(self, job: Job) -> Row | None:
         """The row of a job that cannot be run, or need not be; None of the others."""
@@ -693,12 +777,33 @@ def compose_sweep(
     """
     check = config_faults if everything else early_faults
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
+    _refuse_settings(master)
     refuse_size(master)
-    lines = map(parse_override, filter(is_of_sweep, task_overrides(master.config)))
-    several = [line.key_or_group for line in lines if line.is_sweep_override()]
-    if several:
-        raise ConfigError([Fault(key=key, got="several values", expected="one for the whole sweep") for key in several])
     return master
+
+
+def _refuse_settings(master: Composition) -> None:
+    """Reject settings of the sweep itself that no sweep can have, before any of them is read."""
+    lines = [parse_override(text) for text in filter(is_of_sweep, task_overrides(master.config))]
+    faults = [
+        Fault(key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE)
+        for line in lines
+        if line.is_sweep_override()
+    ]
+    for line in lines:
+        if line.key_or_group == "sweep.trial" and not line.is_sweep_override() and line.value() is not None:
+            text = line.get_value_string()
+            cure, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
+            faults.append(Fault(key="sweep.trial", got=text, expected=expected, cure=cure, source=COMMAND_LINE))
+    if faults:
+        raise ConfigError(faults)
+    config = shared_config(master)
+    refuse_node(config, "sweep")
+    settings = config.sweep
+    if settings.retry_failed and settings.resume is None:
+        got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"
+        fault = Fault(key="sweep.retry_failed", got=got, expected=expected, cure="Add sweep.resume=auto")
+        raise ConfigError(located(config, [fault]))
 
 
 def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
@@ -713,6 +818,9 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     if resumed is None and settings.resume == AUTO:
         print(f"sweep.resume=auto: there is no sweep in {os.path.relpath(sweeps_of(wanted))}, so one begins")
     is_ours = str(master.config.hydra.launcher._target_).startswith(OUR_LAUNCHERS)
+    if resumed is not None and not is_ours:
+        got, expected = f"{settings.resume}, with a launcher that knows no jobs of before", "one of exp, slurm, ray"
+        raise ConfigError([Fault(key="hydra/launcher", got=got, expected=expected, cure="Leave sweep.resume out")])
     # Hydra's own sweeper composes every job for a try, and stops at the first fault.
     master.loader.tries_jobs = not is_ours
     with heeding(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
@@ -739,7 +847,10 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
         run_sweeper(master.config, master.loader, jobs, directory=directory)
     except Interrupted as error:
         print(f"{error}\nthe sweep ends here", file=sys.stderr)
-        return _finish(jobs, directory, error.exit_status)
+        status = _finish(jobs, directory, error.exit_status)
+        if error.command is not None and jobs is not None and jobs.rows:
+            print(f"go on      {error.command}")
+        return status
     except KeyboardInterrupt as error:
         return _finish(jobs, directory, _status_of(error))
     except Exception as error:
@@ -760,6 +871,8 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
     except KeyboardInterrupt as error:
         print(f"interrupted as the table was shown: {os.path.relpath(directory)}/table.md has it", file=sys.stderr)
         return _status_of(error)
+    if not jobs.rows and not jobs.is_dry and jobs.ended_early:
+        raise RunError(f"the sweep was {jobs.ended_early}")
     if not jobs.rows and not jobs.is_dry:
         raise ConfigError([_no_job("hydra.sweeper")])
     return status
@@ -791,6 +904,8 @@ def _finish(jobs: Sweep | None, directory: Path, status: int) -> int:
         return status
     print()
     print_table(directory, jobs.sorted_rows, repeat_over=jobs.settings["repeat_over"])
+    for line in jobs.last_words():
+        print(line)
     return status or int(not jobs.is_whole)
 
 

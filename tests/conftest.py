@@ -210,9 +210,12 @@ class Commands:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         fresh_ranks: bool = False,
+        output: Path | None = None,
+        error: Path | None = None,
     ) -> Command:
+        """output, error: what the streams are, such as /dev/full, in the place of files whose text `end` returns."""
         self._count += 1
-        streams = self.place / f".stdout{self._count}", self.place / f".stderr{self._count}"
+        streams = output or self.place / f".stdout{self._count}", error or self.place / f".stderr{self._count}"
         settings = {
             "module": module,
             "arguments": list(arguments),
@@ -243,7 +246,7 @@ class Command:
 
     def end(self, *, seconds: float = 300) -> subprocess.CompletedProcess[str]:
         self.process.join(seconds)
-        told = [stream.read_text() if stream.exists() else "" for stream in self.streams]
+        told = [stream.read_text() if stream.is_file() else "" for stream in self.streams]
         assert self.process.exitcode is not None, f"it does not end within {seconds} s: {told}"
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *told)
 

@@ -51,6 +51,7 @@ from exp.strategies.strategy import Strategy, trainer_arguments
 from exp.types import STAGES, compared_tag
 
 if TYPE_CHECKING:
+    from exp.engine.failing_step import FailingStep
     from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
 
@@ -72,6 +73,7 @@ class Parts:
     stopping: Stopping
     lower_rates: LowerRates
     watch: StepWatch | None = None
+    failing_step: FailingStep | None = None
     pruning: Pruning | None = None
 
 
@@ -95,7 +97,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
-    watch = _watch(plain, directory, rank=rank)
+    watch, failing_step = _watch(plain, directory, rank=rank), _failing_step(plain, module)
     pruning = _pruning(plain, directory)
     predictions = Predictions(directory=directory, share=share) if plain["predict"] else None
     precision = build_run_precision(plain, device_type=placement.accelerator)
@@ -114,7 +116,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
             *own,
             checkpointing,
             stopping,
-            *(one for one in (pruning, predictions, watch) if one is not None),
+            *(one for one in (pruning, predictions, failing_step, watch) if one is not None),
         ],
     )
     precision.represent(module)
@@ -134,6 +136,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         stopping=stopping,
         lower_rates=lower_rates,
         watch=watch,
+        failing_step=failing_step,
         pruning=pruning,
     )
 
@@ -225,6 +228,14 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
     # In the one log that all ranks share.
     path, hang = directory / "train.log", hang_path(directory, rank=rank)
     return StepWatch(seconds=seconds, path=path, hang_path=hang, rank=rank.global_rank)
+
+
+def _failing_step(plain: Mapping[str, Any], module: LightningModule) -> FailingStep | None:
+    if not plain["runtime"]["cuda_blocking"]:
+        return None
+    from exp.engine.failing_step import FailingStep
+
+    return FailingStep(module if isinstance(module, TrainingModule) else None)
 
 
 def _pruning(plain: Mapping[str, Any], directory: Path) -> Pruning | None:

@@ -244,12 +244,12 @@ def own_frames(error: BaseException) -> str:
     if isinstance(error.__cause__, StopIteration):
         error = error.__cause__  # Python's "generator raised StopIteration" shows no frame of what raised it
     frames = traceback.extract_tb(error.__traceback__)
-    return "".join(traceback.format_list([frame for frame in frames if _is_own(frame.filename)])).rstrip()
+    return "".join(traceback.format_list([frame for frame in frames if is_own_code(frame.filename)])).rstrip()
 
 
 def own_place(error: BaseException) -> str:
     """Where in the user's own code an exception was raised, ` (nets.py, line 12)`; empty where it was not there."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own_code(frame.filename)]
     files = [frame for frame in frames if os.path.isfile(frame.filename)]
     return f" ({os.path.basename(files[-1].filename)}, line {files[-1].lineno})" if files else ""
 
@@ -257,10 +257,11 @@ def own_place(error: BaseException) -> str:
 def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
     """Where a thread stands: the user's own code that exp has called, or else whatever is innermost."""
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(_FOREIGN[0]), stack)
-    return ([frame for frame in called if _is_own(frame.filename)] or stack)[-1]
+    return ([frame for frame in called if is_own_code(frame.filename)] or stack)[-1]
 
 
-def _is_own(file: str) -> bool:
+def is_own_code(file: str) -> bool:
+    """Whether a file is of the user's own: not of exp, Python or an installed package."""
     if {"site-packages", "dist-packages"} & set(file.split(os.sep)) or file.startswith(_FOREIGN):
         return False
     return os.path.isfile(file) or file in linecache.cache  # a forward program is no file

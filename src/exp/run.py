@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from exp.build import Parts, build
@@ -32,7 +32,7 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.forward import forward_by_name
-from exp.engine.runtime import set_threads
+from exp.engine.runtime import block_launches, set_threads
 from exp.errors import ExpError, NonFiniteError, RunError
 from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
@@ -122,6 +122,7 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
 
     Raises: ConfigError before anything is written.
     """
+    block_launches(OmegaConf.select(config, "runtime.cuda_blocking"))
     decided = plan(resolve(config))
     notes = (*decided.notes, *refuse_other_data(decided))
     directory = freeze(decided.resolved.config)
@@ -152,6 +153,7 @@ def run(
     """
     directory = Path(directory).absolute()
     resolved = frozen(directory) if decided is None else decided.resolved
+    block_launches(resolved.plain["runtime"]["cuda_blocking"])
     ongoing = Ongoing(directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size)
     parts = None
     is_again = resolved.plain["runtime"]["autoresume"] or requeues is not None
@@ -178,6 +180,8 @@ def run(
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
             told = explain(error, ongoing, parts=parts)
+            if parts is not None and parts.failing_step is not None:
+                told = parts.failing_step.named(told)
             if rank.is_first:
                 write_bad_end(ongoing, told, parts=parts)
                 if is_again:

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.__main__ import main as check
+from exp.check.keys import SCHEMA
 from exp.check.plan import examine, plan, resolve, validate
-from exp.check.schema import SCHEMA
 from exp.check.stages import compose, first_stage, second_stage
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import Loader
@@ -40,6 +40,7 @@ if not is_installed("tokenizers"):
     NEEDS["tokens"] = "an extra"
 if not is_installed("deepspeed"):
     NEEDS["deepspeed"] = "an extra"
+NEEDS["letter_names"] = "a network of whole numbers: experiment=names_rnn"
 EXTRAS = ("mlflow", "wandb")
 NEEDS |= {"muon": "a network of matrices", "sparse_adam": "sparse gradients alone"}
 NEEDS["fp8"] = "a Hopper GPU; tests/precision/test_fp8.py"
@@ -56,7 +57,8 @@ COMMANDS = [
     *([f"strategy={name}"] for name in options("strategy") if name not in NEEDS),
     *([f"+callbacks={name}"] for name in options("callbacks")),
     *([f"debug={name}"] for name in options("debug")),
-    *([f"experiment={name}"] for name in options("experiment")),
+    # The others are checked by tests/plan/test_training_notes.py, and where tests/gallery runs them.
+    *([f"experiment={name}"] for name in ("gan", "gpt", "dann")),
     *([f"+hooks={name}"] for name in options("hooks") if name != "features"),
     ["model=lenet", "+hooks=features"],
     *([f"logger=[{name}]"] for name in options("logger") if name not in EXTRAS or find_spec(name)),
@@ -92,7 +94,6 @@ def test_every_yaml_composes_and_passes_the_check(command, empty):
 def test_every_option_is_in_the_test_above():
     chosen = " ".join(argument for command in COMMANDS for argument in command)
     files = [
-        "experiment",
         "debug",
         "precision",
         "strategy",
@@ -250,6 +251,11 @@ class TestReading:
         faults = self.faults({"data": {"num_classes": 3}, "head": {"width": "${data.num_clases}"}})
         assert faults.keys() == {"head.width"}
         assert faults["head.width"].cure == "Did you mean ${data.num_classes}?"
+
+    def test_an_entry_of_a_list_that_names_nothing_is_a_fault(self, empty):
+        with pytest.raises(ConfigError) as caught:
+            plan(resolve(compose(["data.input_shape=['${data.dataset.length}']"])))
+        assert "data.input_shape" in str(caught.value)
 
     def test_one_missing_value_is_one_fault_however_many_use_it(self):
         assert self.faults({"a": "???", "b": "${a}", "c": "x ${a}"}).keys() == {"a"}

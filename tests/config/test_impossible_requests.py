@@ -45,6 +45,8 @@ DDP = [
     request("experiment=gan strategy=ddp launch.devices=2 strategy.broadcast_buffers=false strategy.static_graph=true",
             "strategy.static_graph", "true, with phases", "expected false"),
     request("phases=[body_and_head] strategy=ddp strategy.bucket_cap_mb=5", "strategy.bucket_cap_mb", "expected null"),
+    request("+objective=gradient_norm strategy=ddp launch.devices=2", "objective", "one process"),
+    request("+objective=gradient_norm trainer.accumulate_grad_batches=2", "objective", "one batch a step"),
     request("strategy=ddp strategy.communication_hook=int8", "strategy.communication_hook", "fp16, bf16, powersgd"),
     request("strategy=ddp strategy.local_sgd.every_n_steps=0", "strategy.local_sgd.every_n_steps", "1 or more"),
     request("strategy=ddp trainer.sync_batchnorm=true", "trainer.sync_batchnorm", "strategy.sync_batchnorm"),

@@ -36,7 +36,7 @@ def build(option: str, **settings) -> Data:
     return Data(dataset=getattr(__import__(module, fromlist=[name]), name)(**dataset), **plain)
 
 
-@pytest.mark.parametrize("option", ["breast_cancer", "diabetes", "digits", "text", "wine"])
+@pytest.mark.parametrize("option", ["breast_cancer", "diabetes", "digits", "letter_names", "text", "wine"])
 def test_an_option_declares_what_its_data_holds(option):
     data = build(option)
     assert data.stages == ("train", "val", "test")

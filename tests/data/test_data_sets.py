@@ -1,6 +1,7 @@
 """The data sets hold what their sources hold, and take from the training part alone."""
 
 import sysconfig
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from exp.data import dataset_files, digits, tables
 from exp.data.data import Data
 from exp.data.digits import Digits
 from exp.data.in_memory import tensors_of
+from exp.data.letter_names import ALPHABET, SCRIPTS, LetterNames
 from exp.data.tables import BreastCancer, Diabetes, ShippedTable, Table, Wine
 from exp.data.text import UNKNOWN, Text, Vocabulary, code_points
 from exp.errors import ConfigError
@@ -27,6 +29,21 @@ def table(values, target, **settings) -> Table:
         columns=tuple(f"c{i}" for i in range(len(values[0]))),
         **{"classes": None, "standardise": True, **settings},
     )
+
+
+def test_letter_names_are_those_of_unicode_and_end_with_their_last_letter():
+    names = LetterNames()
+    rows, scripts = names.entries
+    assert rows.shape[1] == 20
+    texts = ["".join(ALPHABET[number] for number in row) for row in rows.tolist()]
+    whole = [text.lstrip("\0") for text in texts]
+    assert all(text.rjust(20, "\0") == row for text, row in zip(whole, texts, strict=True))
+    greek = {text for text, script in zip(whole, scripts.tolist(), strict=True) if SCRIPTS[script] == "GREEK"}
+    letters = {unicodedata.name(chr(code), "") for code in range(0x370, 0x400)}
+    assert "ALPHA" in greek
+    assert "GREEK SMALL LETTER OMEGA" in letters
+    assert torch.bincount(scripts).min() > 100
+    assert torch.bincount(LetterNames(most=50).entries[1]).max() <= 50
 
 
 def test_digits_are_scikit_learns():

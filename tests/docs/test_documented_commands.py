@@ -12,6 +12,7 @@ import pytest
 
 from exp.check.__main__ import main as check
 from exp.find_lr import main as find_lr
+from exp.plan.__main__ import main as plan
 from exp.report import parser
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ RATE, SIZE = (
     re.compile(rf"^ {{4,}}(?:\$ )?python -m exp\.{name}(?P<arguments>.*)$", re.MULTILINE)
     for name in ("find_lr", "find_batch")
 )
+PLAN = re.compile(r"^ {4,}(?:\$ )?python -m exp\.plan(?P<arguments>.*)$", re.MULTILINE)
 REPORT = re.compile(r"^ {4,}(?:\$ )?python -m exp\.report(?P<arguments>.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
@@ -111,6 +113,14 @@ def test_a_documented_finder_finds_a_size_that_the_run_takes(page, line, tmp_pat
         return
     assert done.returncode == 0, done.stderr
     assert check(shlex.split(done.stdout.splitlines()[-1])[3:]) == 0
+
+
+@pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(PLAN)])
+def test_a_documented_plan_is_printed(page, line, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    on = [] if "device=" in line else ["launch.accelerator=cpu"]
+    assert plan([*shlex.split(line, comments=True), *on, "savings=false"]) == 0
+    assert "at most" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented(REPORT)])

@@ -34,3 +34,21 @@ def test_a_page_that_is_made_is_up_to_date(name: str) -> None:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     assert made.page() == made.PAGE.read_text("utf-8"), f"python docs/{name}.py"
+
+
+def test_the_gallery_is_up_to_date_and_has_pictures() -> None:
+    spec = importlib.util.spec_from_file_location("make_gallery", ROOT / "docs" / "make_gallery.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    pages = made.pages()
+    assert {path.name: path.read_text("utf-8") for path in pages} == {
+        path.name: text for path, text in pages.items()
+    }, "python docs/make_gallery.py"
+    assert {path for path in pages if path != made.INDEX} == set(made.PAGES.glob("*.md"))
+    for path in made.PAGES.glob("*.md"):
+        picture = path.with_suffix(".png")
+        assert picture.read_bytes().startswith(b"\x89PNG"), f"python docs/make_gallery.py --pictures {path.stem}"
+        assert picture.stat().st_size < 40_000
+    assert {path.stem for path in made.PAGES.glob("*.png")} == {path.stem for path in made.PAGES.glob("*.md")}
+    named = [name for names in made.FAMILIES.values() for name in names.split()]
+    assert sorted(named) == sorted(path.stem for path in made.PAGES.glob("*.md"))

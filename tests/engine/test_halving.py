@@ -105,16 +105,19 @@ def test_the_run_is_that_of_whole_micro_batches(ranks, caplog, limits, more: lis
     assert f"at most {next(one for one in (12, 6, 3, 2, 1) if one <= most)} go through the network" in told
 
 
+@pytest.mark.any_processor
 def test_one_sample_that_is_too_much_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="Tried to allocate"):
         exp.fit(exp.compose([*SHORT, narrow(backward=0), HALVE]))
 
 
+@pytest.mark.any_processor
 def test_stop_is_what_happens_where_nobody_chose(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="The hook memory says in which layer"):
         exp.fit(exp.compose([*SHORT, narrow(forward=12)]))
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

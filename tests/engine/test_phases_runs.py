@@ -233,6 +233,7 @@ FAULTS: list[tuple[list[str], dict[str, str]]] = [
 ]
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(("overrides", "expected"), FAULTS, ids=[fault[0][0] for fault in FAULTS])
 def test_mistakes_are_told_before_the_run_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: dict[str, str]

@@ -158,6 +158,7 @@ def test_it_does_so_with_one_loss_scale_where_one_optimizer_skips_a_step(tmp_pat
 SHORT = ["data=wine", "model=mlp", "phases=[body_and_head]", "phases.body.parameters=[stem.*,blocks.*]"]
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("override", "key"),
     [

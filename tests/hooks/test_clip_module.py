@@ -101,6 +101,7 @@ def test_the_weights_are_those_of_clipping_by_hand(ranks: Any, kind: str, at: st
         torch.testing.assert_close(found[f"network.{name}"].double(), tensor, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [

@@ -129,6 +129,7 @@ def test_a_compiled_run_with_the_schedule_is_a_plain_one(ranks: Any) -> None:
     same_weights(compiled, plain)
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [

@@ -135,6 +135,7 @@ def test_a_picture_holds_each_curve(values: list[float]) -> None:
     assert not (lost == COLOURS[0]).all(-1)[38:].any()
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [

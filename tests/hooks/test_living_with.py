@@ -165,6 +165,7 @@ def test_what_an_observer_sees_is_that_of_one_plain_process(ranks, setting):
             assert math.isclose(values[tag][step], value, rel_tol=tolerance), (tag, step)
 
 
+@pytest.mark.any_processor
 @pytest.mark.usefixtures("probe")
 @pytest.mark.parametrize(
     ("hook", "override", "message"),
@@ -200,6 +201,7 @@ def test_what_a_hook_cannot_live_with_is_one_message_before_the_run(hook, overri
     assert len(caught.value.faults) == 1
 
 
+@pytest.mark.any_processor
 @pytest.mark.usefixtures("probe")
 @pytest.mark.parametrize(
     ("hook", "message"),
@@ -223,6 +225,7 @@ def test_a_class_that_could_never_act_is_a_fault(hook, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.any_processor
 @pytest.mark.usefixtures("probe")
 @pytest.mark.parametrize(
     ("hook", "message"),

@@ -123,6 +123,7 @@ def test_ranks_of_one_model_count_a_sample_once_and_shards_are_seen_whole(ranks)
         assert np.array_equal(first, second)
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -134,6 +134,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_cannot_be_is_told_before_the_run(tmp_path, monkeypatch, kind: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -31,6 +31,7 @@ def importable(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize("how", ["vmap", "jacrev", "hessian", "vjp"])
 def test_a_run_with_the_default_hooks_and_activations_is_the_one_without_hooks(how) -> None:
     found = []

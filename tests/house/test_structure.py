@@ -17,7 +17,7 @@ RANKS = {
     "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
     "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3,
-    "run": 4, "saved_runs": 4,
+    "run": 4, "saved_runs": 4, "plan": 4,
 }  # fmt: skip
 ENTRY_RANK = 5
 

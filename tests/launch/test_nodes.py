@@ -21,7 +21,6 @@ RUN = (
     *("trainer.enable_progress_bar=false", "test=false", "hooks=[]", "trainer.limit_val_batches=1"),
 )
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-WORKER = (sys.executable, "-m", "exp.worker")
 
 
 @pytest.fixture
@@ -131,33 +130,27 @@ def test_two_agents_of_torchrun(frozen, one_node, two_hosts):
     assert_same_weights(directory, one_node)
 
 
-def test_tasks_of_slurm(frozen, one_node):
+def test_tasks_of_slurm(frozen, one_node, commands):
     directory = frozen("two")
     step = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
     step |= {"SLURM_NODELIST": "127.0.0.1", "SLURM_LOCALID": "0"}
     started = [
-        subprocess.Popen(
-            [*WORKER, str(directory)],
-            env=environment(**step, SLURM_PROCID=task, SLURM_NODEID=task),
-            stderr=subprocess.PIPE,
-            text=True,
+        commands.start(
+            str(directory), module="exp.worker", environment={**step, "SLURM_PROCID": task, "SLURM_NODEID": task}
         )
         for task in "01"
     ]
-    ended_well(started)
+    for task in started:
+        done = task.end()
+        assert done.returncode == 0, done.stderr
     assert_same_weights(directory, one_node)
 
 
-def test_an_interface_that_is_not_there(frozen):
+def test_an_interface_that_is_not_there(frozen, commands):
     directory = frozen("two", "launch.network_interface=eth77")
     nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [*WORKER, str(directory)],
-        env=environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", **nobody),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    done = commands.run(str(directory), module="exp.worker", environment=place | nobody)
     assert done.returncode == 1
     assert "launch.network_interface is eth77" in done.stderr
     assert "expected one of" in done.stderr

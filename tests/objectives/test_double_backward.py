@@ -115,6 +115,7 @@ def test_evaluation_has_the_same_terms_as_training(ranks: Any) -> None:
     assert trained.report["metrics"]["loss/train/consistency"] > 0
 
 
+@pytest.mark.any_processor
 def test_watching_memory_changes_no_second_derivative(ranks: Any) -> None:
     command = ["objective=[r1]", *QUIET, *PLAIN_SGD, "trainer.max_steps=3"]
     seen = ranks.train(*command, "+hooks=memory", "hooks.memory.every_n_steps=1")

@@ -224,6 +224,7 @@ def test_a_schedule_that_no_yaml_can_say_is_refused_with_what_to_write(node) -> 
 NESTED = f"[{{_target_: {TORCHS}.ChainedScheduler, schedulers: {PARTS}}}, {{_target_: {TORCHS}.ConstantLR}}]"
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(
     ("schedulers", "milestones", "key", "message"),
     [
@@ -243,6 +244,7 @@ def test_a_fault_of_a_part_of_a_schedule_has_its_key(schedulers, milestones, key
     assert message in str(raised.value)
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize("parts", [PARTS, NESTED], ids=["flat", "nested"])
 def test_a_sequence_of_schedules_goes_on_where_it_was(parts, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -211,6 +211,7 @@ def test_the_hooks_go_when_the_run_ends_and_a_copy_works() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize("word", ["fp64", "bf16_true"])
 def test_a_resumed_run_goes_on_bit_for_bit(word: str, parts: Callable[..., Parts]) -> None:
     run = (f"precision={word}", "model=lenet", "checkpoint.every_n_steps=3", "optimizer.eps=1e-4")

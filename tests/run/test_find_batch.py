@@ -35,7 +35,7 @@ class Wide(nn.Module):
         x = x.flatten(1)
         wide = x.repeat(1, 512)
         for _ in range(8):
-            wide = torch.sin(wide)
+            wide = torch.relu(wide)  # which holds its output, and costs little else
         return self.head(x + wide.unflatten(1, (512, 64)).mean(1))
 
 class Narrow(Wide):

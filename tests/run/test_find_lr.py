@@ -317,6 +317,7 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_come_before_anything_is_made(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -240,6 +240,7 @@ def test_a_run_does_not_go_on_with_another_freeze_and_says_nothing_of_gradients_
         assert "resume: a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in told
 
 
+@pytest.mark.any_processor
 @pytest.mark.numeric
 def test_ranks_unfreeze_as_one_process_does_and_those_that_cannot_say_so(ranks):
     run = [*SHORT, "precision=fp64", "trainer.limit_train_batches=3", "trainer.max_epochs=3", *LATER]

@@ -69,20 +69,29 @@ def test_streams_that_are_closed_are_as_those_that_nobody_reads(monkeypatch: pyt
     assert sys.stdout is None
 
 
-REDIRECTIONS = {"pipe": "| head -1 > first", "full": "> /dev/full", "closed": ">&-", "both": "> /dev/full 2>&1"}
+# Of these, Python itself must start so, or end so.
+REDIRECTIONS = {"pipe": "| head -1 > first", "closed": ">&-"}
+FULL_STREAMS = {"full": {"output": Path("/dev/full")}, "both": dict.fromkeys(("output", "error"), Path("/dev/full"))}
+SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=3")
 
 
-def test_a_run_outlives_its_reader(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m exp.train trainer.max_epochs=2 name={{}} trainer.limit_train_batches=3"
+def test_a_run_outlives_its_reader(tmp_path: Path, commands: Any) -> None:
+    command = f"{sys.executable} -m exp.train {' '.join(SHORT)} name={{}}"
     started = {
         name: subprocess.Popen(
             ["bash", "-o", "pipefail", "-c", f"{command.format(name)} {redirection}"], stderr=subprocess.PIPE, text=True
         )
         for name, redirection in REDIRECTIONS.items()
     }
+    ends = {}
+    for name, streams in FULL_STREAMS.items():
+        done = commands.start(*SHORT, f"name={name}", cwd=tmp_path, **streams).end()
+        ends[name] = done.returncode, done.stderr
     for name, process in started.items():
         said = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, said
+        ends[name] = process.returncode, said
+    for name, (status, said) in ends.items():
+        assert status == 0, said
         assert "Traceback" not in said
         (directory,) = tmp_path.glob(f"outputs/{name}/*/*")
         report = read_report(directory)

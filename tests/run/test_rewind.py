@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,11 +130,14 @@ def test_it_ends_where_lower_rates_do_not_help(tmp_path: Path) -> None:
     assert read_report("one").status == "failed"
 
 
-def test_ranks_go_back_together(tmp_path: Path) -> None:
+def test_ranks_go_back_together(tmp_path: Path, commands: Any) -> None:
     """To their first checkpoint, which rank 0 is still writing then."""
     slow = ["checkpoint.async=true", "checkpoint.every_n_steps=null", "+callbacks.slow={_target_: too_fast.SlowDisk}"]
-    report = exp.fit(exp.compose([*SHORT, *slow, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]))
+    words = [*SHORT, *slow, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]
+    done = commands.run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     directory = tmp_path / "one"
+    report = read_report(directory)
     assert report.status == "completed"
     assert report.world_size == 2
     assert "with its learning rates times 0.5" in log_of(directory)

@@ -22,6 +22,7 @@ def different(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.any_processor
 def test_resnet_in_two_halves(ranks):
     """PyTorch's model-parallel tutorial."""
     halves = "strategy.layers=[[stem,'stage.*'],[down,'stage2.*',norm,head]]"
@@ -90,6 +91,7 @@ def test_values_are_moved_to_where_the_next_layers_are(tmp_path):
     assert "whole: Expected all tensors to be on the same device" in done.stdout
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(("command", "key", "said"), [
     ("strategy.layers=[[hidden],[nothing]]", "strategy.layers.1", "hidden2"),
     ("launch.devices=3;strategy.layers=[[hidden],[hidden2,head]]", "launch.devices", "launch.devices=2"),

@@ -31,6 +31,7 @@ RUN = (
 )
 
 
+@pytest.mark.any_processor
 def test_ranks_skip_a_step_that_one_of_them_must_skip(ranks, tmp_path, monkeypatch):
     (tmp_path / "spoils.py").write_text(SPOILS)
     monkeypatch.syspath_prepend(str(tmp_path))

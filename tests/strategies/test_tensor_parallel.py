@@ -223,6 +223,7 @@ def test_thirty_steps_in_fp32(ranks, text):
         assert parts.report["metrics"]["loss/val"] == pytest.approx(one.report["metrics"]["loss/val"], abs=1e-5)
 
 
+@pytest.mark.any_processor
 def test_a_penalty_of_gradients(ranks):
     command = ("model=sequential", "+objective=r1", "objective.r1.precision=full", "precision=fp64", *STEPS)
     one = ranks.train(*command, "trainer.max_steps=5", "strategy=single")

@@ -139,28 +139,26 @@ def test_a_killed_parent_leaves_no_job_behind(commands):
 
 
 CORES = len(os.sched_getaffinity(0))
+RANKS = "strategy=ddp launch.accelerator=cpu"
 
 
 @pytest.mark.skipif(CORES < 2, reason="one core has nothing to share out")
 @pytest.mark.parametrize(
-    ("at_once", "others", "each"),
+    ("at_once", "others", "expected"),
     [
-        (1, "", CORES),
-        (2, "", CORES // 2),
-        (2, "runtime.threads=3", 3),
-        (1, "strategy=ddp launch.accelerator=cpu", CORES // 2),
-        (2, "strategy=ddp launch.accelerator=cpu", max(1, CORES // 4)),
+        (1, ["", RANKS], [CORES, CORES // 2]),
+        (2, ["", RANKS], [CORES // 2, max(1, CORES // 4)]),
+        (2, ["runtime.threads=3"], [3]),
     ],
 )
-def test_threads_are_shared_out(commands, at_once, others, each):
+def test_threads_are_shared_out(commands, at_once, others, expected):
     with Path("side_by_side.py").open("a") as file:
         file.write('\n\nimport os\n\nimport torch\n\nos.environ.pop("OMP_NUM_THREADS", None)\n')
         file.write(f"torch.set_num_threads({CORES})\n")
     # A network that is large enough for more than one.
     large = ("model=mlp", "model.constants.width=512", "trainer.max_steps=1")
-    ends = end(start(commands, f"says {others}", overrides=large, at_once=at_once))
-    assert ends == {0: ["completed", ""]}
+    ends = end(start(commands, *(f"says {one}" for one in others), overrides=large, at_once=at_once))
+    assert ends == {number: ["completed", ""] for number in range(len(others))}
     # A rank is a fresh interpreter, of which torch reads the variable.
-    is_alone = "ddp" not in others
-    found = json.loads(Path("threads.json" if is_alone else "threads1.json").read_text())
-    assert int(found["threads" if is_alone else "variable"]) == each
+    places = [("threads1.json", "variable") if one == RANKS else ("threads.json", "threads") for one in others]
+    assert [int(json.loads(Path(file).read_text())[name]) for file, name in places] == expected

@@ -365,19 +365,7 @@ def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
 def other_parts(planned: Blueprint) -> Iterator[Part]:
     """What needs something of the rest beside hooks: terms, phases, compilation, callbacks, optimizers."""
     config, ddp = planned.config, "Or write strategy=ddp"
-    unmet = planned.needs - planned.meets
-    if unmet:
-        more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
-        named = f"terms that need {', '.join(sorted(unmet))}"
-        yield Part(key="objective", named=named, needs=frozenset({"own_passes"}), without=f"{{reason}}{more}", cure=ddp)
-    if planned.weighed:
-        yield Part(
-            key="objective",
-            named=f"{', '.join(planned.weighed)}, which divides by weights of its targets (class weights, ignored "
-            "targets),",
-            needs=frozenset({"mean_over_samples"}),
-            cure="exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples",
-        )
+    yield from _term_parts(planned, ddp)
     if "batch_sampler" in config["data"] and config["data"]["batch_sampler"] is not None:
         needs = frozenset({"several_sizes"})
         cure = "Change {switch}, or leave the batch sampler out"
@@ -420,6 +408,30 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:
         yield from _optimizer_parts(kind)
+
+
+def _term_parts(planned: Blueprint, ddp: str) -> Iterator[Part]:
+    unmet = planned.needs - planned.meets
+    if unmet:
+        more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
+        named = f"terms that need {', '.join(sorted(unmet))}"
+        yield Part(key="objective", named=named, needs=frozenset({"own_passes"}), without=f"{{reason}}{more}", cure=ddp)
+    if "parameter_gradients" in planned.needs:
+        yield Part(
+            key="objective",
+            named="terms of a batch as a whole (they need parameter_gradients)",
+            needs=frozenset({"one_rank", "one_batch_a_step"}),
+            without="one process and one batch a step: {reason}",
+            cure="Leave the term out, or change {switch}",
+        )
+    if planned.weighed:
+        yield Part(
+            key="objective",
+            named=f"{', '.join(planned.weighed)}, which divides by weights of its targets (class weights, ignored "
+            "targets),",
+            needs=frozenset({"mean_over_samples"}),
+            cure="exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples",
+        )
 
 
 def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:

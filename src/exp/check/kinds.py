@@ -101,7 +101,7 @@ def _worded_union(arguments: tuple[Any, ...]) -> str:
 
 def _worded_bounds(annotation: Any, metadata: Sequence[Any]) -> str:
     """The kind, or the text among the metadata that stands for it, with its bounds: `a number, 0 or more`."""
-    bounds = _bounds(metadata)
+    bounds = bounds_of(metadata)
     text = next((text for text in metadata if isinstance(text, str)), None)
     words = text or worded(annotation)
     if "ge" in bounds and "le" in bounds:
@@ -119,7 +119,7 @@ def _worded_bounds(annotation: Any, metadata: Sequence[Any]) -> str:
     return words
 
 
-def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
+def bounds_of(metadata: Sequence[Any]) -> dict[str, Any]:
     """The bounds that an Annotated declares by annotated_types, Interval and Len among them, by their names there."""
     declared = [(name, getattr(entry, name, None)) for entry in metadata for name in BOUNDS]
     return {name: bound for name, bound in declared if bound is not None}
@@ -127,7 +127,7 @@ def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
 
 def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
     """Whether a value, or each entry of a list, keeps its bounds; a number with bounds is finite."""
-    bounds = _bounds(metadata)
+    bounds = bounds_of(metadata)
     if bounds and isinstance(value, float) and not math.isfinite(value):
         return False
     return all(_keeps(value, name, bound) for name, bound in bounds.items())
@@ -136,6 +136,8 @@ def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
 def _keeps(value: Any, name: str, bound: Any) -> bool:
     if name in NUMERIC and isinstance(value, list):
         return all(_keeps(entry, name, bound) for entry in value)
+    if name == "func" and isinstance(value, list) and any(entry is UNKNOWN for entry in value):
+        return True
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return BOUNDS[name](value, bound) if is_number or name not in NUMERIC else True
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
+from exp.check.keys import Count, Node, Positive, Repeats, Text
 from exp.check.kinds import worded
-from exp.check.schema import Count, Node, Positive, Repeats, Text
 from exp.check.structure import kind_faults
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.errors import Fault

@@ -132,10 +132,12 @@ class Plan:
 
     resolved: the config that everything follows from.
     rank: what a launcher made of this process; None where the config alone decides.
+    machine: what the run will have; None is this machine.
     """
 
     resolved: Resolved
     rank: Rank | None = None
+    machine: Machine | None = None
 
     @property
     def plain(self) -> Mapping[str, Any]:
@@ -152,7 +154,7 @@ class Plan:
     @functools.cached_property
     def placement(self) -> Placement:
         """Where the strategy puts the ranks."""
-        return place(self.plain, self.strategy, rank=self.rank)
+        return place(self.plain, self.strategy, rank=self.rank, machine=self.machine)
 
     @functools.cached_property
     def own(self) -> OwnTraining | None:
@@ -460,9 +462,12 @@ def refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checke
 # --- all faults of a run ---
 
 
-def examine(resolved: Resolved) -> Examination:
-    """All faults of a config, or the plan of its run."""
-    found = _Findings(Plan(resolved=resolved))
+def examine(resolved: Resolved, *, machine: Machine | None = None) -> Examination:
+    """All faults of a config, or the plan of its run.
+
+    machine: what the run will have; None is this machine.
+    """
+    found = _Findings(Plan(resolved=resolved, machine=machine))
     found.look_at_the_placement()
     found.look_at_the_network()
     found.look_at_the_length()

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from exp.check.keys import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.check.kinds import fits, worded, words_of
-from exp.check.schema import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_key
@@ -19,7 +19,7 @@ from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
 
-# Of one repeat it is schema.Repeats, whose layers may be blocks of several.
+# Of one repeat it is keys.Repeats, whose layers may be blocks of several.
 MAX_LAYERS = 100_000
 # So many keys nobody forgets one by one.
 FORGOTTEN = 8

@@ -33,6 +33,7 @@ Trains a network that is described by YAML. Without overrides: a small network o
   {program} --cfg job model=mlp                    print the config, run nothing
   python -m exp.check model=mlp                              say what is wrong with it, run nothing
   python -m exp.data data=wine                               look at its data: figures, leaks, pictures
+  python -m exp.plan model=mlp                               what it takes: layers, memory of each rank, time of a step
 
 Groups: = replaces, + adds.
 {groups}

@@ -148,9 +148,7 @@ def read_frozen(directory: Path | str) -> DictConfig:
 
     Raises: RunError where the directory holds none.
     """
-    path = Path(directory) / "config.yaml"
-    if not path.is_file():
-        raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
+    path = _config_of(directory)
     return from_text(_text(path), name=str(path))
 
 
@@ -159,11 +157,25 @@ def from_text(text: str, *, name: str) -> DictConfig:
 
     Raises: RunError for another text.
     """
-    content = _parsed(text, name=name)
-    if not isinstance(content, dict):
-        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Take the file of the run")
+    content = _mapping(text, name=name)
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
     return cast(DictConfig, OmegaConf.create(_with_texts(content, literal)))
+
+
+def frozen_values(directory: Path) -> dict[str, Any]:
+    """The values of the config that `freeze` wrote, as they stand in its file.
+
+    Raises: RunError where the directory holds none, or something else.
+    """
+    path = _config_of(directory)
+    return _mapping(_text(path), name=str(path))
+
+
+def _config_of(directory: Path | str) -> Path:
+    path = Path(directory) / "config.yaml"
+    if not path.is_file():
+        raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
+    return path
 
 
 def _text(path: Path) -> str:
@@ -171,6 +183,13 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RunError(f"{path} is not as exp wrote it: {one_line(error)}. Take the file of the run") from error
+
+
+def _mapping(text: str, *, name: str) -> dict[str, Any]:
+    content = _parsed(text, name=name)
+    if not isinstance(content, dict):
+        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Take the file of the run")
+    return content
 
 
 def _parsed(text: str, *, name: str) -> Any:

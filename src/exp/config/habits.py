@@ -109,7 +109,9 @@ OPTIONS = {
     },
     "hydra/sweeper": {
         "optuna": "leave it out: sweep.sampler=tpe, or an interval, searches with Optuna",
-        "ax": "install it with pip install hydra-ax-sweeper", "nevergrad": "install it with pip install hydra-nevergrad-sweeper",
+        # Their packages, both 1.2.0, do not import with this Python and these versions.
+        "ax": "leave it out: sweep.sampler=gp searches by a Gaussian process",
+        "nevergrad": "leave it out: sweep.sampler=cmaes, or tpe, searches",
     },
     "strategy": {"dp": "write strategy=ddp", "none": "write strategy=auto"},
 }  # fmt: skip

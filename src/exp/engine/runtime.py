@@ -6,6 +6,7 @@ are the same, in another order: kernels may round otherwise.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from exp.engine.compilation import compile_network
 from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 # Multiply-adds of one forward. Below it an operator is over before a second thread has begun: the digits MLP (52,000
 # parameters, batch 64) took 8 ms a step with one thread and 99 ms with two, on two cores that others used as well.
 SMALL_FORWARD = 2**28
@@ -35,6 +37,15 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
     if runtime["compile"]:
         for network, needs in module.runs():
             compile_network(network, backend=runtime["compile_backend"], needs=needs)
+
+
+def block_launches(is_wanted: object) -> None:
+    """Have this process, and those that it starts, wait for each kernel, where `runtime.cuda_blocking` is true.
+
+    Before anything asks for a GPU, for CUDA reads the variable once.
+    """
+    if is_wanted is True:
+        os.environ[BLOCKING] = "1"
 
 
 def put_channels_last(network: nn.Module) -> None:

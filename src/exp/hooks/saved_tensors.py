@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from exp.hooks.hook import OBSERVING
 from exp.nested import tensors_in
@@ -98,7 +99,7 @@ class SavedTensors(saved_tensors_hooks):
         saved, self._saved = self._saved, []
         kept = Kept()
         for storage, dtype, module in saved:
-            at = storage.data_ptr()
+            at = address(storage)
             if at in kept.at or at in excluded or not (size := self._given.get(at, storage.nbytes())):
                 continue
             kept.at[at] = module
@@ -112,7 +113,7 @@ def kept_by(forward: Callable[[], object], *, network: nn.Module, data: object) 
     """What one forward of a network keeps of a batch's data, as the hook `memory` counts it."""
     given: Counter[int] = Counter()
     for tensor in tensors_in(data):
-        given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+        given[address(tensor.untyped_storage())] += tensor.nbytes
     found: list[Kept] = []
 
     def keep(kept: Kept, failed: bool) -> None:
@@ -166,4 +167,10 @@ def held(tensor: Tensor) -> tuple[Tensor, ...]:
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The size in bytes of each storage of `tensors`, by its address."""
     found = (part.untyped_storage() for tensor in tensors for part in held(tensor))
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return {address(storage): storage.nbytes() for storage in found}
+
+
+def address(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive: where it lies, and of a fake or meta tensor, which lies
+    nowhere, the address of its description."""
+    return StorageWeakRef(storage).cdata if storage.device.type == "meta" else storage.data_ptr()

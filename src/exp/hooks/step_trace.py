@@ -160,7 +160,7 @@ class Tracer:
     """Looks at one micro-batch. network, objective: what runs in it."""
 
     def __init__(self, network: nn.Module, objective: nn.Module) -> None:
-        self._modules = {**dict(network.named_modules()), **_named_terms(objective)}
+        self._modules = {**dict(network.named_modules()), **named_terms(objective)}
         self._calls = ModuleCalls(outside=OUTSIDE)
         self._open: list[tuple[str, int, bool]] = []
         self._count = 0
@@ -277,7 +277,7 @@ def _not_finite(named: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in named.items() if Extent.of([tensor]).bad and not is_mask(tensor)]
 
 
-def _named_terms(objective: nn.Module) -> dict[str, nn.Module]:
+def named_terms(objective: nn.Module) -> dict[str, nn.Module]:
     """The objective and its terms by their names in the config, where they have some."""
     terms: Mapping[str, nn.Module] = getattr(objective, "terms", {})
     found = {

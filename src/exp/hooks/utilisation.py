@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import torch
@@ -177,9 +178,19 @@ def listed_peak(device_name: str, word: str) -> float | None:
 
     device_name: as torch.cuda.get_device_name gives it. word: of a precision.
     """
-    card = next((card for card, pattern in _NAMES.items() if re.fullmatch(pattern, device_name)), None)
+    card = card_of(device_name)
     tera = None if card is None else _TERAFLOPS[card].get(arithmetic(word))
     return None if tera is None else tera * TERA
+
+
+def card_of(device_name: str) -> str | None:
+    """The card in the table of a device by torch's name; None where it is not listed."""
+    return next((card for card, pattern in _NAMES.items() if re.fullmatch(pattern, device_name)), None)
+
+
+def card_peaks(card: str) -> Mapping[str, float]:
+    """FLOPs a second of a card in the table, dense, by the arithmetic's word."""
+    return {word: tera * TERA for word, tera in _TERAFLOPS[card].items()}
 
 
 def measured_peak(device: torch.device, word: str, *, seconds: float = 0.05) -> float | None:

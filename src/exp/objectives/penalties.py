@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from exp.errors import RunError
@@ -117,10 +117,7 @@ class WGANGP(AbstractTerm):
         between = (share * real + (1 - share) * fake).requires_grad_()
         given = passes.call(self.critic, between, precision=self.precision)
         output = pick(given, self.output, "output") if isinstance(given, Mapping) else given
-        # The norm's own derivative at 0 is no number.
-        squared = _squared(passes.gradients(output, between))
-        norm = torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
-        return (norm - 1).square().mean()
+        return (_norm(_squared(passes.gradients(output, between))) - 1).square().mean()
 
 
 class JacobianNorm(DerivativeTerm):
@@ -162,6 +159,37 @@ class JacobianNorm(DerivativeTerm):
             direction = functional.normalize(torch.randn_like(output), dim=1)
             squares.append(_squared(passes.gradients((direction * output).sum(1), given)))
         return output.shape[1] * torch.stack(squares).mean()
+
+
+class GradientNorm(nn.Module):
+    """The 2-norm of the gradient of a loss with respect to all parameters that learn: the loss of a term.
+
+        || d L / d theta ||_2
+
+    The penalty of PyTorch's AMP notes,
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. It is that of a batch as a whole and
+    no mean over samples: in a stage it is the mean over batches, and depends on their size; over several ranks or
+    accumulated batches it is refused.
+
+    loss: a module called with (output, target) that gives a 0-d tensor, such as exp.objectives.terms.CrossEntropy.
+    """
+
+    needs = frozenset({"parameter_gradients"})
+
+    def __init__(self, *, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Tensor, target: Tensor, passes: Passes) -> Tensor:
+        """The norm, 0-d, of `[B, ...]` and `[B, ...]`; 0 with the gradient 0 where no parameter has a slope."""
+        learning = [parameter for parameter in passes.network.parameters() if parameter.requires_grad]
+        gradients = passes.gradients(self.loss(output, target), learning)
+        return _norm(torch.stack([gradient.square().sum() for gradient in gradients]).sum())
+
+
+def _norm(squared: Tensor) -> Tensor:
+    """The root, whose derivative at 0 is no number, and is 0 here."""
+    return torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
 
 
 def _squared(gradient: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.strategies.ddp import DDP
+from exp.strategies.footprint import Footprint, Load
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy
@@ -19,6 +20,10 @@ class Auto(Strategy):
     def demand(self) -> Demand:
         """All GPUs, as ddp; a machine without tries one device."""
         return Demand(cpu_devices=1, adapts=True)
+
+    def footprint(self, load: Load) -> Footprint:
+        """DDP's, which of one rank is that of a single device."""
+        return DDP(name="ddp").footprint(load)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """DDP with its defaults."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from exp.errors import Fault
 from exp.precision.words import WORDS
+from exp.strategies.footprint import Footprint, Load, Place, Transfer, whole
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, network_of
@@ -44,6 +45,20 @@ class DataParallel(Strategy):
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
         return list(self._faults(planned))
+
+    def footprint(self, load: Load) -> Footprint:
+        """All of it on the first device, and on each other one a copy of the weights while it computes."""
+        count = load.placement.devices_per_rank if load.placement.accelerator == "cuda" else 1
+        if count == 1:
+            return Footprint(places=[Place(ranks=(0,), held=whole(load))])
+        copies = {"copies of the weights": load.parameter_bytes, "their gradients": load.gradient_bytes}
+        places = [Place(ranks=(0,), held=whole(load), device=0, rest=1 / count)]
+        places += [
+            Place(ranks=(0,), held={}, device=device, rest=1 / count, buffers=copies) for device in range(1, count)
+        ]
+        sent = (load.parameter_bytes + load.gradient_bytes) * (count - 1) * load.micro_batches
+        transfers = [Transfer(what="copies of weights, and sums of gradients", sent=sent, over=count)]
+        return Footprint(places=places, transfers=transfers, work=1 / count)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One device for Lightning; the others are nn.DataParallel's own."""

@@ -5,6 +5,7 @@ bf16, fp16   each bucket is sent in that dtype. As torch's default_hooks, whose 
              unless the backend is NCCL; gloo adds bfloat16 as well (seen in torch 2.13).
 powersgd     each matrix is sent as two of low rank, and what was lost is added to the next step's gradients (Vogels et
              al. 2019, torch's powerSGD_hook).
+ring         as they are, from neighbour to neighbour (exp.strategies.ring_all_reduce), which logs what it sends.
 
 local_sgd takes steps without communication, and averages the weights every so many of them. With all ranks' gradients
 averaged at every step there is one trajectory; here each rank has its own between two averagings (Lin et al. 2018,
@@ -35,10 +36,20 @@ from exp.models.partition import Patterns
 from exp.precision.words import WORDS
 from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce, averaged, gather, whole
 from exp.strategies.gradient_averaging import average_tensors, broadcast_state
-from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, inner_split, split_faults
+from exp.strategies.layer_split import (
+    MEETS,
+    Layers,
+    LayerSplitStrategy,
+    OverDevices,
+    device_places,
+    inner_split,
+    split_faults,
+)
 from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
+from exp.strategies.ring_all_reduce import Ring
 from exp.strategies.strategy import Blueprint, Strategy, module_of
 from exp.types import Batch
 
@@ -97,7 +108,7 @@ class DDP(Strategy):
     broadcast_buffers: rank 0's buffers go to all ranks before each forward.
     bucket_cap_mb: size of a bucket in MiB; None is torch's default.
     sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
-    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd.
+    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd, ring.
     powersgd: the options of that hook. local_sgd: steps without communication.
     inner: `layer_split` lays the network of each rank over several devices; None has it on one.
     devices_per_rank, layers: of that split, see exp.strategies.layer_split; None is one device for each of `layers`,
@@ -116,7 +127,7 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         sync_batchnorm: bool = False,
-        communication_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
+        communication_hook: Literal["fp16", "bf16", "powersgd", "ring"] | None = None,
         powersgd: PowerSGD | None = None,
         local_sgd: LocalSGD | None = None,
         inner: Literal["layer_split"] | None = None,
@@ -163,6 +174,37 @@ class DDP(Strategy):
         if placement.world_size == 1:
             return LayerSplitStrategy(devices=devices, layers=layers)
         return SplitDDPStrategy(devices=devices, layers=layers, placement=placement, options=self)
+
+    def footprint(self, load: Load) -> Footprint:
+        """A copy a rank. Where gradients are no views of the buckets that are sent, these are there as well."""
+        ranks = tuple(range(load.placement.world_size))
+        is_alone, sizes = len(ranks) == 1, load.gradient_bytes
+        buffers = {} if is_alone or self.options["gradient_as_bucket_view"] else {"buckets of gradients": sizes}
+        if self.inner is None:
+            places = [Place(ranks=ranks, held=whole(load), buffers=buffers)]
+        else:
+            places = device_places(load, count=self.inner.devices, layers=self.inner.layers, ranks=ranks)
+        if is_alone:
+            return Footprint(places=places)
+        transfers, notes = self._transfers(load)
+        if load.buffers and self.options["broadcast_buffers"] and not self.averages_between_steps:
+            sent = gather(load.buffers, len(ranks)) * load.micro_batches
+            transfers.append(Transfer(what="broadcast of buffers", sent=sent, over=len(ranks)))
+        return Footprint(places=places, transfers=transfers, notes=tuple(notes))
+
+    def _transfers(self, load: Load) -> tuple[list[Transfer], list[str]]:
+        """Of gradients, or of weights where ranks step by themselves."""
+        ranks, every = load.placement.data_ranks, self.local_sgd.every_n_steps
+        if every is not None:
+            sent = all_reduce(load.gradient_bytes, ranks) / every
+            return [Transfer(what=f"all-reduce of weights, every {every} steps", sent=sent, over=ranks)], []
+        if self.communication_hook == "powersgd":
+            found = averaged(load, factor=_powersgd_share(load, self.powersgd))
+            return found, [f"powersgd sends so little behind step {self.powersgd.start_step}, and all of it before"]
+        if self.communication_hook is None:
+            return averaged(load), []
+        largest = max((one.itemsize for one in load.sizes.values() if one.learns), default=2)
+        return averaged(load, factor=2 / largest), []
 
     def _contradictions(self, planned: Blueprint) -> Iterator[Fault]:
         is_local = self.local_sgd.every_n_steps is not None
@@ -232,6 +274,18 @@ class DDP(Strategy):
             )
 
 
+def _powersgd_share(load: Load, options: PowerSGD) -> float:
+    """The numbers that are sent, of all: two matrices of the rank for one of n by m (Vogels et al. 2019)."""
+    sent = count = 0
+    for one in load.sizes.values():
+        if one.learns:
+            rows = one.shape[0] if one.shape else 1
+            small = options.rank * (rows + one.count // max(rows, 1))
+            is_small = len(one.shape) > 1 and small * options.min_compression_rate < one.count
+            sent, count = sent + (small if is_small else one.count), count + one.count
+    return sent / max(count, 1)
+
+
 class ExpDDPStrategy(DDPStrategy):
     """Wraps the module in DistributedDataParallel, but for one that averages its own gradients.
 
@@ -256,6 +310,7 @@ class ExpDDPStrategy(DDPStrategy):
         self._share = Share() if options.sync_batchnorm else None
         self._classes_before: dict[nn.Module, type[nn.Module]] = {}
         self._local: LocalSteps | None = None
+        self._ring = Ring()
         self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
@@ -276,7 +331,7 @@ class ExpDDPStrategy(DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if options.communication_hook is not None:
-            compress(self.model, options, steps_done=lambda: module.trainer.global_step)
+            compress(self.model, options, steps_done=lambda: module.trainer.global_step, ring=self._ring)
         if is_local:
             self._local = LocalSteps(options.local_sgd, node_group=self._node_group())
             self.model.register_comm_hook(self._local, _unless_local)
@@ -324,6 +379,7 @@ class ExpDDPStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         self._meet()
+        self._ring.tell()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All ranks' weights, the same in each: what a checkpoint holds. Every rank must call it."""
@@ -445,12 +501,14 @@ class LowRank:
         return self._state
 
 
-def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int]) -> None:
+def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int], ring: Ring) -> None:
     """Registers the communication hook that the options name.
 
-    steps_done: how many steps of the run are done, asked when the first gradients are there.
+    steps_done: how many steps of the run are done, asked when the first gradients are there. ring: counts for `ring`.
     """
-    if options.communication_hook == "powersgd":
+    if options.communication_hook == "ring":
+        wrapped.register_comm_hook(ring, _around)
+    elif options.communication_hook == "powersgd":
         wrapped.register_comm_hook(LowRank(options.powersgd, steps_done), _in_low_rank)
     elif options.communication_hook is not None:
         wrapped.register_comm_hook(DTYPES[options.communication_hook], _in_dtype)
@@ -460,6 +518,14 @@ def _in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Te
     buffer: Tensor = bucket.buffer()
     # Divided before they are added: float16 overflows less.
     return _added_up(buffer.to(dtype).div_(dist.get_world_size()), dist.group.WORLD, then=buffer.copy_)
+
+
+def _around(ring: Ring, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    buffer: Tensor = bucket.buffer()
+    ring.average(buffer, index=bucket.index(), is_last=bucket.is_last())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 def _in_low_rank(low_rank: LowRank, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -13,9 +13,11 @@ this rank keeps its part of them), `_lazy_init_hp_params_optimizer_state` with
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -29,6 +31,7 @@ from torch.optim import Optimizer
 
 from exp.errors import Fault, MissingExtraError, is_installed
 from exp.precision.words import WORDS
+from exp.strategies.footprint import Footprint, Held, Load, Place, Transfer, all_reduce, gather, whole
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
@@ -84,6 +87,33 @@ class DeepSpeed(Strategy):
             *self._engine_faults(planned),
             *self._watching_faults(planned),
         ]
+
+    def footprint(self, load: Load) -> Footprint:
+        """By the stage. The engine's parts are flat: 1 / N of all numbers, whatever tensor they are of."""
+        ranks = load.placement.data_ranks
+        if ranks == 1:
+            return super().footprint(load)
+        held = {name: self._held(one, load.sizes[name].itemsize, ranks) for name, one in whole(load).items()}
+        learning = max((one.itemsize for one in load.sizes.values() if one.learns), default=4)
+        buffers = {"bucket of gradients": min(load.gradient_bytes, self.reduce_bucket_size * learning)}
+        if self.stage < 3:
+            buffers["the engine's own copy of the part that it steps"] = load.gradient_bytes // ranks
+        place = Place(ranks=tuple(range(ranks)), held=held, buffers=buffers, offloaded=self.offload_parameters)
+        weights, gradients = load.parameter_bytes, load.gradient_bytes
+        reduced = gather(gradients, ranks) if self.stage > 1 else all_reduce(gradients, ranks)
+        gathers = 2 * load.micro_batches if self.stage == 3 else 1
+        transfers = [
+            Transfer(what="sums of gradients", sent=reduced * load.micro_batches, over=ranks),
+            Transfer(what="all-gather of weights", sent=gather(weights, ranks) * gathers, over=ranks),
+        ]
+        note = "what DeepSpeed's engine keeps is an estimate, from its stages (Rajbhandari et al. 2020) and its options"
+        offload = ["strategy.offload_optimizer is not counted"] if self.offload_optimizer else []
+        return Footprint(places=[place], transfers=transfers, notes=(note, *offload))
+
+    def _held(self, one: Held, itemsize: int, ranks: int) -> Held:
+        part = -(-math.prod(one.shape) // ranks)
+        gradient = one.gradient and (part * itemsize if self.stage > 1 else one.gradient)
+        return replace(one, shape=(part,), stored=part * itemsize if self.stage == 3 else one.stored, gradient=gradient)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A ZeroStrategy with these options. Raises: MissingExtraError."""

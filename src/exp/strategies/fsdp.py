@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from exp.errors import ConfigError, Fault
 from exp.optim.optimizer import FUSED_IN_SHARDS
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.footprint import Footprint, Load, Place, Transfer, gather, grouped, shards, whole
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
@@ -108,6 +109,46 @@ class FSDP(Strategy):
             )
         return faults
 
+    def footprint(self, load: Load) -> Footprint:
+        """Equal rows of each weight a rank, one unit gathered while it computes and the next one on its way."""
+        ranks = load.placement.data_ranks
+        chosen = units(load.network, self.shard, min_parameters=self.min_parameters, key="strategy.shard")
+        gathered = unit_bytes(load, list(chosen), itemsize=self._itemsize(self.param_dtype))
+        reduced = unit_bytes(load, list(chosen), itemsize=self._itemsize(self.reduce_dtype or self.param_dtype))
+        largest = sorted(gathered.values())[-2:]
+        buffers = {"gathered weights": sum(largest), "whole gradients": max(reduced.values())} if ranks > 1 else {}
+        if self.no_sync and load.micro_batches > 1:
+            buffers["whole gradients"] = sum(reduced.values())
+        places = (
+            Place(
+                ranks=(rank,),
+                held=shards(whole(load), load.sizes, ranks=ranks, rank=rank),
+                buffers=buffers,
+                offloaded=self.cpu_offload,
+            )
+            for rank in range(ranks)
+        )
+        notes = () if self.param_dtype is None else ("activations are counted without strategy.param_dtype",)
+        return Footprint(places=grouped(places), transfers=self._transfers(load, gathered, reduced), notes=notes)
+
+    def _transfers(self, load: Load, gathered: Mapping[str, int], reduced: Mapping[str, int]) -> list[Transfer]:
+        ranks, times = load.placement.data_ranks, load.micro_batches
+        if ranks == 1:
+            return []
+        everything, own = sum(gathered.values()), gathered[""]
+        again = {None: everything - own, True: everything, False: 0}[self.reshard_after_forward]
+        sums, calls = 1 if self.no_sync else times, len(gathered)
+        forward, backward = gather(everything, ranks) * times, gather(again, ranks) * times
+        return [
+            Transfer(what="all-gather of weights, forward", sent=forward, over=ranks, messages=calls * times),
+            Transfer(what="all-gather of weights, backward", sent=backward, over=ranks, messages=calls * times),
+            Transfer(what="reduce-scatter of gradients", sent=gather(sum(reduced.values()), ranks) * sums, over=ranks),
+        ]
+
+    @staticmethod
+    def _itemsize(dtype: Dtype | None) -> int | None:
+        return None if dtype is None else DTYPES[dtype].itemsize
+
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A FullyShardedStrategy with these options."""
         return FullyShardedStrategy(placement=placement, options=self)
@@ -190,6 +231,18 @@ class FullyShardedStrategy(ModelParallel):
         if self._share is not None and not self._classes_before:
             network, kind = network_of(self), self.root_device.type
             self._classes_before = join_statistics(network, self._share, device_type=kind)
+
+
+def unit_bytes(load: Load, chosen: Sequence[str], *, itemsize: int | None = None) -> dict[str, int]:
+    """Bytes of the whole weights of each unit, by its name; the network's own is ''.
+
+    itemsize: of a number where it is cast; None is as it is kept.
+    """
+    found = dict.fromkeys(["", *chosen], 0)
+    for name, one in load.sizes.items():
+        owner = max((unit for unit in chosen if name.startswith(f"{unit}.")), key=len, default="")
+        found[owner] += one.count * (itemsize or one.itemsize)
+    return found
 
 
 def _tied_faults(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[Fault]:

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import ConfigError, Fault
 from exp.spelling import show
+from exp.strategies.footprint import Footprint, Load
 from exp.strategies.layer_split import Layers
 from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
@@ -95,6 +96,10 @@ class Hybrid(Strategy):
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
         return self.tensor.faults(planned, ranks=self.dimensions.tensor)
+
+    def footprint(self, load: Load) -> Footprint:
+        """That of the axis that is used."""
+        return self.tensor.footprint(load) if self.pipeline is None else self.pipeline.footprint(load)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """The strategy of one rank of the mesh."""

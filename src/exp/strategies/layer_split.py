@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from exp.errors import ConfigError, Fault
 from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
-from exp.nested import moved
+from exp.nested import moved, tensors_in
+from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, whole
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import (
@@ -74,6 +75,15 @@ class LayerSplit(Strategy):
         count = placement.devices_per_rank
         return _device_faults(count, self.layers) or split_faults(planned, count=count, layers=self.layers)
 
+    def footprint(self, load: Load) -> Footprint:
+        """The part of each device."""
+        count = load.placement.devices_per_rank
+        places = device_places(load, count=count, layers=self.layers, ranks=(0,))
+        inputs = list(load.inputs)
+        parts = split(load.network, count=count, layers=self.layers, inputs=inputs)
+        sent = sum(carried_bytes(parts, part, load) for part in range(count - 1)) * 2 * load.micro_batches
+        return Footprint(places=places, transfers=[Transfer(what="copies between devices", sent=sent, over=count)])
+
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One process with several devices."""
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
@@ -112,6 +122,36 @@ def split_faults(planned: Blueprint, *, count: int, layers: Layers | None) -> li
     except ConfigError as error:
         return list(error.faults)
     return []
+
+
+def carried_bytes(parts: Split, part: int, load: Load) -> int:
+    """Bytes behind a part that later ones read, for a rank's micro-batch; those of its samples that a gradient has."""
+    values = [parts.values[name] for name in parts.carried(part)]
+    stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
+    return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
+
+
+def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int, ...], factor: float = 1.0) -> Place:
+    """What is there of a network of which these parts are here.
+
+    factor: of the activations of a whole micro-batch that are kept at once.
+    """
+    everything, names = whole(load), {name for part in own for name in parts.parts[part].tensors}
+    layers = {layer: factor if place in own else 0.0 for place, part in enumerate(parts.parts) for layer in part.layers}
+    last = factor if len(parts.parts) - 1 in own else 0.0
+    return Place(
+        ranks=ranks,
+        held={name: one for name, one in everything.items() if name in names},
+        # What no layer keeps, but the code between them, is shared out evenly.
+        activations={**layers, OBJECTIVE: last},
+        rest=factor * len(own) / len(parts.parts),
+    )
+
+
+def device_places(load: Load, *, count: int, layers: Layers | None, ranks: tuple[int, ...]) -> list[Place]:
+    """Of each device of a rank whose network is laid over several."""
+    parts = split(load.network, count=count, layers=layers, inputs=list(load.inputs))
+    return [replace(part_place(load, parts, [part], ranks=ranks), device=part) for part in range(count)]
 
 
 def _device_faults(count: int, layers: Layers | None) -> list[Fault]:

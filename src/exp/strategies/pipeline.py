@@ -17,7 +17,8 @@ from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.layer_split import Layers, split_faults
+from exp.strategies.footprint import Footprint, Load, Transfer, averaged, grouped
+from exp.strategies.layer_split import Layers, carried_bytes, part_place, split_faults
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
 from exp.strategies.placement import Demand, Dimensions, Placement
@@ -50,6 +51,13 @@ SCHEDULES = {
     "zbv_zero_bubble": Schedule(torch_name="ZBVZeroBubble", stages_per_rank=2, is_v=True),
     "dualpipe_v": Schedule(torch_name="DualPipeV", stages_per_rank=2, is_v=True, needs_filling=True),
 }
+
+
+WAITING = (
+    "activations of a pipeline are an estimate, of the micro-batches that are on their way at once; the hook memory "
+    "counts all that went through"
+)
+KEPT = "of {} it is not known how many micro-batches are on their way at once; all of them are counted"
 
 
 class Pipeline(Strategy):
@@ -120,6 +128,32 @@ class Pipeline(Strategy):
             return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
         faults = self._batch_faults(planned, ranks)
         return faults + split_faults(planned, count=ranks * self.stages_per_rank, layers=self.layers)
+
+    def footprint(self, load: Load) -> Footprint:
+        """The stages of each rank, and the activations of the micro-batches that are on their way at once."""
+        placement, ranks = load.placement, load.placement.model_ranks
+        owners = self.owners(ranks)
+        parts = split(load.network, count=len(owners), layers=self.layers, inputs=list(load.inputs))
+        count = self.microbatches_of(load.samples, ranks)
+        places = []
+        for rank in range(placement.world_size):
+            own = [stage for stage, owner in enumerate(owners) if owner == rank % ranks]
+            # One forward, one backward: a stage waits for as many as there are stages from it to the last.
+            waiting = min(count, ranks - rank % ranks) if self.schedule_word == "1f1b" else count
+            places.append(part_place(load, parts, own, ranks=(rank,), factor=waiting / max(count, 1)))
+        edges = [carried_bytes(parts, stage, load) for stage in range(len(owners) - 1)]
+        crossing = [edge for stage, edge in enumerate(edges) if owners[stage] != owners[stage + 1]]
+        sent = 2 * max(crossing, default=0) * load.micro_batches
+        what, calls = "activations to the next rank, gradients to the one before", 2 * count * load.micro_batches
+        transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
+        if placement.data_ranks > 1:
+            own_bytes = max(sum(one.stored for one in place.held.values()) for place in places)
+            transfers += averaged(load, factor=own_bytes / max(load.parameter_bytes, 1))
+        # Its part of every micro-batch, and the filling and emptying of the pipeline (Huang et al. 2019, GPipe).
+        work = (count + ranks - 1) / (count * ranks)
+        notes = [WAITING]
+        notes += [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]
+        return Footprint(places=grouped(places), transfers=transfers, work=work, notes=tuple(notes))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One rank of a pipeline."""

@@ -36,6 +36,7 @@ from exp.data.data import Data
 from exp.errors import Fault, RunError
 from exp.models.forward_trace import Call, ForwardTrace
 from exp.precision.plugin import RunPrecision
+from exp.strategies.footprint import Footprint, Load, Place, averaged, whole
 from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
 from exp.strategies.rank import Rank
 
@@ -104,6 +105,7 @@ class Strategy(ABC):
     averages_between_steps: ranks step by themselves, and average their weights now and then.
     meets: what an objective may need beside one forward and one backward, words of NEEDS in objectives/term.py, where
         a network is in parts; a whole one meets all.
+    activation_checkpointing: patterns of modules whose activations are computed again in the backward.
     """
 
     splits_batch: bool = True
@@ -117,6 +119,7 @@ class Strategy(ABC):
     owns_step: bool = False
     averages_between_steps: bool = False
     meets: frozenset[str] = frozenset()
+    activation_checkpointing: tuple[str, ...] = ()
 
     def __init__(self, *, name: str) -> None:
         self.name = name
@@ -129,6 +132,11 @@ class Strategy(ABC):
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """What this strategy cannot do with a run, all of it, before anything is started; by default nothing."""
         return ()
+
+    def footprint(self, load: Load) -> Footprint:
+        """What each rank holds and sends; by default all of it, with gradients averaged where ranks share the batch."""
+        ranks = tuple(range(load.placement.world_size))
+        return Footprint(places=[Place(ranks=ranks, held=whole(load))], transfers=averaged(load))
 
     @abstractmethod
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor, nn
@@ -11,6 +13,19 @@ from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault
 from exp.precision.words import WORDS
+from exp.strategies.footprint import (
+    Footprint,
+    Held,
+    Load,
+    Place,
+    Transfer,
+    all_reduce,
+    averaged,
+    gather,
+    grouped,
+    shards,
+    whole,
+)
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -58,6 +73,32 @@ class TensorOptions:
             return [*faults, *error.faults]
         return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
 
+    def footprint(self, load: Load) -> Footprint:
+        """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""
+        placement = load.placement
+        ranks, shard = placement.dimensions.tensor, placement.dimensions.shard
+        plan, places = self.plan_of(load.network), []
+        shares = _kept_shares(load.network, plan, ranks)
+        for rank in range(placement.world_size):
+            held = _cut(whole(load), load, plan, ranks=ranks, rank=rank % ranks)
+            if shard > 1:
+                held = shards(held, load.sizes, ranks=shard, rank=placement.data_rank(rank))
+            places.append(Place(ranks=(rank,), held=held, activations=shares))
+        sent = _layer_bytes(load, plan, ranks) * load.micro_batches
+        what, calls = "all-reduce of what layers give and of its gradients", len(plan.layers) * load.micro_batches
+        transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
+        own = sum(one.stored for one in places[0].held.values())
+        if shard > 1:
+            times = 3 * load.micro_batches
+            sent = gather(own * shard, shard) * times
+            transfers.append(
+                Transfer(what="all-gathers of weights, reduce-scatter of gradients", sent=sent, over=shard)
+            )
+        else:
+            transfers += averaged(load, factor=own / max(load.parameter_bytes, 1))
+        note = "activations of layers in parts are an estimate: what is between a column and its row counts by its part"
+        return Footprint(places=grouped(places), transfers=transfers, work=1 / ranks, notes=(note,))
+
 
 # What ranks of a cut layer send each other can be differentiated any number of times.
 MEETS = frozenset({"input_gradients", "forward_passes"})
@@ -91,9 +132,58 @@ class TensorParallel(Strategy):
         """What cannot be cut so."""
         return self.tensor.faults(planned, ranks=planned.placement.model_ranks)
 
+    def footprint(self, load: Load) -> Footprint:
+        """As TensorOptions has it."""
+        return self.tensor.footprint(load)
+
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """A TensorParallelStrategy with these options."""
         return TensorParallelStrategy(placement=placement, tensor=self.tensor)
+
+
+def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: int) -> dict[str, Held]:
+    """Parts along a dimension, each of ceil(size / ranks) but for the last ones, which may have less."""
+    found = dict(held)
+    for layer, words in plan.layers.items():
+        columns = {"column", "column_whole", "column_of_sequence", "vocabulary"} & set(words)
+        rows = {"row", "row_to_sequence"} & set(words)
+        cuts = {f"{layer}.weight": 0, f"{layer}.bias": 0} if columns else {f"{layer}.weight": 1} if rows else {}
+        for name, dim in cuts.items():
+            if name in held:
+                shape, each = held[name].shape, -(-held[name].shape[dim] // ranks)
+                own = max(0, min(each, shape[dim] - rank * each))
+                part = (*shape[:dim], own, *shape[dim + 1 :])
+                size = math.prod(part) * load.sizes[name].itemsize
+                found[name] = replace(held[name], shape=part, stored=size, gradient=size if held[name].gradient else 0)
+    return found
+
+
+def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]:
+    """A row layer keeps a part of its input, and what holds layers in columns a part of what it computes of them."""
+    found: dict[str, float] = {}
+    for name, words in plan.layers.items():
+        if "column" in words or "column_of_sequence" in words:
+            holder = name.rpartition(".")[0]
+            children = (path for path, _ in network.get_submodule(holder).named_children())
+            found = {**dict.fromkeys((f"{holder}.{path}".lstrip(".") for path in children), 1.0), **found}
+            found[holder] = 1 / ranks
+    for name, words in plan.layers.items():
+        if {"row", "row_to_sequence", "sequence"} & set(words):
+            found[name] = 1 / ranks
+    return found
+
+
+def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
+    """What the layers in parts send for one micro-batch: a row its output forward, a column its input's gradient."""
+    sent = 0.0
+    for name, words in plan.layers.items():
+        layer, given = load.network.get_submodule(name), load.outputs.get(name, 0)
+        if {"row", "row_to_sequence", "vocabulary"} & set(words):
+            sent += all_reduce(given, ranks)
+        elif isinstance(layer, nn.Linear) and any("column" in word for word in words):
+            sent += all_reduce(given * layer.in_features / layer.out_features, ranks)
+            sent += gather(given, ranks) if "column_whole" in words else 0
+    return sent
 
 
 class TensorParallelStrategy(ModelParallel):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, OUTPUT
-from exp.errors import ConfigError, ExpError, Fault, RunError
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.launch.failure import Failure, death, first_cause, read_failure
 from exp.launch.supervision import end_of
 from exp.launch.zygote import Died
@@ -107,7 +107,7 @@ def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | Non
 
 def _gpus(launch: Mapping[str, Any], gpus: float | None) -> int:
     if gpus is not None:
-        return -(-int(gpus * 100) // 100)
+        return math.ceil(gpus)
     devices = launch["devices"]
     if launch["accelerator"] != "cuda":
         return 0
@@ -182,6 +182,8 @@ class ClusterExecutor(ABC):
             handle = self._submit(frozen)
         except Died as error:
             self._failed.append(End(job=job, outcome=RunError(f"the process that freezes the job {error}")))
+        except Interrupted:
+            raise  # a signal: the job is put back
         except ExpError as error:
             directory = Path(config[COMPOSITION].directory)
             report_bad_end(directory, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -224,18 +225,21 @@ def interrupted(directory: Path, signum: int) -> Interrupted:
 def report_bad_end(directory: Path, error: ExpError) -> None:
     """Write the report that the job could not write itself; none where it had not begun.
 
-    Raises: RunError where it cannot be written.
+    Where it cannot be written, as on a full disk, that is printed: the row has what there is to say.
     """
     if not (directory / "config.yaml").is_file():
         return
-    before = find_report(directory)
-    ongoing = Ongoing(
-        directory,
-        read_frozen(directory),
-        overrides=read_overrides(directory),
-        world_size=1 if before is None else before.world_size,
-    )
-    write_bad_end(ongoing, error, has_ranks=True)
+    try:
+        before = find_report(directory)
+        ongoing = Ongoing(
+            directory,
+            read_frozen(directory),
+            overrides=read_overrides(directory),
+            world_size=1 if before is None else before.world_size,
+        )
+        write_bad_end(ongoing, error, has_ranks=True)
+    except RunError as second:
+        print(second, file=sys.stderr)
 
 
 def _last_words(directory: Path) -> str:

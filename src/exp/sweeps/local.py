@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -208,10 +207,7 @@ class LocalExecutor:
         """What came of a job whose process ended without a word."""
         error: ExpError = interrupted(directory, self._signals[0]) if self._signals else dead_job(directory, died)
         error.__cause__ = died
-        try:
-            report_bad_end(directory, error)
-        except RunError as second:  # as on a full disk: the row has what there is to say
-            print(second, file=sys.stderr)
+        report_bad_end(directory, error)
         return error
 
 

@@ -155,8 +155,8 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
     tags: whose curves are read beside those of the losses, the monitored tag and the validation metrics.
     """
     problems: list[str] = []
-    config = _read(directory, "config.yaml", _mapping, problems) or {}
-    typed = _read(directory, "overrides.yaml", _overrides, problems) or {}
+    config = read_part(directory, "config.yaml", _mapping, problems) or {}
+    typed = read_part(directory, "overrides.yaml", _overrides, problems) or {}
     known = Values(config)
     monitor = known["monitor"] if isinstance(known["monitor"], str) else None
     mode = cast(Mode, known["mode"]) if known["mode"] in ("min", "max") else None
@@ -188,7 +188,7 @@ def _reported(record: RunRecord, problems: list[str]) -> RunRecord:
     """The record with what report.json says; without one, with what the curves say so far."""
     directory = record.directory
     is_there = os.path.lexists(directory / "report.json")
-    facts = _read(directory, "report.json", _facts, problems) if is_there else None
+    facts = read_part(directory, "report.json", _facts, problems) if is_there else None
     if facts is not None:
         return _replaced(record, **facts)
     status = UNREADABLE if is_there else RUNNING if _is_held(directory) else NO_REPORT
@@ -220,8 +220,11 @@ def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | 
 # --- the files ---
 
 
-def _read(directory: Path, name: str, read: Callable[[Path], Any], problems: list[str]) -> Any:
-    """What a file holds; None, and a line in `problems`, where it cannot be read."""
+def read_part(directory: Path, name: str, read: Callable[[Path], Any], problems: list[str]) -> Any:
+    """What a file of a run directory holds; None, and a line in `problems`, where it cannot be read.
+
+    read: gives it, and raises one of DAMAGE.
+    """
     path = directory / name
     try:
         return read(path)

@@ -65,6 +65,7 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.keep": ((1,), "a stack keeps one best checkpoint of each member"),
     "checkpoint.async": ((False,), "it is a thread of one run"),
     "runtime.deterministic": ((False,), "it is a switch of one run"),
+    "runtime.cuda_blocking": ((False,), "it looks at the steps of one run"),
     "runtime.cuda_graph": ((False,), "a stack runs on a CPU"),
     "runtime.channels_last": ((False,), "a stack has weights in one layout"),
     "runtime.out_of_memory": (("stop",), "it halves the batches of one run"),

@@ -153,6 +153,7 @@ SCHEMA: dict[str, Any] = {
         "out_of_memory": Literal["stop", "halve"],
         "step_timeout": Seconds | None,
         "matmul": Literal["highest", "high", "medium"] | None,
+        "cuda_blocking": bool,
         "cudnn_benchmark": bool | None,
         "autoresume": bool,
         "non_finite": Literal["stop", "skip", "rewind"],

@@ -1,0 +1,264 @@
+"""Writes docs/gallery.md and docs/gallery/: python docs/make_gallery.py, with --pictures [NAME ...] their pictures.
+
+A page is made of conf/experiment/NAME.yaml and of the docstring of its test in tests/gallery. A picture is made of a
+run of the whole experiment, or of its first minute, and needs the extra `report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from exp.gallery import Entry, entries
+
+ROOT = Path(__file__).resolve().parents[1]
+INDEX, PAGES, TESTS = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery", ROOT / "tests" / "gallery"
+HEAD = """# Gallery: each system is one command
+
+*Reference*: the experiments that come with exp, a page with a picture for each. Made from conf/experiment and
+tests/gallery by `python docs/make_gallery.py`; a test holds it up to date.
+
+    python -m exp.gallery                 all of them, with their pictures
+    python -m exp.gallery lenet           the YAML of one
+    python -m exp.train experiment=lenet
+    python -m exp.train experiment=lenet debug=few_batches
+
+Each is one YAML, which says model, wiring, data, losses, hooks and strategy itself or by an option, and needs no Python
+and no download. A test of each in tests/gallery holds a number against a reference: a loop in plain PyTorch, NumPy,
+another library, a count or a formula. Copy a YAML into your own `conf/experiment/` and change it.
+"""
+FAMILIES = {
+    "Containers": "sequential sequential_ordered_dict module_list module_dict parameter_list parameter_dict",
+    "Precision, penalties, several losses": "amp_fp16 amp_bf16 gradient_penalty_inputs gradient_penalty_parameters "
+    "gradient_penalty_scaled two_models_two_losses jacobian label_out_of_range",
+    "Adversaries": "gan wgan_gp domain_adversarial dann",
+    "Devices and ranks": "toy_model_parallel resnet_in_two_parts pipeline data_parallel ddp ddp_with_layer_split fsdp "
+    "tensor_parallel sync_batchnorm ring_all_reduce activation_checkpointing",
+    "Networks": "lenet example conv1d upsample roi_pool super_resolution names_rnn lstm gru seq2seq_attention "
+    "transformer gpt tokenized_text",
+    "Tensors and functions": "einsum_and_friends custom_functions logging_tensor scalar_tensor per_sample_gradients "
+    "vmap_ensembles",
+    "Parts of a run": "initialisation finetune_frozen checkpoint_components memory_four_parts",
+}
+# What a picture shows beside the losses: a tag of metrics.csv.
+BESIDE = {
+    "amp_fp16": "precision/loss_scale",
+    "two_models_two_losses": "precision/loss_scale",
+    "gradient_penalty_inputs": "loss/train/r1",
+    "gradient_penalty_parameters": "loss/train/gradient_norm",
+    "gradient_penalty_scaled": "precision/loss_scale",
+    "jacobian": "loss/train/jacobian",
+    "dann": "gradient_reversal/weight",
+    "domain_adversarial": "loss/train/domain",
+    "per_sample_gradients": "per_sample_gradients/noise_scale",
+    "lenet": "optimizer/lr/default",
+    "names_rnn": "accuracy/val",
+    "gpt": "bits_per_character/val",
+    "tokenized_text": "perplexity/val",
+    "finetune_frozen": "gradients/norm/linear1.weight",
+    "initialisation": "gradients/norm/head.weight",
+}
+MEMORY = ("memory_four_parts", "activation_checkpointing", "fsdp")
+PARTS = ("parameters", "gradients", "optimizer", "activations")
+SECONDS = 60
+
+
+def pages() -> dict[Path, str]:
+    """The text of the index and of each page."""
+    numbers = dict(_numbers())
+    found = {entry.name: entry for entry in entries()}
+    return {INDEX: "\n".join(_index(found)) + "\n"} | {
+        PAGES / f"{name}.md": "\n".join(_page(entry, numbers[name])) + "\n" for name, entry in found.items()
+    }
+
+
+def _numbers() -> Iterator[tuple[str, str]]:
+    """The docstring of each test that is called by an experiment."""
+    for path in sorted(TESTS.glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            if said:
+                yield node.name.removeprefix("test_"), " ".join(said.split())
+
+
+def _index(found: dict[str, Entry]) -> Iterator[str]:
+    yield HEAD
+    for family, names in FAMILIES.items():
+        yield f"## {family}\n\n| | |\n|---|---|"
+        yield from (f"| [{name}](gallery/{name}.md) | {found[name].title} |" for name in names.split())
+        yield ""
+
+
+def _page(entry: Entry, number: str) -> Iterator[str]:
+    yield f"# {entry.name}\n\n*Reference*: {entry.title}."
+    yield f"One of the [gallery](../gallery.md).\n\n![{entry.name}]({entry.name}.png)\n"
+    yield f"    {entry.command}\n"
+    yield f"**The number that its test holds.** {number}\n"
+    yield f"```yaml\n{entry.path.read_text(encoding='utf-8').rstrip()}\n```"
+
+
+def draw(entry: Entry, place: Path) -> None:
+    """Runs an experiment, for SECONDS at most, and draws its picture."""
+    directory = place / entry.name
+    words = [f"experiment={entry.name}", f"hydra.run.dir={directory.name}", "logger=[csv]"]
+    words += [
+        "trainer.enable_progress_bar=false",
+        f"trainer.max_time='00:00:00:{SECONDS - 1}'",
+        "launch.accelerator=cpu",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "exp.train", *words], cwd=place, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{entry.name}: {done.stderr}")
+    with (directory / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    beside = _beside(entry.name)
+    figure, axes = pyplot.subplots(1, 2 if beside else 1, figsize=(7.5 if beside else 4.5, 2.8), squeeze=False)
+    curve(axes[0][0], rows, ["loss/train", "loss/val"])
+    if beside:
+        beside(axes[0][1], rows, directory)
+    figure.tight_layout()
+    PAGES.mkdir(exist_ok=True)
+    figure.savefig(PAGES / f"{entry.name}.png", dpi=72, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def curve(axes: Any, rows: list[dict[str, str]], tags: list[str]) -> None:
+    """Tags over steps, on a logarithmic axis where all of a tag is above 0 and it spans a factor of ten."""
+    least, most = [], []
+    for tag in tags:
+        points = [(int(row["step"]), float(row[tag])) for row in rows if row.get(tag)]
+        if points:
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, label=tag, marker="" if len(points) > 40 else ".", linewidth=1)
+            least.append(min(values))
+            most.append(max(values))
+    if least and min(least) > 0 and max(most) > 10 * min(least):
+        axes.set_yscale("log")
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.legend(fontsize=7)
+
+
+def _beside(name: str) -> Callable[..., None] | None:
+    if name in MEMORY:
+        return _memory
+    if name in OUTPUTS:
+        return lambda axes, rows, directory: _shown(axes, OUTPUTS[name](directory))
+    if name in BESIDE:
+        return lambda axes, rows, directory: curve(axes, rows, [BESIDE[name]])
+    return None
+
+
+def _memory(axes: Any, rows: list[dict[str, str]], directory: Path) -> None:
+    """The last measured bytes of each part, as bars."""
+    tags = [f"memory/{part}_mib" for part in PARTS]
+    axes.barh(PARTS, [[float(row[tag]) for row in rows if row.get(tag)][-1] for tag in tags])
+    axes.set_xlabel("MiB", fontsize=8)
+    axes.tick_params(labelsize=7)
+
+
+def _shown(axes: Any, picture: Any) -> None:
+    axes.imshow(picture, cmap="gray")
+    axes.set_axis_off()
+
+
+def _network(directory: Path) -> tuple[Any, Any]:
+    """The trained network of a run in evaluation, and inputs `[32, ...]` of its test part."""
+    import torch
+
+    from exp.config.freeze import read_frozen
+    from exp.construct import build_data, build_network, plain_config
+
+    plain = plain_config(read_frozen(directory))
+    data = build_data(plain)
+    network = build_network(plain, data.spec)
+    state = torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    network.load_state_dict({key.removeprefix("network."): value for key, value in state.items()})
+    loader = data.loader("test")
+    loader.set_position(0, 0)
+    values = next(iter(loader)).data
+    return network.eval(), (values[0] if isinstance(values, tuple) else values["input"])[:32]
+
+
+def _grid(pictures: Any, columns: int) -> Any:
+    """Pictures `[N, H, W]` in rows, with a line between."""
+    import torch
+
+    padded = torch.nn.functional.pad(pictures, (0, 1, 0, 1), value=float(pictures.max()))
+    return torch.cat([torch.cat(list(row), 1) for row in padded.split(columns)]).numpy()
+
+
+def _generated(directory: Path) -> Any:
+    import torch
+
+    network, x = _network(directory)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return _grid(network(x)[:, 0], 8)
+
+
+def _pairs(directory: Path) -> Any:
+    """Rows of what the network was given, what it made of it, and what there was."""
+    import torch
+    from torch.nn.functional import avg_pool2d, interpolate
+
+    network, x = _network(directory)
+    x = x[:8]
+    with torch.no_grad():
+        rows = [network(x), x]
+        if directory.name == "super_resolution":
+            rows.insert(0, interpolate(avg_pool2d(x, 2), scale_factor=2))
+        return _grid(torch.cat(rows)[:, 0], 8)
+
+
+def _attention(directory: Path) -> Any:
+    import torch
+
+    network, x = _network(directory)
+    with torch.no_grad():
+        return network(x[:1])["attention"][0].numpy()
+
+
+OUTPUTS: dict[str, Callable[[Path], Any]] = {
+    "gan": _generated,
+    "wgan_gp": _generated,
+    "super_resolution": _pairs,
+    "upsample": _pairs,
+    "seq2seq_attention": _attention,
+}
+
+
+def main() -> None:
+    """Writes the pages, and with --pictures the pictures, of all experiments or of those named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pictures", nargs="*", metavar="NAME")
+    names: list[str] | None = parser.parse_args().pictures
+    if names is not None:
+        with tempfile.TemporaryDirectory() as place:
+            for entry in entries():
+                if not names or entry.name in names:
+                    draw(entry, Path(place))
+                    print(entry.name, os.path.getsize(PAGES / f"{entry.name}.png"), flush=True)
+        return
+    PAGES.mkdir(exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""JSON schemas (draft 7) of train.yaml and of the options of each group, from what the check knows: for editors.
+
+A schema is no stricter than the check: what only a whole config shows, such as a required key that another file sets,
+is left to that. A value may be an interpolation wherever it stands.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import inspect
+import json
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from exp.check.keys import SCHEMA, VALUES
+from exp.check.kinds import MAPPINGS, SEQUENCES, bounds_of, worded
+from exp.check.phase_rules import PHASE
+from exp.check.signature import PLAIN, Parameter, signature_of
+from exp.config.annotations import EMPTY
+from exp.config.slots import ANYWHERE, COLLECTIONS, NODES, PHASES, Slot, slot_of
+from exp.config.targets import resolve
+from exp.errors import ExpError
+
+DRAFT = "http://json-schema.org/draft-07/schema#"
+Schema = dict[str, Any]
+# Also ??? for a value that a command has to give.
+INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
+SCALARS: Mapping[Any, Schema] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    complex: {"type": "number"},
+    str: {"type": "string"},
+    type(None): {"type": "null"},
+}
+BOUNDS = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "multiple_of": "multipleOf",
+}
+REFERENCE = re.compile(r'"#/definitions/([^"]+)"')
+LENGTHS = {"min_length": "minItems", "max_length": "maxItems"}
+NODE: Schema = {"type": "object", "required": ["_target_"]}
+A_NODE: Schema = {"$ref": "#/definitions/node"}
+VALUE: Schema = {"$ref": "#/definitions/value"}
+
+
+class Schemas:
+    """The schemas of one search path.
+
+    targets: the dotted names that a `_target_` is likely to be; a node with another one takes anything.
+    allow: packages whose classes may be imported, as security.allow.
+    """
+
+    def __init__(self, targets: Iterable[str], *, allow: Sequence[str] = ()) -> None:
+        self._allow = allow
+        found = {name: self._resolved(name) for name in sorted(set(targets))}
+        self._targets = {name: target for name, target in found.items() if target is not None}
+
+    def train(self) -> Schema:
+        """That of train.yaml, and of files with `# @package _global_`."""
+        return self._whole(self._global(), "What train.yaml, an experiment or a debug switch may set")
+
+    def group(self, name: str) -> Schema:
+        """That of the options of a group, such as optimizer."""
+        if name in COLLECTIONS:
+            body = self._entries(name)
+        elif name == PHASES:
+            body = {"type": "object", "additionalProperties": self._phase()}
+        elif name in SCHEMA and isinstance(SCHEMA[name], dict):
+            body = fixed(SCHEMA[name])
+        else:
+            body = self._node(slot_of(name))
+        return self._whole(_with_defaults(body), f"An option of the group {name}")
+
+    def _resolved(self, name: str) -> Any:
+        try:
+            return resolve(name, returns=("builtins.object",), allow=self._allow)
+        except ExpError:
+            return None  # of an extra that is not installed, or a fault that the check names
+
+    def _whole(self, body: Schema, title: str) -> Schema:
+        definitions = {
+            "interpolation": INTERPOLATION,
+            "node": NODE,
+            "value": self._value(),
+            **{name: self._target(name, ANYWHERE) for name in self._targets},
+        }
+        return {"$schema": DRAFT, "title": title, **body, "definitions": _reached(body, definitions)}
+
+    def _global(self) -> Schema:
+        properties: Schema = {
+            **fixed(SCHEMA)["properties"],
+            "module": _or(self._node(slot_of("module")), {"type": "null"}),
+            **{name: _or(self._node(slot_of(name)), {"type": "null"}) for name in NODES},
+            **{name: _or(self._entries(name)) for name in COLLECTIONS},
+            PHASES: _or({"type": "object", "additionalProperties": self._phase()}),
+            "hydra": {"type": "object"},
+        }
+        return _with_defaults({"type": "object", "properties": properties, "additionalProperties": False})
+
+    def _entries(self, group: str) -> Schema:
+        """Named nodes."""
+        return {"type": "object", "additionalProperties": _or(self._node(slot_of(f"{group}.entry")))}
+
+    def _phase(self) -> Schema:
+        nodes = {
+            name: _or(self._node(slot_of(f"{PHASES}.one.{name}")), {"type": "null"})
+            for name in ("optimizer", "scheduler")
+        }
+        properties = {**fixed(PHASE)["properties"], **nodes}
+        return {"type": "object", "properties": properties, "additionalProperties": False}
+
+    # --- nodes with a _target_ ---
+
+    def _node(self, slot: Slot) -> Schema:
+        """One node in a slot: by its `_target_` where that is known, else any of what the slot's targets take."""
+        fitting = [name for name, target in self._targets.items() if self._fits(target, slot)]
+        known = [self._target(name, slot) for name in fitting]
+        shared = [self._target(name, ANYWHERE) for name in fitting]
+        # Written once, where the slot adds nothing.
+        cases = [
+            _case(name, {"$ref": f"#/definitions/{name}"} if one == other else one)
+            for name, one, other in zip(fitting, known, shared, strict=True)
+        ]
+        properties = {name: VALUE for one in known for name in one["properties"]}
+        properties |= {name: self._reserved(slot, name) for name in slot.reserved}
+        properties |= {name: rule for name, rule in self._bounded(slot).items() if name in properties}
+        closed = bool(known) and all(one.get("additionalProperties") is False for one in known)
+        open_node: Schema = {"properties": properties, **({"additionalProperties": False} if closed else {})}
+        return {"type": "object", "allOf": [*cases, {"if": {"not": NODE}, "then": open_node}]}
+
+    def _fits(self, target: Any, slot: Slot) -> bool:
+        if not slot.bases or not inspect.isclass(target):
+            return False
+        return any(
+            base in {f"{one.__module__}.{one.__qualname__}", *_aliases(one)}
+            for base in slot.bases
+            for one in target.__mro__
+        )
+
+    def _target(self, name: str, slot: Slot) -> Schema:
+        """What a node with this `_target_` holds."""
+        target = self._targets[name]
+        signature = signature_of(target)
+        properties: Schema = {
+            "_target_": {"const": name},
+            "_partial_": _or(SCALARS[bool]),
+            "_args_": _or({"type": "array", "items": VALUE}),
+            "defaults": {},  # of the file whose node it is
+            **{one.name: self._parameter(one, slot) for one in signature.parameters.values()},
+            **{one: self._reserved(slot, one) for one in slot.reserved},
+        }
+        properties |= self._bounded(slot, within=properties)
+        for one in slot.refused:
+            properties.pop(one, None)
+        found: Schema = {"properties": properties, "description": _first_line(target)}
+        # What stands beside the layers of a model may be a word of the slot's that no signature shows.
+        is_open = signature.open or (slot.pattern == "model" and "layers" in properties)
+        return found if is_open else {**found, "additionalProperties": False}
+
+    def _parameter(self, one: Parameter, slot: Slot) -> Schema:
+        kind = annotation_schema(one.annotation, one.default)
+        words = [] if one.annotation is EMPTY and one.default is EMPTY else [worded(one.annotation, one.default)]
+        if not one.required and isinstance(one.default, PLAIN):
+            words.append(f"by default {one.default!r}")
+        told: Schema = {"description": ", ".join(words)} if words else {}
+        nullable = [SCALARS[type(None)]] if one.name in slot.filled or one.default is None else []
+        if not kind:
+            return {**told, "allOf": [VALUE]}
+        if _is_scalar(kind):
+            return {**told, **_or(kind, *nullable)}
+        return {**told, "allOf": [_or(kind, A_NODE, *nullable), VALUE]}
+
+    def _reserved(self, slot: Slot, name: str) -> Schema:
+        rule = VALUES.get(slot.pattern + f".{name}")
+        return VALUE if rule is None else _or(annotation_schema(rule))
+
+    def _bounded(self, slot: Slot, within: Iterable[str] | None = None) -> Schema:
+        """The keys below a slot whose values exp bounds itself."""
+        prefix = f"{slot.pattern}."
+        rules = {key.removeprefix(prefix): rule for key, rule in VALUES.items() if key.startswith(prefix)}
+        names = set(rules) if within is None else set(rules) & set(within)
+        return {name: _or(annotation_schema(rules[name])) for name in sorted(names) if "." not in name}
+
+    def _value(self) -> Schema:
+        """Anything, in which every node with a known `_target_` is held against that."""
+        cases = [_case(name, {"$ref": f"#/definitions/{name}"}) for name in self._targets]
+        inner: Schema = {"if": {"not": NODE}, "then": {"additionalProperties": VALUE}}
+        return {"items": VALUE, "allOf": [{"if": {"type": "object"}, "then": {"allOf": [*cases, inner]}}]}
+
+
+def _reached(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Those of some definitions that a schema refers to, by others or by itself."""
+    found: dict[str, Schema] = {}
+    todo = [body]
+    while todo:
+        names = set(REFERENCE.findall(json.dumps(todo.pop()))) - found.keys()
+        found |= {name: definitions[name] for name in names}
+        todo += [definitions[name] for name in names]
+    return {name: found[name] for name in definitions if name in found}
+
+
+def fixed(keys: Mapping[str, Any]) -> Schema:
+    """A mapping of keys that exp reads, and no others. keys: as `exp.check.keys.SCHEMA` has them."""
+    properties = {
+        name: _or(fixed(rule))
+        if isinstance(rule, dict)
+        else {"description": worded(rule), **_or(annotation_schema(rule))}
+        for name, rule in keys.items()
+    }
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def annotation_schema(annotation: Any, default: Any = EMPTY) -> Schema:
+    """What an annotation allows, as `exp.check.kinds.fits` reads it; {} for whatever a schema cannot say."""
+    if annotation in (EMPTY, Any, object) or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
+        is_plain = annotation is EMPTY and isinstance(default, bool | int | float | str)
+        return SCALARS[float if type(default) is int else type(default)] if is_plain else {}
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in SCALARS or annotation is None:
+        return SCALARS[type(None) if annotation is None else annotation]
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        kinds = [annotation_schema(one) for one in arguments]
+        return {} if {} in kinds else {"anyOf": kinds}
+    if origin is typing.Annotated:
+        return _bounded_schema(annotation_schema(arguments[0]), bounds_of(arguments[1:]))
+    return _container(annotation, origin or annotation, arguments)
+
+
+def _container(annotation: Any, base: Any, arguments: tuple[Any, ...]) -> Schema:
+    if base in SEQUENCES:
+        if base is tuple and arguments and arguments[-1] is not ...:
+            count = len(arguments)
+            return {"type": "array", "items": list(map(_entry, arguments)), "minItems": count, "maxItems": count}
+        return {"type": "array", "items": _entry(arguments[0]) if arguments else {}}
+    if base in MAPPINGS:
+        return {"type": "object", "additionalProperties": _entry(arguments[1]) if len(arguments) == 2 else {}}
+    if base is collections.abc.Callable:
+        return A_NODE
+    if not inspect.isclass(base):
+        return {}
+    if issubclass(base, enum.Enum):
+        return {"enum": [*(member.name for member in base), *(member.value for member in base)]}
+    if issubclass(base, os.PathLike) or f"{base.__module__}.{base.__qualname__}" == "torch.dtype":
+        return SCALARS[str]
+    return {}
+
+
+def _is_scalar(kind: Schema) -> bool:
+    """Whether no node may stand for it: a number, a text, one of some words, or any of these."""
+    others = kind.get("anyOf")
+    if others is not None:
+        return all(map(_is_scalar, others))
+    return kind.get("type") in ("boolean", "integer", "number", "string", "null") or "enum" in kind
+
+
+def _entry(annotation: Any) -> Schema:
+    kind = annotation_schema(annotation)
+    return (_or(kind) if _is_scalar(kind) else _or(kind, A_NODE)) if kind else {}
+
+
+def _bounded_schema(kind: Schema, bounds: Mapping[str, Any]) -> Schema:
+    if not kind or kind == A_NODE:
+        return kind
+    limits = {BOUNDS[name]: bound for name, bound in bounds.items() if name in BOUNDS and math.isfinite(bound)}
+    lengths = {LENGTHS[name]: bound for name, bound in bounds.items() if name in LENGTHS}
+    if kind.get("type") == "array":
+        entries = [kind["items"]] if isinstance(kind["items"], dict) else []
+        return {**kind, **lengths, **({"items": {**entries[0], **limits}} if entries and limits else {})}
+    return {**kind, **limits}
+
+
+def _or(*kinds: Schema) -> Schema:
+    """Any of some kinds, or an interpolation."""
+    return {"anyOf": [*kinds, {"$ref": "#/definitions/interpolation"}]} if {} not in kinds else {}
+
+
+def _case(name: str, then: Schema) -> Schema:
+    return {"if": {"required": ["_target_"], "properties": {"_target_": {"const": name}}}, "then": then}
+
+
+def _with_defaults(body: Schema) -> Schema:
+    """The same with the defaults list that a file may begin with."""
+    listed: Schema = {"type": "array", "items": {"type": ["string", "object"]}}
+    found = {**body, "properties": {"defaults": listed, **body.get("properties", {})}}
+    if "allOf" in body:
+        found["allOf"] = [_taking_defaults(one) for one in body["allOf"]]
+    return found
+
+
+def _taking_defaults(case: Schema) -> Schema:
+    then = case["then"]
+    return case if "$ref" in then else {**case, "then": {**then, "properties": {"defaults": {}, **then["properties"]}}}
+
+
+def _aliases(kind: type) -> set[str]:
+    """The shorter public names of a library's class, `torch.nn.Module` of torch.nn.modules.module.Module."""
+    parts = kind.__module__.split(".")
+    return {".".join([*parts[:count], kind.__qualname__]) for count in range(1, len(parts))}
+
+
+def _first_line(target: Any) -> str:
+    return (inspect.getdoc(target) or "").strip().split("\n")[0][:200]

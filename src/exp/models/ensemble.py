@@ -1,0 +1,79 @@
+"""Several networks of one shape as one: their parameters are stacked, and torch.func.vmap runs all of them at once.
+
+https://docs.pytorch.org/tutorials/intermediate/ensembling.html
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.parameter import UninitializedParameter
+
+from exp.models.matching import ANY_BATCH_NORM
+
+
+class Ensemble(nn.Module):
+    """Members with initial values of their own, which all see the same input.
+
+    A parameter `weight` of the member is `member.weight` here, `[E, *shape]`: row e is that of member e. Dropout draws
+    other numbers for each member.
+
+    members: how many, E. member: one of them. Its layers draw their initial values anew by `reset_parameters`, as
+        torch's do. Sizes are not inferred, and batch norm with running statistics has no rule for vmap.
+
+    Raises: ValueError where the member has no sizes yet, a parameter that no `reset_parameters` draws, or running
+        statistics.
+    """
+
+    def __init__(self, *, members: Annotated[int, Ge(1)], member: nn.Module) -> None:
+        super().__init__()
+        _require_stackable(member)
+        self.members = members
+        copies = [member, *(copy.deepcopy(member) for _ in range(members - 1))]
+        for one in copies[1:]:
+            for module in one.modules():
+                _draw_anew(module)
+        parameters, buffers = stack_module_state(copies)
+        self.member = copy.deepcopy(member)
+        for name, value in parameters.items():
+            owner, _, own = name.rpartition(".")
+            setattr(self.member.get_submodule(owner), own, nn.Parameter(value.detach()))
+        for name, value in buffers.items():
+            owner, _, own = name.rpartition(".")
+            self.member.get_submodule(owner).register_buffer(own, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What each member gives, `[E, B, ...]`, for a batch `[B, ...]`."""
+        state: dict[str, Any] = {**dict(self.member.named_parameters()), **dict(self.member.named_buffers())}
+
+        def run(own: dict[str, Tensor]) -> Tensor:
+            found: Tensor = functional_call(self.member, own, (x,))
+            return found
+
+        found: Tensor = vmap(run, randomness="different")(state)
+        return found
+
+
+def _draw_anew(module: Any) -> None:
+    if _draws(module):
+        module.reset_parameters()
+
+
+def _draws(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset_parameters", None))
+
+
+def _require_stackable(member: nn.Module) -> None:
+    if any(isinstance(parameter, UninitializedParameter) for parameter in member.parameters()):
+        raise ValueError(
+            "the member of an ensemble has layers without sizes; expected all of them, such as in_features"
+        )
+    for name, module in member.named_modules():
+        if isinstance(module, ANY_BATCH_NORM) and getattr(module, "running_mean", None) is not None:
+            raise ValueError(f"{name} of the member keeps running statistics; expected track_running_stats: false")
+        if list(module.parameters(recurse=False)) and not _draws(module):
+            raise ValueError(f"{name or 'the member'} draws no initial values; expected a method reset_parameters")

@@ -1,0 +1,558 @@
+"""One step of a run on fake tensors, which have shapes, dtypes and storages, and no numbers: nothing is allocated.
+
+The network is built on the meta device and its tensors are made anew as fake tensors of a CPU, so that the kernels of a
+CPU are those that keep activations, as the hook `memory` counts them in a run there. CUDA's keep the same but for what
+cuDNN and its attention have of their own.
+
+    forward and objective    under the precision, inside the hook's own count of what is kept for the backward
+    backward                 gradients, and the operators that make them
+    optimizer                its state, made by its own first step (exp.plan.rank_memory)
+
+Relied on, and tested (torch 2.13): FakeTensorMode of torch._subclasses, a fake tensor's storage, which is one Python
+object as long as it lives and knows its size, and `is_view` of an operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exp.check.input_faults import described
+from exp.construct import build_network, build_objective, build_phases, build_run_precision
+from exp.data.randomness import preserve_generators
+from exp.engine.forward import forward_by_name, make_passes, needing
+from exp.errors import ConfigError, RunError, one_line
+from exp.hooks.saved_tensors import Kept, held, innermost_call, kept_by, storages
+from exp.models.containers import with_forward
+from exp.models.flop_count import flops_of
+from exp.nested import mapped, tensors_in
+from exp.objectives.objective import Objective
+from exp.optim.parameter_groups import trained_parameters
+from exp.optim.phase import turns_of
+from exp.precision.conversion import cast_own_tensors
+from exp.precision.words import WORDS
+from exp.strategies.footprint import OBJECTIVE
+from exp.strategies.units import checkpoint_activations, matched
+from exp.types import Batch, dtype_name
+
+if TYPE_CHECKING:
+    from exp.check.plan import Plan
+
+Part = Literal["forward", "backward", "recomputed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What of a step may be tried otherwise.
+
+    samples: of a rank's micro-batch, b. word: of the precision. recomputed: patterns of the modules whose activations
+    are computed again in the backward.
+    """
+
+    samples: int
+    word: str
+    recomputed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """A call of one operator. flops: by multiplications and additions. moved: bytes that it reads and writes.
+
+    dtype: of what it gives, by torch's name. layer: the path of the innermost module; of the network itself ''.
+    """
+
+    name: str
+    part: Part
+    layer: str
+    flops: int
+    moved: int
+    dtype: str
+    times: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSize:
+    """A parameter. size: of its storage in bytes, 0 where another that was counted before has the same."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    learns: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeNetwork:
+    """A network of fake tensors, and the mode to which they belong."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+
+
+@dataclass(kw_only=True)
+class StepFigures:
+    """What one micro-batch of a step takes.
+
+    parameters: by name. buffers: bytes. batch: bytes of a rank's micro-batch.
+    outputs: of the last call of each layer, as text with B for the batch; output_bytes: the same in bytes.
+    activations: bytes that are kept for the backward, of several phases those of the largest; by_layer: the same by
+        the layer that keeps them.
+    gradients: bytes by the parameter's name, for each phase or for the one backward; without those that could not be
+        run. temporaries: bytes that are alive at once at most, beyond parameters, buffers, batch, activations and
+        gradients; the optimizer's step left out.
+    operators: those of forward and backward.
+    fake: the network with which they were made; None where its step is its own.
+    notes: what is not known, and why.
+    """
+
+    setting: Setting
+    parameters: Mapping[str, ParameterSize]
+    buffers: int = 0
+    batch: int = 0
+    outputs: dict[str, str] = field(default_factory=dict)
+    output_bytes: dict[str, int] = field(default_factory=dict)
+    activations: int | None = None
+    by_layer: dict[str, int] = field(default_factory=dict)
+    gradients: list[Mapping[str, int]] = field(default_factory=list)
+    temporaries: int = 0
+    operators: list[Operator] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    fake: FakeNetwork | None = None
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that get a gradient; of all that learn where the backward is not known."""
+        if not self.gradients:
+            return frozenset(name for name, one in self.parameters.items() if one.learns)
+        return frozenset(name for found in self.gradients for name in found)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(one.size for one in self.parameters.values())
+
+    def flops(self, part: Part | None = None) -> float:
+        """Of one micro-batch, all or of one part."""
+        return sum(one.flops * one.times for one in self.operators if part in (None, one.part))
+
+
+def take_step(plan: Plan, setting: Setting) -> StepFigures:
+    """Run forward, objective and backward of a micro-batch of the plan's run.
+
+    What cannot run without numbers is left unknown, and the notes say so.
+    """
+    plain = {**plan.plain, "precision": {**plan.plain["precision"], "word": setting.word}}
+    word = WORDS[setting.word]
+    notes = ["fp8: activations are counted as bf16 has them"] if word.float8 else []
+    if word.float8:
+        plain["precision"] = {**plain["precision"], "word": "bf16"}
+    network = build_network(plain, plan.spec, device="meta")
+    precision = build_run_precision(plain, device_type="cpu")
+    with quiet():
+        precision.convert_module(network)
+    try:
+        checkpoint_activations(matched(network, setting.recomputed, key="strategy.activation_checkpointing").values())
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with preserve_generators(), mode:
+            make_fake(network)
+            network.train()
+            data = precision.convert_input(fake_batch(plan, samples=setting.samples, notes=notes))
+            step = _Step(plan, network, data, setting=setting, notes=notes)
+            with Ones() as ones:
+                step.run(plain, precision.forward_context, double=word.double)
+            notes += [ASKED] if ones.asked else []
+            step.figures.fake = FakeNetwork(module=network, mode=mode)
+            return step.figures
+    finally:
+        precision.teardown()
+
+
+def make_fake(network: nn.Module) -> None:
+    """Put fake tensors of a CPU in the place of meta tensors: parameters, buffers, and plain attributes.
+
+    Inside a FakeTensorMode. A tensor that several modules share stays one.
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for module in network.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, fake(parameter))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, fake(buffer))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.device.type == "meta":
+                vars(module)[name] = fake(value)
+
+
+def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> Any:
+    """A batch of so many samples as the data set gives it, without their numbers. Inside a FakeTensorMode.
+
+    Where the data are not on this machine, as the config declares them.
+    """
+    try:
+        # Real, for a data set's own code reads numbers; a few samples are enough.
+        with unset_fake_temporarily():
+            read = plan.data.first_samples("train", seconds=1.0)
+    except (RunError, ConfigError) as error:
+        read = None
+        notes.append(f"the batch is as the config declares it, for the data cannot be read here: {one_line(error)}")
+    if read is None:
+        return _declared_batch(plan, samples=samples)
+    count = next(len(tensor) for tensor in tensors_in(read) if tensor.dim())
+
+    def resized(tensor: Tensor) -> Tensor:
+        shape = (samples, *tensor.shape[1:]) if tensor.dim() and len(tensor) == count else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype)
+
+    return mapped(read, resized)
+
+
+def _declared_batch(plan: Plan, *, samples: int) -> Any:
+    from exp.models.inference import example_inputs
+
+    spec = plan.spec
+    inputs = example_inputs(spec, batch_size=samples)
+    trace = plan.shapes.traces.get(None)
+    output = next(iter(tensors_in(trace.output)), None) if trace is not None else None
+    shape = () if output is None else tuple(output.shape[1:])
+    if spec.num_classes is not None:
+        target = torch.empty((samples, *shape[:-1]), dtype=torch.int64)
+    else:
+        target = torch.empty((samples, *shape), dtype=torch.float32)
+    if list(inputs) == ["input"]:
+        return inputs["input"], target
+    return {**inputs, "target": target}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What a precision logs, it logs for the run."""
+    log = logging.getLogger("exp.precision.plugin")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+ASKED = "the step reads numbers of tensors, which were taken as 1 and true: another branch may take something else"
+FORWARD_UNKNOWN = "activations and FLOPs are not known"
+BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
+# What torch, or code of the user's own, raises where a tensor has no numbers.
+UNDECIDED = (NotImplementedError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+
+
+class _Step:
+    """The passes of a step over one micro-batch.
+
+    figures: an attribute, filled by `run`.
+    """
+
+    def __init__(self, plan: Plan, network: nn.Module, data: Any, *, setting: Setting, notes: list[str]) -> None:
+        self.plan, self.network, self.data, self.notes = plan, network, data, notes
+        self.paths = {module: path for path, module in reversed(list(network.named_modules()))}
+        self.figures = StepFigures(setting=setting, parameters={}, notes=notes)
+        self.figures.buffers = sum(storages(network.buffers()).values())
+        self.figures.batch = sum(storages(tensors_in(data)).values())
+        self.batch = Batch(
+            data=data, size=setting.samples, global_size=setting.samples, world_size=1
+        )  # a share of its own
+
+    def run(self, plain: Mapping[str, Any], context: Callable[[], Any], *, double: bool) -> None:
+        objective, phases = build_objective(plain), build_phases(plain)
+        if double:
+            for part in objective.modules():
+                cast_own_tensors(part, torch.float64)
+        learning = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        if not phases:
+            self._pass(self.network, [objective], learning, context, times=1.0)
+        for _, group in turns_of(phases):
+            first = group[0]
+            trained = [one for phase in group for one in trained_parameters(self.network, phase.parameters)]
+            view = self.network if first.forward is None else with_forward(self.network, first.forward)
+            parts = [objective.only(phase.terms) for phase in group]
+            self._pass(view, parts, trained, context, times=first.repeats / first.every_n_steps)
+        self.figures.parameters = self._parameters()
+
+    def _pass(
+        self,
+        network: nn.Module,
+        objectives: Sequence[Objective],
+        trained: Sequence[nn.Parameter],
+        context: Callable[[], Any],
+        *,
+        times: float,
+    ) -> None:
+        """One forward and its backward. Keeps the largest of what is kept, and adds up what is computed."""
+        chosen = {id(parameter) for parameter in trained}
+        others = [one for one in self.network.parameters() if one.requires_grad and id(one) not in chosen]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            self._measured(network, objectives, context, times=times)
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+            self.network.zero_grad()
+
+    def _measured(
+        self, network: nn.Module, objectives: Sequence[Objective], context: Callable[[], Any], *, times: float
+    ) -> None:
+        figures, log = self.figures, OperatorLog(self._layer, times=times)
+        before = log.hold([*self.network.parameters(), *self.network.buffers(), *tensors_in(self.data)])
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            with context():
+                losses.extend(losses_of(network, objectives, self.batch, inputs=tuple(self.plan.spec.inputs)))
+
+        handle = register_module_forward_hook(self._returned)
+        try:
+            with log, log.owners:
+                kept = kept_by(forward, network=self.network, data=self.data)
+        except UNDECIDED as error:
+            self.notes.append(f"{FORWARD_UNKNOWN}: {one_line(error)}")
+            return
+        finally:
+            handle.remove()
+        self._keep(kept)
+        try:
+            with log:
+                log.part = "backward"
+                for place, loss in enumerate(losses):
+                    if loss.requires_grad:
+                        loss.backward(retain_graph=place < len(losses) - 1)
+        except UNDECIDED as error:
+            self.notes.append(f"{BACKWARD_UNKNOWN}: {one_line(error)}")
+        else:
+            gradients = {name: one.grad for name, one in self.network.named_parameters() if one.grad is not None}
+            figures.gradients.append({name: sum(storages([one]).values()) for name, one in gradients.items()})
+            own = sum(figures.gradients[-1].values()) + kept.size + before
+            figures.temporaries = max(figures.temporaries, log.peak - own)
+        figures.operators += log.operators
+
+    def _keep(self, kept: Kept) -> None:
+        if kept.size < (self.figures.activations or 0):
+            return
+        self.figures.activations = kept.size
+        by_layer: Counter[str] = Counter()
+        for module, size in kept.by_module.items():
+            by_layer[self._path(module)] += size
+        self.figures.by_layer = dict(by_layer)
+
+    def _path(self, module: nn.Module | None) -> str:
+        return OBJECTIVE if module is None else self.paths.get(module, OBJECTIVE)
+
+    def _layer(self) -> str:
+        return self._path(innermost_call())
+
+    def _returned(self, module: nn.Module, inputs: object, output: object) -> None:
+        if module in self.paths:
+            self.figures.outputs[self.paths[module]] = described(output)
+            self.figures.output_bytes[self.paths[module]] = sum(tensor.nbytes for tensor in tensors_in(output))
+
+    def _parameters(self) -> dict[str, ParameterSize]:
+        seen: set[int] = set()
+        found = {}
+        for name, parameter in self.network.named_parameters():
+            storage = parameter.untyped_storage()
+            size = 0 if id(storage) in seen else storage.nbytes()
+            seen.add(id(storage))
+            found[name] = ParameterSize(
+                shape=tuple(parameter.shape),
+                dtype=dtype_name(parameter.dtype),
+                size=size,
+                learns=parameter.requires_grad,
+            )
+        return found
+
+
+def losses_of(
+    network: nn.Module, objectives: Sequence[Objective], batch: Batch, *, inputs: Sequence[str]
+) -> list[Tensor]:
+    """The loss of each objective over one forward of a batch, as a step of a run computes them."""
+    run, first = forward_by_name(network, inputs), objectives[0]
+    losses: list[Tensor] = []
+    if first.needs:
+        with needing(first.needs, network):
+            passes = make_passes(first.needs, network=network, run=run, data=batch.data, inputs=inputs)
+            values = passes.run()
+            losses.append(first(values, batch, passes)[0])
+    else:
+        values = run(network, batch.data)
+        losses.append(first(values, batch)[0])
+    return [*losses, *(one(values, batch)[0] for one in objectives[1:])]
+
+
+# torch gives it no types.
+make_mode: Callable[[TorchDispatchMode], None] = TorchDispatchMode.__init__
+
+
+class Ones(TorchDispatchMode):
+    """Gives 1, or true, where code asks a fake tensor for its number.
+
+    asked: an attribute, whether any did.
+    """
+
+    def __init__(self) -> None:
+        make_mode(self)
+        self.asked = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # whatever the operator gives
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        self.asked = True
+        dtype = args[0].dtype
+        return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+class OperatorLog(TorchDispatchMode):
+    """Notes every operator that runs inside it, and how many bytes are alive at once.
+
+    layer: called to say in which layer a forward is. times: how often a step does it.
+    part: an attribute, which of the two runs. peak: an attribute, in bytes.
+    owners: a mode to be entered around the forward: it tells the backward whose nodes it runs.
+    """
+
+    def __init__(self, layer: Callable[[], str], *, times: float) -> None:
+        make_mode(self)
+        self.layer, self.times = layer, times
+        self.part: Part = "forward"
+        self.operators: list[Operator] = []
+        self.owners = NodeOwners(layer)
+        self.peak = self._live = 0
+        self._known: set[int] = set()
+
+    def hold(self, tensors: Sequence[Tensor]) -> int:
+        """Count these storages, which are there before. Returns: their bytes."""
+        for tensor in tensors:
+            self._note(tensor)
+        return self._live
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # whatever the operator gives
+        if func is torch.ops.prim.device.default:
+            return func(*args)  # which autograd asks more often than all else
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            result = _with_workspace(result, args)
+        results = list(tensors_in(result))
+        for tensor in results:
+            self._note(tensor)
+        if not func.is_view and results:
+            part, layer = self.part, self.layer()
+            if part == "backward":
+                # A layer that is called in a backward computes its activations again.
+                part, layer = ("backward", self.owners.current) if layer == OBJECTIVE else ("recomputed", layer)
+            moved = sum(
+                tensor.nbytes for tensor in {id(one): one for one in (*tensors_in([args, kwargs]), *results)}.values()
+            )
+            flops = flops_of(func, args, kwargs, result)
+            name = str(func.overloadpacket).removeprefix("aten.")
+            self.operators.append(
+                Operator(
+                    name=name, part=part, layer=layer, flops=flops, moved=moved, times=self.times,
+                    dtype=dtype_name(results[0].dtype),
+                )
+            )  # fmt: skip
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        for storage in (part.untyped_storage() for part in held(tensor)):
+            if id(storage) not in self._known:
+                size = storage.nbytes()
+                self._known.add(id(storage))
+                self._live += size
+                self.peak = max(self.peak, self._live)
+                weakref.finalize(storage, self._freed, id(storage), size).atexit = False
+
+    def _freed(self, at: int, size: int) -> None:
+        self._known.discard(at)
+        self._live -= size
+
+
+def _with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What oneDNN's LSTM gives, with the workspace that it keeps for the backward, which a fake tensor has not.
+
+    Of T steps over B samples: the gates, the states that go from step to step and layer to layer and their gradients,
+    rows padded as in oneDNN 3's rnn_utils (set_rnn_conf, get_good_ld), in whole pages each. Seen exact
+    (torch 2.13, AVX-512); in half precision what is not a gradient or a cell state takes half.
+    """
+    given, of_state = args[0], args[2]
+    steps, samples, wide = given.shape[0], given.shape[1], of_state.shape[1]
+    item = given.dtype.itemsize
+
+    def row(width: int, size: int) -> int:
+        padded = -(-width * size // 64) * 64
+        return padded + 64 if padded // size % 256 == 0 else padded
+
+    inner = row(max(wide, given.shape[2]), item)
+    # Both ends of a layer, at each step's end: states, their gradients, and cell states with theirs in float32.
+    around = 2 * (steps + 1) * samples
+    pages = [steps * samples * row(4 * wide, item), steps * samples * row(wide, item)]
+    pages += [around * inner, around * row(wide, item), around * row(wide, 4), around * 4 * wide, around * 4 * wide]
+    workspace = torch.empty(sum(-(-one // 4096) * 4096 for one in pages), dtype=torch.uint8)
+    return (*result[:3], workspace)
+
+
+class NodeOwners(TorchFunctionMode):
+    """Marks the graph's nodes by the layer that made them, so that a backward knows whose it runs.
+
+    current: an attribute, the layer of the node under way.
+    """
+
+    def __init__(self, layer: Callable[[], str]) -> None:
+        super().__init__()
+        self.layer, self.current = layer, OBJECTIVE
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # whatever the function gives
+        result = func(*args, **(kwargs or {}))
+        owner = None
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                owner = self.layer() if owner is None else owner
+                tensor.grad_fn.register_prehook(_Mark(self, owner))
+        return result
+
+
+class _Mark:
+    """A hook of a node: from here on it is this layer's backward."""
+
+    def __init__(self, owners: NodeOwners, layer: str) -> None:
+        self.owners, self.layer = owners, layer
+
+    def __call__(self, gradients: object) -> None:
+        self.owners.current = self.layer

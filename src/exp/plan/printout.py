@@ -1,0 +1,208 @@
+"""An estimate as text for a terminal, and as plain values for tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from exp.plan.layer_table import layer_rows, repeated
+from exp.plan.rank_memory import PlaceMemory
+
+if TYPE_CHECKING:
+    from exp.plan.estimate import Estimate
+    from exp.plan.fastest import Findings
+    from exp.plan.savings import Saving
+    from exp.plan.step_time import StepTime
+
+COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")
+MOST_OUTPUT = 44
+UNKNOWN = "not known"
+# Places whose memory has a column.
+SHOWN = 4
+
+
+def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], summary: str) -> str:
+    """All of it. limit: bytes of a device. largest: batch that fits. summary: one line on the run."""
+    parts = [
+        summary,
+        "\n".join(aligned(_layers(estimate), left=3)),
+        "\n".join([*aligned(_memory(estimate), left=1), *_rest(estimate)]),
+        "\n".join(_fit(estimate, limit=limit, largest=largest)),
+        "\n".join(_time(estimate)),
+        "\n".join(_savings(estimate, savings)),
+        "\n".join(f"note: {note}" for note in estimate.notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def plain(
+    estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], command: str
+) -> dict[str, Any]:
+    """The same as values that JSON has: bytes, seconds, FLOPs."""
+    figures, time = estimate.figures, estimate.time
+    return {
+        "command": command,
+        "batch_size": estimate.batch,
+        "accumulate_grad_batches": estimate.micro_batches,
+        "samples_of_a_rank": figures.setting.samples,
+        "precision": figures.setting.word,
+        "parameters": sum(one.count for one in figures.parameters.values()),
+        "layers": [asdict(row) for row in layer_rows(estimate)],
+        "ranks": [{**asdict(place), "ranks": list(place.ranks), "total": place.total} for place in estimate.places],
+        "transfers": [asdict(one) for one in estimate.footprint.transfers],
+        "time": None if time is None else _plain_time(time),
+        "limit": limit,
+        "largest_batch_size": largest,
+        "savings": [asdict(one) for one in savings],
+        "notes": list(estimate.notes),
+    }
+
+
+def _plain_time(time: StepTime) -> dict[str, Any]:
+    return {
+        "device": time.device.name,
+        "seconds": time.seconds,
+        "compute": time.compute,
+        "memory": time.memory,
+        "overhead": time.overhead,
+        "communication": time.communication,
+        "bound": time.bound,
+        "flops": time.flops,
+    }
+
+
+def ways(found: Findings) -> str:
+    """What a search found, the fastest first."""
+    rows = [["a step takes", "at most", "bound by", "overrides"]]
+    for one in found.fitting:
+        rows.append([seconds(one.seconds), size(one.total), one.bound, " ".join(one.overrides)])
+    rest = f"{found.too_large} other ways do not fit, and {found.refused} are no runs of this network"
+    return "\n".join([*aligned(rows, left=4), rest])
+
+
+def plain_layers(estimate: Estimate) -> tuple[list[list[str]], list[list[str]]]:
+    """The table of the layers and that of the ranks' memory, as cells, their heads first."""
+    return _layers(estimate), _memory(estimate)
+
+
+def _layers(estimate: Estimate) -> list[list[str]]:
+    rows = [[*COLUMNS]]
+    for row in repeated(layer_rows(estimate)):
+        times = f" x{row.times}" if row.times > 1 else ""
+        rows.append([
+            f"{row.path or '(network)'}{times}",
+            row.kind,
+            shortened(row.output, MOST_OUTPUT),
+            f"{row.parameters:,}" if row.parameters else "-",
+            count(row.flops) if row.flops else "-",
+            size(row.activations) if row.activations else "-",
+            f"{row.share:.1%}",
+        ])  # fmt: skip
+    return rows
+
+
+def _memory(estimate: Estimate) -> list[list[str]]:
+    places = estimate.places[:SHOWN]
+    rows = [["memory", *map(_place, places)]]
+    for part in ("parameters", "gradients", "optimizer", "activations"):
+        rows.append([part, *(_part(place, part) for place in places)])
+    for name in dict.fromkeys(name for place in places for name in place.others):
+        rows.append([name, *(size(place.others.get(name, 0)) for place in places)])
+    return [*rows, ["at most", *(size(place.total) for place in places)]]
+
+
+def _part(place: PlaceMemory, part: str) -> str:
+    found = place.parts[part]
+    told = UNKNOWN if found is None else size(found)
+    return f"{told} (host)" if part in place.on_host else told
+
+
+def _place(place: PlaceMemory) -> str:
+    ranks = list(place.ranks)
+    is_row = ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+    name = f"ranks {ranks[0]} to {ranks[-1]}" if is_row else f"rank {', '.join(map(str, ranks))}"
+    return name if place.device is None else f"{name}, device {place.device}"
+
+
+def _rest(estimate: Estimate) -> list[str]:
+    more = len(estimate.places) - SHOWN
+    return [f"and {more} more places with less, each of which format=json has"] if more > 0 else []
+
+
+def _fit(estimate: Estimate, *, limit: int | None, largest: int | None) -> Iterator[str]:
+    if limit is None:
+        return
+    if estimate.total > limit:
+        yield f"does not fit: {size(estimate.total)} of {size(limit)}"
+    else:
+        yield f"fits: {size(estimate.total)} of {size(limit)}"
+    if largest is not None:
+        yield f"the largest data.batch_size that fits: {largest:,}"
+    elif estimate.figures.activations is not None:
+        yield "not one sample a rank fits"
+
+
+def _time(estimate: Estimate) -> Iterator[str]:
+    time = estimate.time
+    if time is not None:
+        device = time.device
+        yield f"a step takes {seconds(time.seconds)} or more on {device.name} ({device.source}): bound by {time.bound}"
+        rows = [
+            ["  arithmetic", seconds(time.compute), f"{count(time.flops)} FLOPs a rank"],
+            ["  memory", seconds(time.memory), f"{size(int(device.bandwidth))} a second"],
+            ["  calls", seconds(time.overhead), "operators so small that calling them takes longer"],
+        ]
+        if estimate.footprint.transfers:
+            rows.append(["  communication", seconds(time.communication), f"{size(int(device.link))} a second"])
+        yield from aligned(rows, left=3)
+    for one in estimate.footprint.transfers:
+        yield f"each rank sends {size(int(one.sent))} a step: {one.what} over {one.over}"
+
+
+def _savings(estimate: Estimate, savings: Sequence[Saving]) -> Iterator[str]:
+    if savings:
+        yield f"what would help most, of {size(estimate.total)}:"
+    rows = [[f"  saves {size(one.saved)}", " ".join(one.overrides), one.what] for one in savings]
+    yield from aligned(rows, left=3) if rows else ()
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Rows as lines with columns of one width. left: how many columns are set to the left."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def shortened(words: str, most: int) -> str:
+    return words if len(words) <= most else f"{words[: most - 3]}..."
+
+
+def size(count: int) -> str:
+    """Bytes in the unit in which they are a number of a few digits."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:,.2f} {unit}"
+    return f"{count} B"
+
+
+def count(number: float) -> str:
+    """A large number with a letter: 1.2 T."""
+    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def seconds(time: float) -> str:
+    """A time in the unit in which it is a number of a few digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if time >= factor:
+            return f"{time / factor:.3g} {unit}"
+    return f"{time / 1e-6:.3g} us"

@@ -1,0 +1,226 @@
+"""The memory of each rank: four parts, what communication needs, and what else is there at once.
+
+parameters, gradients, optimizer     exact: storages, as the hook `memory` counts them in a run
+activations                          of a rank's micro-batch, as the hook counts them on a CPU
+others                               the batch, the network's buffers, averages of the weights, what a strategy sends
+                                     and gathers, and the step's temporaries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from exp.config.targets import resolve
+from exp.construct import build_optimization, build_phases
+from exp.data.randomness import preserve_generators
+from exp.errors import one_line
+from exp.hooks.saved_tensors import storages
+from exp.nested import tensors_in
+from exp.plan.fake_step import UNDECIDED, FakeNetwork, Ones, StepFigures
+from exp.strategies.ddp import DDP
+from exp.strategies.footprint import Footprint, Held, Load, Place, Size
+from exp.strategies.single import Single
+from exp.strategies.strategy import Strategy, averages_weights
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy as LightningStrategy
+
+    from exp.check.plan import Plan
+
+LONG = 1_000_000_000
+HISTORY = "the state of LBFGS grows from step to step, and is counted with all of its history_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceMemory:
+    """One device of one rank, or of several that have the same, in bytes.
+
+    None is what is not known. others: by what they are. on_host: the names of the parts that lie in the host's memory.
+    """
+
+    ranks: tuple[int, ...]
+    device: int | None
+    parameters: int
+    gradients: int | None
+    optimizer: int | None
+    activations: int | None
+    others: Mapping[str, int] = field(default_factory=dict)
+    on_host: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, int | None]:
+        """The four of the hook `memory`."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+        }
+
+    @property
+    def total(self) -> int:
+        """On the device, of what is known: all parts at once, which is the peak or a little more."""
+        known = (size or 0 for name, size in self.parts.items() if name not in self.on_host)
+        return sum(known) + sum(self.others.values())
+
+
+class OptimizerState:
+    """The bytes that the run's optimizers keep, made by their own first step over fake tensors.
+
+    fake: the run's network. trained: the names of the parameters that get a gradient.
+    notes: an attribute, why it is not known, where that is so.
+    """
+
+    def __init__(self, plan: Plan, fake: FakeNetwork, *, trained: Collection[str]) -> None:
+        self.notes: list[str] = []
+        self._trained = trained
+        self._plain, self._known = plan.plain, dict[tuple[Any, ...], int | None]()
+        self._network, self._mode = fake.module, fake.mode
+
+    def of(self, held: Mapping[str, Held]) -> int | None:
+        """Of a rank that holds these parts; None where the optimizer cannot step without numbers."""
+        key = tuple((name, one.shape) for name, one in held.items() if one.steps)
+        if key not in self._known:
+            self._known[key] = self._stepped(held)
+        return self._known[key]
+
+    def _stepped(self, held: Mapping[str, Held]) -> int | None:
+        with preserve_generators(), self._mode:
+            try:
+                optimizers = list(self._made())
+                self._cut(held)
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group["params"] = [one for one in group["params"] if one.grad is not None]
+                    if isinstance(optimizer, LBFGS):
+                        self.notes.append(HISTORY)
+                        return _history(optimizer)
+                    with Ones():
+                        optimizer.step()
+            except UNDECIDED as error:
+                self.notes.append(f"the optimizer's state is not known: {one_line(error)}")
+                return None
+            return sum(storages(tensors_in([optimizer.state for optimizer in optimizers])).values())
+
+    def _made(self) -> Iterable[Optimizer]:
+        phases = build_phases(self._plain)
+        for phase in phases:
+            yield phase.make(self._network, total_steps=LONG, total_epochs=LONG)[0]
+        if not phases:
+            yield build_optimization(self._plain).make(self._network, total_steps=LONG, total_epochs=LONG)[0]
+
+    def _cut(self, held: Mapping[str, Held]) -> None:
+        for name, parameter in self._network.named_parameters():
+            one, parameter.grad = held.get(name), None
+            if one is not None and one.steps and name in self._trained:
+                parameter.data = torch.empty(one.shape, dtype=parameter.dtype)
+                parameter.grad = torch.empty(one.shape, dtype=parameter.dtype)
+
+
+def _history(optimizer: LBFGS) -> int:
+    """Pairs of differences, the direction, and the last gradient."""
+    (group,) = optimizer.param_groups
+    pairs, size = int(group["history_size"]), sum(int(one.nbytes) for one in group["params"])
+    return (2 * pairs + 2) * size
+
+
+def load_of(
+    plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module, inputs: tuple[Tensor, ...]
+) -> Load:
+    """What the strategy is told of a step. network: on the meta device. inputs: stand-ins, where it is cut by them."""
+    sizes = {
+        name: Size(shape=one.shape, itemsize=getattr(torch, one.dtype).itemsize, learns=one.learns)
+        for name, one in figures.parameters.items()
+    }
+    return Load(
+        network=network,
+        sizes=sizes,
+        placement=plan.placement,
+        inputs=inputs,
+        buffers=figures.buffers,
+        outputs=figures.output_bytes,
+        micro_batches=micro_batches,
+        samples=figures.setting.samples,
+    )
+
+
+def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:
+    """What the strategy says of itself; of Lightning's own classes, which say nothing, as of a whole copy a rank."""
+    placement = load.placement
+    if placement.world_size == 1 and placement.devices_per_rank == 1 and placement.backend is None:
+        return Single(name="single").footprint(load)  # as it is trained, without a process group
+    if isinstance(strategy, Strategy):
+        return strategy.footprint(load)
+    name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
+    note = f"what {name} holds on each rank is not known: counted as ddp, a whole copy a rank"
+    found = DDP(name="ddp").footprint(load)
+    return replace(found, notes=(*found.notes, note))
+
+
+def memory_of(
+    plan: Plan, figures: StepFigures, footprint: Footprint, states: OptimizerState | None
+) -> list[PlaceMemory]:
+    """Of every place, those first that have most. states: None where nobody knows the optimizer."""
+    found = [_place_memory(plan, figures, place, states) for place in footprint.places]
+    return sorted(found, key=lambda one: -one.total)
+
+
+def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: OptimizerState | None) -> PlaceMemory:
+    parameters = sum(one.stored for name, one in place.held.items() if figures.parameters[name].size)
+    activations = None
+    if figures.activations is not None:
+        activations = round(sum(size * place.share_of(layer) for layer, size in figures.by_layer.items()))
+    others = {
+        "buffers of the network": figures.buffers if place.held else 0,
+        "the batch": figures.batch,
+        "averages of the weights": _averages(plan, figures, place),
+        **place.buffers,
+        "temporaries": figures.temporaries if place.held else 0,
+    }
+    return PlaceMemory(
+        ranks=place.ranks,
+        device=place.device,
+        parameters=parameters,
+        gradients=_gradients(figures, place),
+        optimizer=None if states is None else states.of(place.held),
+        activations=activations,
+        others={name: size for name, size in others.items() if size},
+        on_host=("parameters", "gradients", "optimizer") if place.offloaded else (),
+    )
+
+
+def _gradients(figures: StepFigures, place: Place) -> int | None:
+    """Of the phase whose gradients are largest; as large as they were in the step, cut as the parameters are."""
+    if not figures.gradients:
+        return None
+    sums = []
+    for found in figures.gradients:
+        parts = ((size, figures.parameters[name], place.held.get(name)) for name, size in found.items())
+        sums.append(
+            sum(round(size * part.gradient / max(one.size, 1)) for size, one, part in parts if part is not None)
+        )
+    return max(sums)
+
+
+def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
+    """Of each callback that keeps an average of the weights, a copy of the rank's part, in float32 at least."""
+    nodes, allow = plan.plain["callbacks"].values(), plan.plain["security"]["allow"]
+    count = sum(averages_weights(resolve(node["_target_"], allow=allow)) for node in nodes)
+    if not count:
+        return 0
+    copied = figures.buffers
+    for name, one in place.held.items():
+        itemsize: int = getattr(torch, figures.parameters[name].dtype).itemsize
+        copied += one.stored * max(4, itemsize) // itemsize
+    return count * copied
+
+
+def largest_total(places: Sequence[PlaceMemory]) -> int:
+    """Bytes of the device that has most."""
+    return max(place.total for place in places)

@@ -1,0 +1,161 @@
+"""python -m exp.schema: every YAML of conf/ is valid by its schema, and slips are not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from exp.check.json_schema import annotation_schema
+from exp.check.keys import SCHEMA, VALUES, Unfreezing
+from exp.config.yaml_files import read_yaml
+from exp.schema import FOLDER, GROUPS, made, main, schema_of, settings, with_modeline
+
+jsonschema = pytest.importorskip("jsonschema")
+CONF = Path(__file__).parents[2] / "conf"
+NEWCOMER = Path(__file__).parents[2] / ".ci" / "newcomer"
+FILES = sorted(CONF.rglob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def validators(tmp_path_factory):
+    """Of a working directory with the files that docs/extending.md has its reader write."""
+    place = tmp_path_factory.mktemp("schemas")
+    shutil.copytree(NEWCOMER, place, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.syspath_prepend(str(place))
+        schemas = made()
+    found = {}
+    for name, schema in schemas.items():
+        jsonschema.Draft7Validator.check_schema(schema)
+        found[name] = jsonschema.Draft7Validator(json.loads(json.dumps(schema)))
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+def test_every_yaml_is_valid_by_its_schema(file, validators):
+    errors = validators[schema_of(file, CONF)].iter_errors(read_yaml(file))
+    assert [f"{list(error.absolute_path)}: {error.message[:200]}" for error in errors] == []
+
+
+def test_a_newcomers_yaml_is_valid_and_knows_own_classes(validators):
+    conf = NEWCOMER / "conf"
+    for file in sorted(conf.rglob("*.yaml")):
+        assert validators[schema_of(file, conf)].is_valid(read_yaml(file)), file
+    assert not validators["hooks"].is_valid({"mine": {"_target_": "spirals.WeightNorm", "every_n_stepz": 10}})
+
+
+SLIPS = [
+    ("optimizer", "{_target_: torch.optim.AdamW, lrr: 0.1}"),
+    ("optimizer", "{_target_: torch.optim.AdamW, lr: fast}"),
+    ("optimizer", "{_target_: torch.optim.AdamW, lr: -0.1}"),
+    ("optimizer", "{_target_: torch.optim.AdamW, params: 3, exempt: [norms]}"),
+    ("optimizer", "{_target_: torch.optim.SGD, lr: 0.1, betas: [0.9, 0.99]}"),
+    ("scheduler", "{_target_: exp.optim.schedules.Cosine, intervall: step}"),
+    ("scheduler", "{_target_: exp.optim.schedules.Cosine, interval: steps}"),
+    ("data", "{defaults: [_loader, _self_], batchsize: 32}"),
+    ("data", "{_target_: exp.data.data.Data, batch_size: 0}"),
+    ("data", "{_target_: exp.data.data.Data, dataset: {_target_: exp.data.delimited.Csv, paht: a.csv}}"),
+    ("hooks", "{gradients: {_target_: exp.hooks.gradients.Gradients, every_n_step: 3}}"),
+    ("hooks", "{memory: {_target_: exp.hooks.memory.Memory, every_n_steps: 0}}"),
+    ("model", "{layers: {a: {_target_: torch.nn.ReLU, inplce: true}}}"),
+    ("model", "{layers: {a: {repeat: 2, layer: {_target_: torch.nn.Dropout, p: x}}}}"),
+    ("precision", "{wrod: bf16}"),
+    ("precision", "{word: bf61}"),
+    ("phases", "{one: {term: [a]}}"),
+    ("phases", "{one: {optimizer: {_target_: torch.optim.AdamW, lr: fast}}}"),
+    ("metrics", "{accuracy: {_target_: exp.objectives.metrics.Accuracy, outputs: logits}}"),
+    ("objective", "{mse: {_target_: torch.nn.MSELoss, reduktion: mean}}"),
+    ("strategy", "{_target_: exp.strategies.ddp.DDP, bucket_cap_mb: 0}"),
+    ("train", "{precison: {word: bf16}}"),
+    ("train", "{trainer: {max_epoch: 3}}"),
+    ("train", "{trainer: {max_epochs: many}}"),
+    ("train", "{trainer: {_target_: lightning.pytorch.Trainer, devices: 2}}"),
+    ("train", "{seed: one}"),
+    ("train", "{mode: minimum}"),
+    ("train", "{launch: {devces: 2}}"),
+    ("train", "{optimizer: {lr: fast}}"),
+    ("train", "{checkpoint: {keep: 0}}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), SLIPS)
+def test_a_slip_is_not_valid(name, text, validators):
+    assert not validators[name].is_valid(yaml.safe_load(text))
+
+
+RIGHT = [
+    ("optimizer", "{_target_: torch.optim.AdamW, lr: '${vars.lr}', betas: [0.9, '${b}'], weight_decay: '???'}"),
+    ("optimizer", "{_target_: mine.Optimizer, anything: 3}"),
+    ("optimizer", "{lr: 0.3, momentum: 0.9}"),
+    ("model", "{_target_: mine.Net, sizes: [1, 2], inner: {_target_: torch.nn.Linear, out_features: 3}}"),
+    ("model", "{_target_: exp.models.containers.SequentialModel, layers: '${other.layers}'}"),
+    ("train", "{model: {layers: {hidden: {out_features: 3}}}, hooks: {mine: {_target_: a.B, x: 1}}, data: '${other}'}"),
+    ("train", "{precision: {keep: {Softmax: fp32}}, freeze: {unfreeze: {10: ['encoder.*']}}, resume: null}"),
+    ("metrics", "{a: {_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 3, output: logits}}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), RIGHT)
+def test_what_the_check_takes_is_valid(name, text, validators):
+    assert [error.message for error in validators[name].iter_errors(read(text))] == []
+
+
+def read(text):
+    return yaml.safe_load(text)
+
+
+def test_bounds_words_and_containers_are_told():
+    whole = {
+        "definitions": {"interpolation": {"pattern": r"\$\{", "type": "string"}, "node": {"required": ["_target_"]}}
+    }
+
+    def takes(annotation, value):
+        return jsonschema.Draft7Validator({**whole, **annotation_schema(annotation)}).is_valid(value)
+
+    scaler = SCHEMA["precision"]["scaler"]
+    assert [takes(scaler["backoff_factor"], value) for value in (0, 0.5, 1, 1.5, "x")] == [True] * 3 + [False] * 2
+    assert [takes(scaler["growth_factor"], value) for value in (1, 1.01)] == [False, True]
+    assert [takes(VALUES["data.input_mean"], value) for value in ([0.5], [], None, ["a"])] == [True, False, True, False]
+    assert [takes(SCHEMA["launch"]["devices"], value) for value in ("auto", 2, [0, 2], "two")] == [True] * 3 + [False]
+    assert takes(tuple[int, float], [1, 0.5])
+    assert not takes(tuple[int, float], [1])
+    assert takes(Unfreezing, {"10": ["a"]})
+
+
+def test_the_command_writes_schemas_and_modelines(tmp_path, monkeypatch, capsys):
+    shutil.copytree(NEWCOMER, tmp_path, dirs_exist_ok=True)
+    extra = tmp_path / "conf" / "experiment" / "e.yaml"
+    extra.parent.mkdir()
+    extra.write_text("# @package _global_\n# E: experiment=e\nseed: 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("exp.schema._of_libraries", list)  # which is seconds
+    assert main(["--modelines"]) == 0
+    told = capsys.readouterr().out
+    assert json.loads(told[told.index("{\n") :])["yaml.schemas"] == settings()
+    assert {file.stem for file in FOLDER.glob("*.json")} == {"train", *GROUPS}
+    lines = extra.read_text().splitlines()
+    assert lines[:3] == [
+        "# @package _global_",
+        "# E: experiment=e",
+        "# yaml-language-server: $schema=../../.exp/schema/train.json",
+    ]
+    for file in sorted((tmp_path / "conf").rglob("*.yaml")):
+        (line,) = [line for line in file.read_text().splitlines() if "yaml-language-server" in line]
+        assert (file.parent / line.partition("$schema=")[2]).is_file()
+    before = extra.read_text()
+    assert main(["--modelines"]) == 0
+    assert extra.read_text() == before, "once is enough"
+    import exp
+
+    assert exp.compose(["experiment=e"]).seed == 3, "Hydra still finds the package in the header"
+
+
+def test_a_modeline_goes_behind_the_first_comment():
+    line = "# yaml-language-server: $schema=x"
+    assert with_modeline("a: 1\n", line) == f"{line}\na: 1\n"
+    assert with_modeline("# What\na: 1\n", line) == f"# What\n{line}\na: 1\n"
+    assert with_modeline(f"# What\n{line}old\na: 1\n", line) == f"# What\n{line}\na: 1\n"
+    assert with_modeline("", line) == f"{line}\n"

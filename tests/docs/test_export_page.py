@@ -1,0 +1,33 @@
+"""docs/export.md: its commands, in a folder where its run has been made, and the files that they write."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from exp.export import main as export
+from exp.train import main as train
+
+pytest.importorskip("onnxscript", reason="the extra export is not installed")
+pytest.importorskip("onnxruntime", reason="the extra export is not installed")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text("utf-8")
+COMMAND = re.compile(r"^    python -m exp\.(\w+) (.+)$", re.MULTILINE)
+PROGRAMS = {"train": train, "export": export}
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = COMMAND.findall(PAGE)
+    assert len(done) == 6
+    for program, line in done:
+        words = [*shlex.split(line), *(["trainer.enable_progress_bar=false"] if program == "train" else [])]
+        # Of pictures that are not here.
+        expected = 1 if "outputs/photos" in words[0] else 0
+        assert PROGRAMS[program](words) == expected, line
+    for name in ("outputs/digits/exports/network.onnx", "digits.pt2", "small.onnx", "digits.pt"):
+        assert Path(name).is_file()
+    assert re.search(r"accuracy/test: 0\.\d{4}, quantized 0\.\d{4}", capsys.readouterr().out)

@@ -1,0 +1,158 @@
+"""Strategies of the gallery against one process. A docstring is the page's number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
+
+SINGLE = ("strategy=single", "launch.devices=1")
+QUIET = ("launch.accelerator=cpu", "hooks=[]")
+
+
+def plain(hand: Any) -> list[str]:
+    return [*hand.DESCENT, *hand.SHORT, *QUIET]
+
+
+def as_one_process(
+    ranks: Any, hand: Any, name: str, *more: str, processes: int = 2, alone: tuple[str, ...] = SINGLE
+) -> Any:
+    """Holds the weights after three steps in float64 against those of one process."""
+    several = ranks.train(f"experiment={name}", *plain(hand), *more, ranks=processes)
+    given = {key.partition("=")[0] for key in alone}
+    one = ranks.train(
+        *(_of(name)), *plain(hand), *(word for word in more if word.partition("=")[0] not in given), *alone
+    )
+    hand.assert_equal(several.checkpoint()["state_dict"], one.checkpoint()["state_dict"], rtol=1e-9, atol=1e-11)
+    assert several.report["world_size"] == processes
+    return several
+
+
+def _of(name: str) -> tuple[str, ...]:
+    """The same network and data without the experiment, whose node `strategy` another strategy does not take."""
+    return {"resnet_in_two_parts": ("model=resnet",), "sync_batchnorm": ("model=resnet",)}.get(
+        name,
+        ("model=transformer",) if name in ("pipeline", "fsdp", "tensor_parallel", "activation_checkpointing") else (),
+    )
+
+
+class Toy(nn.Module):
+    """ToyModel of PyTorch's tutorial on model parallelism, with a head, on one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2, self.head = nn.Linear(10, 10), nn.Linear(10, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net2(self.net1(x).relu()))
+
+
+def test_toy_model_parallel(gallery: Any) -> None:
+    """After three steps of SGD in float64 the weights are those of the ToyModel on one device, to 1e-9."""
+    gallery.descend("toy_model_parallel", Toy(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[1]))
+
+
+def test_resnet_in_two_parts(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights are those of the network on one device, to 1e-9."""
+    as_one_process(ranks, hand, "resnet_in_two_parts", processes=1)
+
+
+def test_pipeline(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights of two ranks with four micro-batches are those of one process,
+    to 1e-9.
+    """
+    as_one_process(ranks, hand, "pipeline")
+
+
+def test_data_parallel(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights are those of one device, to 1e-9."""
+    as_one_process(ranks, hand, "data_parallel", processes=1)
+
+
+def test_ddp(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights of two ranks are those of one process, to 1e-9."""
+    as_one_process(ranks, hand, "ddp")
+
+
+def test_ddp_with_layer_split(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights of two ranks of two devices are those of one process, to 1e-9."""
+    as_one_process(ranks, hand, "ddp_with_layer_split")
+
+
+def test_fsdp(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights of two ranks, put together, are those of one process, to 1e-9."""
+    as_one_process(ranks, hand, "fsdp")
+
+
+def test_tensor_parallel(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights of two ranks, put together, are those of one process, to 1e-9."""
+    as_one_process(ranks, hand, "tensor_parallel")
+
+
+def test_sync_batchnorm(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 weights and running statistics of two ranks are those of one process, to
+    1e-9; without the shared statistics they are off by more than 1e-4.
+    """
+    as_one_process(ranks, hand, "sync_batchnorm")
+    apart = ranks.train("experiment=sync_batchnorm", "strategy.sync_batchnorm=false", *plain(hand), ranks=2)
+    one = ranks.train("model=resnet", *plain(hand), *SINGLE)
+    name = "network.stem.weight"
+    assert (apart.checkpoint()["state_dict"][name] - one.checkpoint()["state_dict"][name]).abs().max() > 1e-4
+
+
+def summed(rank: Any, *, numbers: int) -> Any:
+    import torch
+
+    from exp.strategies.ring_all_reduce import all_reduce
+
+    torch.manual_seed(rank.global_rank)
+    buffer = torch.randn(numbers, dtype=torch.float64)
+    return all_reduce(buffer), buffer.tolist()
+
+
+@pytest.mark.parametrize("numbers", [1, 7, 1000])
+def test_a_ring_of_three_ranks_adds_up(ranks: Any, numbers: int) -> None:
+    wanted = torch.zeros(numbers, dtype=torch.float64)
+    for rank in range(3):
+        torch.manual_seed(rank)
+        wanted += torch.randn(numbers, dtype=torch.float64)
+    found = ranks.call(summed, ranks=3, numbers=numbers)
+    for _, buffer in found:
+        assert buffer == pytest.approx(wanted.tolist(), abs=1e-12)
+    assert sum(sent for sent, _ in found) == 2 * (3 - 1) * 8 * numbers
+
+
+def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
+    """After three steps of SGD in float64 the weights of two ranks are those of one process, to 1e-9; each rank sends
+    2 (n - 1) / n of the 50,826 gradients' bytes, which for two ranks is all of them.
+    """
+    ran = as_one_process(ranks, hand, "ring_all_reduce")
+    log = (ran.directory / "train.log").read_text()
+    assert "in 2 pieces, 2 messages" in log
+    assert f"ring all-reduce: 3 steps, {3 * 8 * 50826 / 1024:,.1f} KiB sent by this rank" in log
+
+
+def test_activation_checkpointing(commands: Any, hand: Any, tmp_path: Path) -> None:
+    """After three steps of SGD in float64 the weights are those of a run that keeps all activations, to 1e-9; it keeps
+    less than half of their bytes.
+    """
+    short = [*hand.DESCENT, *hand.SHORT, "launch.accelerator=cpu", "hooks.memory.every_n_steps=1", "logger=[csv]"]
+    ran = []
+    for name, patterns in (("again", "[blocks.?]"), ("kept", "[]")):
+        own = [
+            "experiment=activation_checkpointing",
+            f"hydra.run.dir={name}",
+            f"strategy.activation_checkpointing={patterns}",
+        ]
+        done = commands.run(*short, *own, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        ran.append(hand.Ran(directory=tmp_path / name))
+    hand.assert_equal(ran[0].weights, ran[1].weights)
+    few, all_of_them = (one.column("memory/activations_mib")[0] for one in ran)
+    assert few < all_of_them / 2

@@ -103,7 +103,7 @@ OPTIONS = {
     "hydra/launcher": {
         "joblib": "install it with pip install hydra-joblib-launcher; "
         "hydra/launcher=exp, exp's own, runs several at a time, too",
-        "rq": "install it with pip install hydra-rq-launcher", "submitit_slurm": "write hydra/launcher=slurm",
+        "submitit_slurm": "write hydra/launcher=slurm",
         "submitit_local": "write hydra/launcher=slurm hydra.launcher.cluster=local",
         "submitit": "write hydra/launcher=slurm", "local": "leave it out: hydra/launcher=exp runs them on this machine",
     },

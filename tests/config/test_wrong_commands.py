@@ -161,7 +161,7 @@ HABITS = [
 ]
 RULES = [
     wrong("train=false", "resume", "resume=PATH"),
-    wrong("train=false test=false", "train", "one of the two"),
+    wrong("train=false test=false", "train", "one of them"),
     wrong("resume=nowhere.ckpt", "resume", "a checkpoint file that is there"),
     wrong("resume=https://example.com/a.ckpt", "resume", "a file on this machine"),
     wrong("strategy=single launch.devices=2", "strategy", "strategy=ddp"),

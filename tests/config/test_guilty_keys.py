@@ -140,6 +140,8 @@ EXTRAS = {
     "slurm": [],
     "ray": [],
     "report": [],  # of exp.report, which says so in a line and goes on
+    "export": [],  # of exp.export and exp.serve, which name it
+    "serve": [],
     "fp8": [],  # its device is told first
     "env": [],  # needs a file .env
     "dev": [],
@@ -152,6 +154,7 @@ def test_every_option_whose_package_is_missing_says_so_and_names_the_extra(tmp_p
     monkeypatch.setattr(exp.errors, "find_spec", lambda name: ModuleSpec(name, None, is_package=True))
     for module in ("exp.loggers.wandb_run", "exp.loggers.mlflow_store"):
         monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # which is imported where it is needed, without a look before
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"].keys() == EXTRAS.keys()
     file = tmp_path.parent / f"{tmp_path.name}.safetensors"

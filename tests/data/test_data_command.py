@@ -599,7 +599,7 @@ def _files(place: Path) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-SHIPPED = ("breast_cancer", "wine", "diabetes", "digits", "digit_domains", "text")
+SHIPPED = ("breast_cancer", "wine", "diabetes", "digits", "digit_domains", "text", "letter_names")
 WITH_FILES = ("stream", "tensors", "npy", "csv", "csv_regression", "images", "mnist", "windows")
 # Each with the package that it needs.
 EXTRAS = {"parquet": "pyarrow", "tokens": "tokenizers", "hf": "datasets"}

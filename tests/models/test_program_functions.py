@@ -141,7 +141,7 @@ def test_the_network_is_copied_pickled_and_drawn_as_a_graph() -> None:
 
 def test_the_first_check_knows_the_names_and_the_audit_shows_them(tmp_path: Path) -> None:
     model = node("return rearrange(x)", rearrange="einops.rearrange")
-    assert program_faults(None, {"model": model}) == []
+    assert program_faults({"model": model}) == []
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a.yaml").write_text("# a\nfunctions: {rearrange: einops.rearrange, run: os.system}\n")
     found = {one.what: one.is_outside for one in audit(tmp_path)}

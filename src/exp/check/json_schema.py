@@ -244,6 +244,9 @@ def _container(annotation: Any, base: Any, arguments: tuple[Any, ...]) -> Schema
             count = len(arguments)
             return {"type": "array", "items": list(map(_entry, arguments)), "minItems": count, "maxItems": count}
         return {"type": "array", "items": _entry(arguments[0]) if arguments else {}}
+    if base in MAPPINGS and len(arguments) == 2 and typing.get_origin(arguments[1]) is collections.abc.Callable:
+        # Functions of a forward program, by their dotted names.
+        return {"type": "object", "additionalProperties": SCALARS[str]}
     if base in MAPPINGS:
         return {"type": "object", "additionalProperties": _entry(arguments[1]) if len(arguments) == 2 else {}}
     if base is collections.abc.Callable:

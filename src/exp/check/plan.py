@@ -629,8 +629,9 @@ class _Findings:
         seen = self.decided.shapes if has_phases else _examine_shapes(self.decided, ())
         # A network that does not fit what the config says of its data may fit the data.
         declared = compare_with_data(self.decided)[0] if seen.faults else []
-        # What metrics and losses refuse may be the network's fault.
-        declared = [fault for fault in declared if fault.key.startswith("data.")]
+        # What metrics and losses refuse may be the network's fault, but for the names that a refused term looks for.
+        names = [f"{fault.key}.{name}" for fault in seen.faults for name in ("output", "target", "inputs")]
+        declared = [fault for fault in declared if fault.key.startswith(("data.", *names))]
         self.faults += declared or seen.faults
         if not seen.faults and seen.network is not None:
             self._look_at_the_parts(known, objective, seen, seen.network)

@@ -241,9 +241,12 @@ class View:
             self.title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
             self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
         else:
-            of_stage = {"validate": trainer.num_val_batches, "test": trainer.num_test_batches}
-            batches = of_stage.get(str(trainer.state.fn), trainer.num_predict_batches)
-            self.title = {"validate": "val"}.get(str(trainer.state.fn), str(trainer.state.fn))
+            if trainer.testing:
+                self.title, batches = "test", trainer.num_test_batches
+            elif trainer.predicting:
+                self.title, batches = "predict", trainer.num_predict_batches
+            else:
+                self.title, batches = "val", trainer.num_val_batches
             self.done, total = evaluated, sum(batches)
         self.total = None if total == float("inf") else int(total)
 

@@ -15,7 +15,7 @@ import pytest
 from exp.engine.trial_record import STUDY, opened
 
 # At so many moments each sweep is killed; more with KILLS=20 pytest tests/sweeps/test_resumed_sweep.py.
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 EPOCHS = 4 + 2 * KILLS
 SMALL = ("model=mlp", "model.constants.width=16", "hooks=[]", "logger=[]", "test=false", f"trainer.max_epochs={EPOCHS}")
 # What differs by itself: the time it took, what it took, and by which processes.

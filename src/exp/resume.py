@@ -152,7 +152,9 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
         config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
-        config[COMPOSITION] = OmegaConf.create({"directory": str(directory), "overrides": [], "layers": []})
+        config[COMPOSITION] = OmegaConf.create(
+            {"directory": str(directory), "overrides": [], "of_sweep": [], "layers": []}
+        )
     return config
 
 

@@ -21,8 +21,13 @@ COMMAND = re.compile(r"(?<![\w/.])([a-z_]+(?:[./][a-z_]+)*)=([^\s,;:]+)")
 RESTS = {"model.optimizer.": "weight_decay", "model.scheduler.": "interval"}
 
 
+# Of a machine with SLURM, as tests/sweeps/test_clusters.py has one; and of a sweep, which a single run refuses.
+ELSEWHERE = ("hydra/launcher=slurm", "hydra.launcher.cluster=local", "optimizer.lr=interval(")
+
+
 def commands(cure: str) -> list[str]:
-    return [f"{key}={value}" for key, value in COMMAND.findall(cure) if value not in ("PATH", "...")]
+    found = [f"{key}={value}" for key, value in COMMAND.findall(cure) if value not in ("PATH", "...")]
+    return [command for command in found if not command.startswith(ELSEWHERE)]
 
 
 def told_by_keys() -> list[str]:

@@ -85,7 +85,7 @@ def evaluation_config(
             "directory": literal(str(place / f"{now:%H-%M-%S}")),
             "overrides": [literal(text) for text in (*again, *overrides)],
         }
-        config[COMPOSITION] = OmegaConf.create({**record, "layers": layers})
+        config[COMPOSITION] = OmegaConf.create({**record, "of_sweep": [], "layers": layers})
     return config
 
 

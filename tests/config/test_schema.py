@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ def validators(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.syspath_prepend(str(place))
+        for module in ("spirals", "lit"):  # which another test may have imported from elsewhere
+            patch.delitem(sys.modules, module, raising=False)
         schemas = made()
     found = {}
     for name, schema in schemas.items():

@@ -8,6 +8,7 @@ import exp
 from exp.check.stages import first_stage
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.reading import read
+from exp.sweeps.sweep import compose_sweep
 
 # What somebody would have typed for the key that the cure ends in.
 SAMPLES = {
@@ -21,7 +22,7 @@ COMMAND = re.compile(r"(?<![\w/.])([a-z_]+(?:[./][a-z_]+)*)=([^\s,;:]+)")
 RESTS = {"model.optimizer.": "weight_decay", "model.scheduler.": "interval"}
 
 
-# Of a machine with SLURM, as tests/sweeps/test_clusters.py has one; and of a sweep, which a single run refuses.
+# Of a cluster and of a sweep, which a single run refuses: the last test tries them whole.
 ELSEWHERE = ("hydra/launcher=slurm", "hydra.launcher.cluster=local", "optimizer.lr=interval(")
 
 
@@ -60,3 +61,16 @@ def test_no_habit_hides_an_option_that_is_there(tmp_path, monkeypatch, group, op
     monkeypatch.chdir(tmp_path)
     with pytest.raises(exp.ConfigError):
         exp.compose([f"{group}={option}"])
+
+
+@pytest.mark.parametrize(
+    ("cure", "words"),
+    [
+        (cure_of_option("hydra/launcher", "submitit_local"), ("hydra/launcher=slurm", "hydra.launcher.cluster=local")),
+        (cure_of_key("hparams_search", "VALUE"), ("optimizer.lr=interval(1e-4,1e-1)",)),
+    ],
+)
+def test_a_cure_of_a_sweep_composes_as_one(tmp_path, monkeypatch, cure, words):
+    monkeypatch.chdir(tmp_path)
+    assert all(word in cure for word in words)
+    compose_sweep([*words, "seed=0,1", "sweep.sampler=random"])

@@ -191,12 +191,10 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
-def build_data(plain: Plain, **parts: Any) -> Data:
+def build_data(plain: Plain) -> Data:
     """The data set with its parts; its samples are read where a loader asks for them.
 
     A run that goes on from a checkpoint takes from it what the training part told, not from a file changed since.
-
-    parts: data sets that are made already, by stage, where the node names none.
     """
     ignored = set(_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")]))
     # exp's own leave nothing out unless told so; others may, as torch's do.
@@ -209,7 +207,6 @@ def build_data(plain: Plain, **parts: Any) -> Data:
         "ignored_labels": sorted(ignored),
         "earlier": earlier,
         "keeps_doubles": plain["precision"]["word"] == "fp64",
-        **parts,
     }
     # Made by the data, once it has the part that they are of.
     partial = {

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import exp
+from exp.config.freeze import read_overrides
 from exp.errors import ConfigError, RunError
 
 SHORT = ["trainer.enable_progress_bar=false", "trainer.max_epochs=2"]
@@ -164,6 +165,28 @@ def test_what_an_evaluation_decides_itself():
             run.evaluate(overrides=[override])
     with pytest.raises(ConfigError, match=r"Did you mean data\.batch_size"):
         run.evaluate(overrides=["data.batch_sise=3"])
+
+
+def test_a_directory_with_a_quote_in_its_name():
+    report = trained("""hydra.run.dir='outputs/it\\'s a run'""")
+    run = exp.load(report.directory)
+    found = run.evaluate(overrides=["data.batch_size=7"])
+    assert found.metrics["accuracy/test"] == report.metrics["accuracy/test"]
+    again = exp.fit(exp.compose([*SHORT, *read_overrides(found.directory)]))
+    assert again.metrics == found.metrics
+
+
+def test_what_a_run_trusts_is_named_again_by_the_command_and_its_config_is_enough(capsys, monkeypatch, tmp_path):
+    from exp.evaluate import main
+
+    report = trained("security.allow=[colorsys]")
+    assert main([f"run={report.directory}"]) == 2
+    assert "add 'security.allow=[colorsys]' to the command" in capsys.readouterr().err
+    # Elsewhere, where nothing of the run's YAML is.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main([f"run={report.directory}", "security.allow=[colorsys]"]) == 0
+    assert f"{report.metrics['accuracy/test']:.4f}" in capsys.readouterr().out
 
 
 def test_a_part_that_is_not_there():

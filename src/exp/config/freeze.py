@@ -220,23 +220,29 @@ def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
     refuse_untrusted(read_frozen(directory), allow=allow, source=str(directory / "config.yaml"))
 
 
-def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str) -> None:
-    """The same of a frozen config, wherever it came from. Raises: ConfigError."""
-    fault = untrusted(OmegaConf.select(config, "security.allow"), allow=allow)
+def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, is_override: bool = False) -> None:
+    """The same of a frozen config, wherever it came from.
+
+    is_override: whether who asks names packages by `security.allow`, or `allow` in Python, and not by --allow.
+    Raises: ConfigError.
+    """
+    fault = untrusted(OmegaConf.select(config, "security.allow"), allow=allow, is_override=is_override)
     if fault is not None:
         raise ConfigError([dataclasses.replace(fault, source=source)])
 
 
-def untrusted(named: Any, *, allow: Sequence[str]) -> Fault | None:
+def untrusted(named: Any, *, allow: Sequence[str], is_override: bool = False) -> Fault | None:
     """What is wrong with a `security.allow` that is not this command's own, or None."""
     others = [str(package) for package in named if package not in allow] if isinstance(named, list | ListConfig) else []
     if not others:
         return None
+    flags = " ".join(f"--allow {package}" for package in others)
+    keys = f"'security.allow=[{','.join(others)}]' to the command, in Python allow={others} to exp.load"
     return Fault(
         key="security.allow",
         got=f"[{', '.join(others)}] in a file",
         expected="packages that this command names",
-        cure="If you trust them, add " + " ".join(f"--allow {package}" for package in others),
+        cure=f"If you trust them, add {keys if is_override else flags}",
     )
 
 

@@ -21,7 +21,7 @@ from exp.data.columns import Name, Sheet, words_of
 from exp.data.delimited import MISSING_VALUES
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
-from exp.data.images import ENDINGS
+from exp.data.images import ENDINGS, LOOKED_AT
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
 from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
@@ -165,9 +165,8 @@ class UnlabelledImages(Dataset[Tensor]):
 
     path: a picture; a folder, of which all pictures at any depth are taken, by name; or a CSV file with a column of
         paths, which start at its own folder. picture: that column. resize, crop, mode, mean, std: as of Images.
-    files: an attribute, of the pictures in their order.
 
-    Raises: ConfigError where there is no picture, or one cannot be opened.
+    Raises: ConfigError where there is no picture, or one of those that are looked at before cannot be opened.
     """
 
     def __init__(
@@ -182,15 +181,8 @@ class UnlabelledImages(Dataset[Tensor]):
         std: Sequence[float] | None = None,
     ) -> None:
         self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std)
-        place = Path(path)
-        self.files = [place] if place.is_file() else sorted(_pictures(place))
-        if place.suffix.lower() == ".csv":
-            sheet = sheet_of(place)
-            column = sheet.column(picture, key="dataset.path")
-            self.files = [place.parent / str(text) for text in sheet.texts(column)]
-        if not self.files:
-            raise data_fault("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
-        for file in self.files:
+        self.files = pictures_at(Path(path), picture=picture)
+        for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
             try:
                 with Image.open(file):
                     pass
@@ -296,8 +288,16 @@ class UnlabelledArrays(Tensors):
         super().__init__(entries=entries)
 
 
-def _pictures(folder: Path) -> list[Path]:
-    return [file for file in folder.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
+def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
+    """The pictures of UnlabelledImages in their order. Raises: ConfigError where there is none."""
+    if place.suffix.lower() == ".csv":
+        sheet = sheet_of(place)
+        return [place.parent / str(text) for text in sheet.texts(sheet.column(picture, key="dataset.path"))]
+    held = [file for file in place.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
+    found = [place] if place.is_file() else sorted(held)
+    if not found:
+        raise data_fault("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
+    return found
 
 
 def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]]) -> np.ndarray:

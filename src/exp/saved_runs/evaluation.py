@@ -12,7 +12,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.check.stages import compose
 from exp.check.starting_point import root_of
+from exp.config.found_run import key_of, written
 from exp.config.freeze import COMPOSITION, literal
+from exp.config.run_arguments import ALLOW
 from exp.errors import ConfigError, Fault, RunError
 from exp.run import fit
 from exp.run_report import Report
@@ -71,8 +73,8 @@ def evaluation_config(
     root = Path("outputs") / name if run.directory is None else root_of(run.directory.absolute(), name)
     place = root / PLACE / f"{now:%Y-%m-%d}" if directory is None else Path(directory)
     # By which exp.train does the same again.
-    again = [] if run.directory is None else [f"from_run='{run.directory}'"]
-    again += ["train=false", *(f"{key}={str(key == asked).lower()}" for key in WAYS), f"resume='{checkpoint}'"]
+    again = [] if run.directory is None else [_from(run.directory)]
+    again += ["train=false", *(f"{key}={written(key == asked)}" for key in WAYS), f"resume={written(str(checkpoint))}"]
     with open_dict(config):
         config.train = False
         for key in WAYS:
@@ -94,14 +96,19 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
     if wrong:
         expected = "what it is done with: data, metrics, strategy, precision, launch, runtime"
         raise ConfigError([Fault(key=_top(one), got=one, expected=expected, source="command line") for one in wrong])
-    if not overrides:
+    others = [text for text in overrides if key_of(text) != ALLOW]
+    if not others:
         return run.config.copy()
     if run.directory is None:
-        got = f"{overrides[0]}, for {run.checkpoint}, which lies outside of its run directory"
+        got = f"{others[0]}, for {run.checkpoint}, which lies outside of its run directory"
         cure = "Leave it out: the checkpoint's own config is read then"
-        raise ConfigError([Fault(key=_top(overrides[0]), got=got, expected="a run directory", cure=cure)])
-    return compose([f"from_run='{run.directory}'", *overrides])
+        raise ConfigError([Fault(key=_top(others[0]), got=got, expected="a run directory", cure=cure)])
+    return compose([_from(run.directory), *overrides])
+
+
+def _from(directory: Path) -> str:
+    return f"from_run={written(str(directory))}"
 
 
 def _top(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0]
+    return key_of(override).partition(".")[0].partition("@")[0]

@@ -18,8 +18,9 @@ from torch import Tensor
 from exp.config.freeze import literal
 from exp.config.module_key import brings_data
 from exp.config.targets import resolve
-from exp.construct import build_data, build_objective, plain_config
+from exp.construct import build_objective, plain_config
 from exp.data.arrays import archive_of
+from exp.data.unlabelled import UnlabelledImages, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import read_shares
 from exp.errors import ConfigError, Fault, RunError
@@ -163,8 +164,10 @@ def _assembled(
     for name, batches in shares.items():
         same = len({batch.shape[1:] for batch in batches}) == 1
         outputs[name] = np.concatenate(batches) if same else [sample for batch in batches for sample in batch]
-    data = build_data({**plain, "resume": str(checkpoint)})
-    files = getattr(data.part("test"), "files", ())
+    node = plain["data"]["test"]
+    is_pictures = resolve(node["_target_"], allow=()) is UnlabelledImages
+    options = {"picture": node["picture"]} if "picture" in node else {}
+    files = pictures_at(Path(node["path"]), **options) if is_pictures else ()
     is_own = plain["module"] is not None
     readings = {} if is_own else readings_of(build_objective(plain), fitted_in(checkpoint) or {}, classes=classes)
     return Predictions(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from exp.check.plan import Resolved, frozen
-from exp.config.freeze import from_text, refuse_more_than, refuse_untrusted
+from exp.config.freeze import from_text, read_frozen, refuse_untrusted
 from exp.construct import plain_config
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
@@ -67,7 +67,7 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     if not isinstance(state.get(CONFIG), str) or not isinstance(state.get(POSITION), dict):
         raise RunError(f"{path} says nothing of its run: another program wrote it. Its weights: weights.from={path}")
     config = from_text(state[CONFIG], name=str(path))
-    refuse_untrusted(config, allow=allow, source=str(path))
+    refuse_untrusted(config, allow=allow, source=str(path), is_override=True)
     holder = path.absolute().parent.parent
     return SavedRun(
         directory=holder if (holder / "config.yaml").is_file() else None,
@@ -83,5 +83,6 @@ def _run_directory(path: Path, *, allow: Sequence[str]) -> Path:
             raise RunError(f"{path} holds no config.yaml; expected {WHERE}")
         what = f"a directory of {len(jobs)} runs" + (f", in {path / 'table.md'}" if is_sweep(path) else "")
         raise RunError(f"{path} is {what}; expected one of them, such as {jobs[0]}")
-    refuse_more_than(allow, path)
+    source = str(path / "config.yaml")
+    refuse_untrusted(read_frozen(path), allow=allow, source=source, is_override=True)
     return path

@@ -39,11 +39,11 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
-    from exp.config.run_arguments import RUN, read_arguments
+    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.train import refuse_ranks
 
     refuse_ranks("exp.evaluate")
-    keys = {"run": RUN, "weights": "best, last, or a checkpoint's path", "stage": "test, val or all"}
+    keys = {"run": RUN, "weights": WEIGHTS, "stage": "test, val or all"}
     arguments = read_arguments(argv, keys=keys, words={"stage": ("test", "val", "all")})
     # torch comes in here, behind every fault of the command.
     from exp.run_report import print_report

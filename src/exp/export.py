@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from exp.errors import ConfigError, Fault, exit_status
 from exp.output import outliving_output
+from exp.spelling import among
 
 HELP = """Export the network of a saved run, check the file against it, and say how large and how fast it is.
 
@@ -25,22 +26,12 @@ HELP = """Export the network of a saved run, check the file against it, and say 
   quantize=int8        8-bit weights, with the run's metrics before and after
   dynamic={INPUT: {AXIS: NAME}}   further dimensions that may change; the batch always may
   security.allow=[PACKAGE]   whose classes the run's config may name: trust it first"""
-KEYS = {
-    "format": "onnx, torch_export, state_dict or safetensors",
-    "weights": "best, last, or a checkpoint's path",
-    "averaged": "true or false",
-    "output": "a file",
-    "preprocessing": "true or false",
-    "quantize": "int8",
-    "dynamic": "{INPUT: {AXIS: NAME}}",
-}
 SWITCH = ("true", "false")
-WORDS = {
-    "format": ("onnx", "torch_export", "state_dict", "safetensors"),
-    "averaged": SWITCH,
-    "preprocessing": SWITCH,
-    "quantize": ("int8",),
-}
+# What exp.serve takes, too, which exports first: the words that each may be, or none where they are not few.
+OF_A_RUN: Mapping[str, Sequence[str]] = {
+    "weights": (), "averaged": SWITCH, "preprocessing": SWITCH, "quantize": ("int8",),
+}  # fmt: skip
+FORMATS = ("onnx", "torch_export", "state_dict", "safetensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +50,9 @@ def _command(argv: Sequence[str]) -> int:
     from exp.train import refuse_ranks
 
     refuse_ranks("exp.export")
-    arguments = read_arguments(argv, keys={"run": RUN, **KEYS}, words=WORDS, takes_overrides=False)
+    own = {"format": among(FORMATS), "output": "a file", "dynamic": "{INPUT: {AXIS: NAME}}"}
+    keys, words = {"run": RUN, **own, **keys_of_a_run()}, {"format": FORMATS, **words_of_a_run()}
+    arguments = read_arguments(argv, keys=keys, words=words, takes_overrides=False)
     values = arguments.values
     dynamic = read_dimensions(values["dynamic"])
     # torch comes in here, behind every fault of the command.
@@ -72,14 +65,33 @@ def _command(argv: Sequence[str]) -> int:
             run,
             format=cast(Format, values["format"] or "onnx"),
             output=values["output"],
-            weights=values["weights"],
-            averaged=values["averaged"] != "false",
-            preprocessing=values["preprocessing"] == "true",
-            quantize="int8" if values["quantize"] else None,
             dynamic=dynamic,
+            **options_of_a_run(values),
         )
         print(exported)
     return 0
+
+
+def keys_of_a_run() -> dict[str, str]:
+    """What each of OF_A_RUN must be, in words."""
+    from exp.config.run_arguments import WEIGHTS
+
+    return {name: among(words) if words else WEIGHTS for name, words in OF_A_RUN.items()}
+
+
+def words_of_a_run() -> dict[str, Sequence[str]]:
+    """The words that each of OF_A_RUN may be, where these are few."""
+    return {name: words for name, words in OF_A_RUN.items() if words}
+
+
+def options_of_a_run(values: Mapping[str, str | None]) -> dict[str, Any]:
+    """What `exp.saved_runs.network_export.export` is given of OF_A_RUN, as it was typed."""
+    return {
+        "weights": values["weights"],
+        "averaged": values["averaged"] != "false",
+        "preprocessing": values["preprocessing"] == "true",
+        "quantize": values["quantize"],
+    }
 
 
 def read_dimensions(text: str | None) -> Mapping[str, Mapping[int, str]]:

@@ -38,7 +38,7 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
-    from exp.config.run_arguments import RUN, read_arguments
+    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.train import refuse_ranks
 
     refuse_ranks("exp.predict")
@@ -46,7 +46,7 @@ def _command(argv: Sequence[str]) -> int:
         "run": RUN,
         "input": "a file or a folder of samples",
         "output": "a file in .npz, .csv, .jsonl or .parquet",
-        "weights": "best, last, or a checkpoint's path",
+        "weights": WEIGHTS,
     }
     arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))

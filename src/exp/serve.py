@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, exit_status
+from exp.export import OF_A_RUN, keys_of_a_run, options_of_a_run, words_of_a_run
 from exp.output import outliving_output
 from exp.signals import heeding
 
@@ -35,14 +36,8 @@ HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP, 
   security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
 
 Ctrl-C and SIGTERM let it answer what has come, and end it."""
-SWITCH = ("true", "false")
-EXPORTED = ("weights", "averaged", "preprocessing", "quantize")
 KEYS = {
     "model": "an ONNX file",
-    "weights": "best, last, or a checkpoint's path",
-    "averaged": "true or false",
-    "preprocessing": "true or false",
-    "quantize": "int8",
     "host": "an address of this machine",
     "port": "a port",
     "batch": "a number of samples",
@@ -53,7 +48,6 @@ KEYS = {
 }
 # What they are where they are left out.
 NUMBERS = {"batch": 64.0, "wait_ms": 2.0, "queue": 1024.0, "samples": 256.0, "body_mib": 1.0}
-WORDS = {"averaged": SWITCH, "preprocessing": SWITCH, "quantize": ("int8",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,15 +67,17 @@ def _command(argv: Sequence[str]) -> int:
     from exp.train import refuse_ranks
 
     refuse_ranks("exp.serve")
-    keys = {"run": RUN, **KEYS}
-    arguments = read_arguments(argv, keys=keys, words=WORDS, needed=(), takes_overrides=False)
+    keys, words = {"run": RUN, **KEYS, **keys_of_a_run()}, words_of_a_run()
+    arguments = read_arguments(argv, keys=keys, words=words, needed=(), takes_overrides=False)
     values = arguments.values
     _check_words(values)
     numbers = {name: _number(name, values[name], otherwise) for name, otherwise in NUMBERS.items()}
     port = None if values["port"] is None else int(_number("port", values["port"], 0.0))
     # torch comes in here, behind every fault of the command.
-    from exp.saved_runs.model_server import LOOPBACK, LOOPBACK_NAMES, Limits, ModelServer
+    from exp.saved_runs.model_server import LOOPBACK, LOOPBACK_NAMES, Limits, ModelServer, require_packages
     from exp.saved_runs.onnx_file import OnnxModel
+
+    require_packages()  # before an export, which takes longer
 
     limits = Limits(
         batch=int(numbers["batch"]),
@@ -136,11 +132,8 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
             run,
             format="onnx",
             output=Path(place) / "network.onnx",
-            weights=values["weights"],
-            averaged=values["averaged"] != "false",
-            preprocessing=values["preprocessing"] == "true",
-            quantize="int8" if values["quantize"] else None,
             timed=False,
+            **options_of_a_run(values),
         )
         for note in exported.notes:
             print(note)
@@ -152,7 +145,7 @@ def _check_words(values: Mapping[str, str | None]) -> None:
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} beside model={values['model']}"
         raise ConfigError([Fault(key="run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")])
-    beside = [name for name in EXPORTED if values[name] is not None]
+    beside = [name for name in OF_A_RUN if values[name] is not None]
     if values["model"] is not None and beside:
         got = f"{values[beside[0]]} beside model={values['model']}, which is exported already"
         raise ConfigError([Fault(key=beside[0], got=got, expected="run=DIR", source="command line")])

@@ -160,6 +160,19 @@ def test_a_graph_of_torch_export_takes_inputs_by_name_and_any_batch():
     export(run, output="net.onnx", timed=False)
 
 
+def test_a_graph_of_a_run_in_double_has_its_very_numbers():
+    run = trained("model=mlp", "precision=fp64")
+    export(run, format="torch_export", output="net.pt2", timed=False)
+    module = torch.export.load("net.pt2").module()
+    x = batch_of(run, 7).float()
+    network = run.network()
+    with torch.no_grad():
+        found, wanted = module(input=x)["output"].numpy(), network(x.double()).numpy()
+        rounded = network.float().double()(x.double()).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-13, atol=1e-14)
+    assert np.abs(rounded - wanted).max() > 1e-9, "which weights in float32 would not have"
+
+
 def test_noise_becomes_an_input():
     run = trained("experiment=gan", "trainer.max_steps=2")
     told = export(run, output="net.onnx", timed=False)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -328,3 +329,9 @@ def test_a_command_that_cannot_be(words, status, told, tmp_path, monkeypatch, ca
     Path("whole.onnx").write_bytes(model_file())
     assert main(words) == status
     assert told in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_told_before_anything_is_exported(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["run=nowhere"]) == 2
+    assert "pip install 'exp-framework[serve]'" in capsys.readouterr().err

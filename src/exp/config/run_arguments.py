@@ -15,6 +15,7 @@ from exp.spelling import among, did_you_mean, nearest
 
 ALLOW = "security.allow"
 RUN = "a run directory, a job's in a sweep's directory, or a checkpoint"
+WEIGHTS = "best, last, or a checkpoint's path"
 
 
 @dataclass(frozen=True, kw_only=True)

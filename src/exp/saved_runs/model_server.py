@@ -304,6 +304,13 @@ def _reason(text: str) -> dict[str, str]:
     return {"error": text}
 
 
+def require_packages() -> None:
+    """Raises: MissingExtraError where one of them is not installed."""
+    for module in ("starlette", "uvicorn"):
+        _required(module)
+    _required("prometheus_client", package="prometheus-client")
+
+
 def _required(module: str, *, package: str | None = None) -> Any:
     try:
         return importlib.import_module(module)

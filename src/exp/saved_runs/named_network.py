@@ -130,10 +130,8 @@ def named_network(
     Raises: RunError where the network takes no input that the data declares, or one that no file can hold.
     """
     spec = data_spec(run)
-    network = plain_network(run, weights=weights, averaged=averaged)
     is_double = keeps_doubles and run.resolved.plain["precision"]["word"] == "fp64"
-    if is_double:
-        network.double()
+    network = plain_network(run, weights=weights, averaged=averaged, is_double=is_double)
     declared = tuple(spec.inputs)
     taken: list[str] = network_call(network, declared)(
         lambda *given, **named: [*given, *named.values()], dict(zip(declared, declared, strict=True))
@@ -158,13 +156,17 @@ def named_network(
     ).eval()
 
 
-def plain_network(run: RunFiles, *, weights: str | Path | None = None, averaged: bool = True) -> nn.Module:
+def plain_network(
+    run: RunFiles, *, weights: str | Path | None = None, averaged: bool = True, is_double: bool = False
+) -> nn.Module:
     """The network of a run as if it had been trained in fp32: no casts between its layers, and LoRA's part merged.
+
+    is_double: as if in fp64, so that no number is rounded on its way.
 
     Raises: RunError as RunFiles.network does.
     """
     plain = run.resolved.plain
-    precision = {**plain["precision"], "word": "fp32", "keep": {}}
+    precision = {**plain["precision"], "word": "fp64" if is_double else "fp32", "keep": {}}
     resolved = Resolved(config=run.config, plain={**plain, "precision": precision})
     network = dataclasses.replace(run, resolved=resolved).network(weights, averaged=averaged)
     if is_adapted(network):

@@ -161,7 +161,7 @@ def run(
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
     logged = run_log(directory, rank=rank, not_written=ongoing.not_written)
-    with logged, _alive(directory, rank), interrupting():
+    with logged, _alive(directory, rank), interrupting() as early:
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)
@@ -179,7 +179,7 @@ def run(
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
-            told = explain(error, ongoing, parts=parts)
+            told = explain(early[0] if early else error, ongoing, parts=parts)
             if parts is not None and parts.failing_step is not None:
                 told = parts.failing_step.named(told)
             if rank.is_first:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from exp.config.freeze import read_parent, versions
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
+# Where Lightning tears down in answer to any exception; private to it, and tested (2.6.6).
+CATCHING = "_call_and_handle_interrupt"
 # What a report.json that is torn, or was written by somebody else, makes of its reading.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 # Pruned: ended early by the search that it is a job of, and well.
@@ -323,9 +326,19 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that ended the run, and not what a callback's answer to it, on_exception, raised in its turn."""
-    answers = any(frame.f_code.co_name == "on_exception" for frame, _ in traceback.walk_tb(error.__traceback__))
-    return error if error.__context__ is None or not answers else _first(error.__context__)
+    """The error that ended the run, and not what Lightning or a callback raised in answer to it, as in on_exception."""
+    caught = _catching_frames(error)
+    first, context = error, error.__context__
+    while context is not None:
+        if caught & _catching_frames(context):
+            first = context
+        context = context.__context__
+    return first
+
+
+def _catching_frames(error: BaseException) -> set[FrameType]:
+    """The calls of the function in which Lightning catches what ends a trainer's work, that an error came through."""
+    return {frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == CATCHING}
 
 
 def _is_of_exps_writing(error: OSError) -> bool:

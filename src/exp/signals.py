@@ -104,20 +104,25 @@ def _is_supervised() -> bool:
 
 
 @contextmanager
-def interrupting() -> Iterator[None]:
+def interrupting() -> Iterator[list[Interrupted]]:
     """End the run at once at a signal, while nothing is there to save: as Interrupted, so that it is reported.
+
+    Yields what was raised so: code that it comes in may make another exception of it, as OmegaConf and Lightning do.
 
     Stopping has handlers of its own between the first batch and the last. Lightning answers a KeyboardInterrupt with
     SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
     """
 
+    early: list[Interrupted] = []
+
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise Interrupted(signum=signum, checkpoint=None)
+        early.append(Interrupted(signum=signum, checkpoint=None))
+        raise early[-1]
 
     # A rank has handlers of its own.
     try:
         with heeding(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
-            yield
+            yield early
     except (KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             raise Interrupted(signum=signal.SIGINT, checkpoint=None) from error

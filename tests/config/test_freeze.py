@@ -22,6 +22,7 @@ from exp.config.freeze import (
 )
 from exp.config.yaml_files import yaml_text
 from exp.errors import RunError
+from exp.files import write_whole
 
 
 def composed(directory):
@@ -49,6 +50,22 @@ def test_the_frozen_config_is_resolved_and_read_back(tmp_path):
     assert "_composition_" not in text
     assert read_frozen(directory).model.out_features == 10
     assert read_overrides(directory) == ["optimizer.lr=0.1"]
+
+
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_where_freezing_is_killed_no_config_yaml_stands_without_the_others(made, tmp_path, monkeypatch):
+    written = []
+
+    def killed(path, content, *, is_synced):
+        if len(written) == made:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write_whole(path, content, is_synced=is_synced)
+
+    monkeypatch.setattr("exp.config.freeze.write_whole", killed)
+    with pytest.raises(KeyboardInterrupt):
+        freeze(composed(tmp_path / "run"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == set(written) <= {"overrides.yaml", "provenance.json"}
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):

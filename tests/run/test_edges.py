@@ -4,11 +4,15 @@ import json
 import signal
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
 import exp
-from exp.run_report import Ongoing
+from exp.run_report import Ongoing, explain
 from exp.train import main
 
 HOOK = """
@@ -57,8 +61,9 @@ def test_torchrun_is_told_what_to_start(monkeypatch, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("answer", ["raise", "raise ValueError('made of another') from None"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, commands, signum):
+def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, commands, signum, answer):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
     (tmp_path / "slow.py").write_text(
@@ -67,7 +72,10 @@ def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, comman
         "    def __init__(self):\n"
         "        super().__init__(64, 10)\n"
         "        if list(pathlib.Path().glob('outputs/*/*/*/config.yaml')):\n"
-        f"            os.kill(os.getpid(), {int(signum)})\n"
+        "            try:\n"
+        f"                os.kill(os.getpid(), {int(signum)})\n"
+        "            except Exception:\n"
+        f"                {answer}\n"
         "    def forward(self, x):\n"
         "        return super().forward(x.flatten(1))\n"
     )
@@ -76,6 +84,19 @@ def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, comman
     assert done.returncode == 128 + signum, done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((directory / "report.json").read_text())["status"] == "interrupted"
+
+
+def test_what_ended_a_run_is_told_and_not_what_lightning_raises_in_answer_to_it(tmp_path):
+    class Refusing(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            raise ZeroDivisionError("of the user's own")
+
+    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    # Lightning 2.6.6 tears down a loader that it has not made.
+    with pytest.raises(RuntimeError, match="combined_loader") as caught:
+        trainer.fit(BoringModel(), Refusing(RandomDataset(32, 4)))
+    told = explain(caught.value, Ongoing(tmp_path, exp.compose([]), overrides=[], world_size=1), parts=None)
+    assert "ZeroDivisionError: of the user's own" in str(told)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget the peak of the resident set")

@@ -59,7 +59,9 @@ ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
 def freeze(
     config: DictConfig, *, text: str | None = None, origin: Mapping[str, Any] | None = None, is_synced: bool = True
 ) -> Path:
-    """Makes the run directory of a composed config and writes config.yaml, overrides.yaml and provenance.json.
+    """Makes the run directory of a composed config and writes overrides.yaml, provenance.json and config.yaml.
+
+    config.yaml is the last: where it stands, the others do, in whatever moment the process was killed.
 
     A directory that stands already is never shared: `-2`, `-3` and so on are appended. One that was made for this
     config alone is taken; see `take_directory`.
@@ -76,9 +78,9 @@ def freeze(
         overrides = list(composition.overrides)
         found = _covered(provenance(overrides)) if origin is None else {**origin, **_covered({"overrides": overrides})}
         for name, content in (
-            ("config.yaml", frozen_yaml(config) if text is None else text),
             ("overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True)),
             ("provenance.json", json.dumps(found, indent=2) + "\n"),
+            ("config.yaml", frozen_yaml(config) if text is None else text),
         ):
             write_whole(directory / name, content, is_synced=is_synced)
     except OSError as error:
@@ -183,6 +185,8 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RunError(f"{path} is not as exp wrote it: {one_line(error)}. Take the file of the run") from error
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}. Take the file of the run") from error
 
 
 def _mapping(text: str, *, name: str) -> dict[str, Any]:

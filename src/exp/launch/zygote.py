@@ -401,8 +401,6 @@ def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
             size = os.fstat(descriptor).st_size
             function, arguments = pickle.loads(os.pread(descriptor, size, 0))
             file.seek(size)
-            if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             for value in function(*arguments):
                 file.write(pickle.dumps((value,)))
             file.write(pickle.dumps(()))  # that was all
@@ -416,7 +414,7 @@ def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
 def _answer_signals() -> None:
     """Let the signals that end a run end this process, where they are not ignored; one may have come already.
 
-    Ctrl-C, too, without a traceback, until its function begins.
+    Ctrl-C, too, without a traceback, until its function has handlers of its own.
     """
     for signum in ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -134,6 +135,26 @@ def test_activations_that_are_computed_again(model: str, precision: str) -> None
 )
 def test_frozen_adapted_and_other_precisions_and_optimizers(overrides: tuple[str, ...]) -> None:
     run = decided(*overrides, *ONE)
+    assert_equal(parts(run), one_step(run))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_network_of_two_inputs(precision: str) -> None:
+    rng = np.random.default_rng(0)
+    np.savez("twins.npz", left=rng.random((80, 4), "f4"), right=rng.random((80, 3, 5), "f4"), target=np.arange(80) % 2)
+    Path("conf/model").mkdir(parents=True)
+    Path("conf/model/twins.yaml").write_text(
+        "# Two towers: model=twins\n"
+        "_target_: exp.models.containers.ModuleDictModel\n"
+        "inputs: [left, right]\n"
+        "layers:\n"
+        "  first: {_target_: torch.nn.Linear, in_features: 4, out_features: 6}\n"
+        "  second: {_target_: torch.nn.Linear, in_features: 15, out_features: 6}\n"
+        "  head: {_target_: torch.nn.Linear, in_features: 6, out_features: 2}\n"
+        "forward: return head((first(left) * second(right.flatten(1))).relu())\n"
+    )
+    words = ("data=npy", "data.dataset.path=twins.npz", "data.num_classes=2", "model=twins")
+    run = decided(*words, f"precision={precision}", *ONE)
     assert_equal(parts(run), one_step(run))
 
 

@@ -141,7 +141,9 @@ def test_frozen_adapted_and_other_precisions_and_optimizers(overrides: tuple[str
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_network_of_two_inputs(precision: str) -> None:
     rng = np.random.default_rng(0)
-    np.savez("twins.npz", left=rng.random((80, 4), "f4"), right=rng.random((80, 3, 5), "f4"), target=np.arange(80) % 2)
+    np.savez(
+        "twins.npz", left=rng.random((200, 4), "f4"), right=rng.random((200, 3, 5), "f4"), target=np.arange(200) % 2
+    )
     Path("conf/model").mkdir(parents=True)
     Path("conf/model/twins.yaml").write_text(
         "# Two towers: model=twins\n"

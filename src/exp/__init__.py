@@ -25,6 +25,10 @@ _leave_out_the_working_directory()
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
+from exp.lighter_imports import install as _install_lighter_imports  # noqa: E402
+
+_install_lighter_imports()
+
 if TYPE_CHECKING:
     from exp.check.plan import validate
     from exp.check.stages import compose

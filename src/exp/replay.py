@@ -166,7 +166,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     )
     from exp.engine.module import TrainingModule
     from exp.engine.phased_module import PhasedModule
-    from exp.engine.runtime import switch_on
+    from exp.engine.runtime import deterministic, switch_on
     from exp.types import DataSpec
 
     plain = plain_config(config)
@@ -204,7 +204,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        deterministic=runtime["deterministic"],
+        deterministic=deterministic(runtime["deterministic"]),
         benchmark=runtime["cudnn_benchmark"],
     )
     # Randomness is a function of it.

@@ -2,12 +2,14 @@
 
 Half of the time that `import torch, lightning` takes goes into torch._dynamo (1.4 s), for which the optimizers, the
 decorator of functions that are not to be compiled, and two modules of Lightning ask, and into scipy.signal (1.3 s) and
-matplotlib (0.4 s), which torchmetrics prepares for audio and for plots (torch 2.13, Lightning 2.6.6, torchmetrics 1.9,
-two cores). Here is the one place that knows those insides; tests/run/test_imports.py holds them.
+matplotlib (0.4 s), which torchmetrics prepares for audio and for plots; the check of shapes on the meta device brings
+sympy (0.5 s; torch 2.13, Lightning 2.6.6, torchmetrics 1.9, two cores). Here is the one place that knows those insides;
+tests/run/test_lighter_imports.py holds them.
 
 Those modules see a stand-in. Until something else imports torch._dynamo nothing is being compiled: disable(f) is f, and
-graph_break() does nothing; from then on they see the real one. matplotlib comes in with the first plot of a metric.
-Where another version asks otherwise, more is imported, and that is all.
+graph_break() does nothing; from then on they see the real one. So it is with symbolic shapes: a condition that is a
+bool already needs no solver. matplotlib comes in with the first plot of a metric. Where another version asks otherwise,
+more is imported, and that is all.
 """
 
 from __future__ import annotations
@@ -27,16 +29,23 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as DTensor
 
 DYNAMO = "torch._dynamo"
+SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
+OPERATORS = (
+    *("torch._prims", "torch._prims_common", "torch._refs", "torch._meta_registrations", "torch.autograd"),
+    *("torch._decomp", "torch._decomp.decompositions"),
+)
 # By the package that they ask for, at its import or later.
 ASKING: Mapping[str, Sequence[str]] = {
     DYNAMO: (
         *("torch._compile", "torch.compiler", "torch.optim.optimizer"),
         *("lightning.fabric.wrappers", "lightning.pytorch.utilities.compile"),
     ),
+    SYMBOLIC: ("torch", *OPERATORS),
+    "sympy": OPERATORS,
     "scipy.signal": ("torchmetrics", "torchmetrics.audio", "torchmetrics.functional.audio"),
     "matplotlib": ("torchmetrics.utilities.plot",),
 }
-PACKAGES = {asking: package for package, all_asking in ASKING.items() for asking in all_asking}
+ALL_ASKING = frozenset(asking for all_asking in ASKING.values() for asking in all_asking)
 
 
 def install() -> None:
@@ -49,7 +58,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in PACKAGES and fullname != DYNAMO:
+        if fullname not in ALL_ASKING and fullname != DYNAMO:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -58,7 +67,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Executes a module by its own loader, and with a stand-in for the package that it asks for."""
+    """Executes a module by its own loader, and with stand-ins for the packages that it asks for."""
 
     def __init__(self, real: Loader) -> None:
         self._real = real
@@ -69,16 +78,19 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._real
-        if module.__name__ in PACKAGES:
+        packages = [package for package, all_asking in ASKING.items() if module.__name__ in all_asking]
+        if packages:
             # Its functions import, too, by the builtins that it has as they are made.
-            vars(module)["__builtins__"] = {**vars(builtins), "__import__": _importing(PACKAGES[module.__name__])}
+            vars(module)["__builtins__"] = {**vars(builtins), "__import__": _importing(packages)}
         self._real.exec_module(module)
         while module.__name__ == DYNAMO and _waiting:
             _waiting.pop()()
 
 
-def _importing(package: str) -> Callable[..., ModuleType]:
-    stand_ins = STAND_INS[package]
+def _importing(packages: Sequence[str]) -> Callable[..., ModuleType]:
+    owners = {
+        name: package for package in packages for name in STAND_INS[package] if f"{name}.".startswith(f"{package}.")
+    }
 
     def import_(
         name: str,
@@ -87,11 +99,10 @@ def _importing(package: str) -> Callable[..., ModuleType]:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        is_stood_in = name in stand_ins and f"{name}.".startswith(f"{package}.")
-        if not is_stood_in or package in sys.modules:
+        if name not in owners or owners[name] in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
         # `import a.b` gives a, and `import a.b as c` and `from a.b import c` a.b.
-        return stand_ins[name] if fromlist else stand_ins[name.partition(".")[0]]
+        return STAND_INS[owners[name]][name if fromlist else name.partition(".")[0]]
 
     return import_
 
@@ -148,6 +159,21 @@ def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
     return call
 
 
+def _decided(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of symbolic_shapes. answer: what it gives for numbers, and tuples of numbers, without symbols."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not named and all(map(_is_plain, arguments)):
+            return answer(*arguments)
+        return getattr(importlib.import_module(SYMBOLIC), name)(*arguments, **named)
+
+    return call
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
+
+
 def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """matplotlib.pyplot.style.context as a decorator."""
 
@@ -168,6 +194,21 @@ _DYNAMO = _Late(
     disable=_disable,
     graph_break=lambda *_, **__: None,
 )
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"), lambda value: value),
+    **dict.fromkeys(("statically_known_true", "guard_int", "guarding_hint_or_throw"), lambda value: value),
+    "has_guarding_hint": lambda _: True,
+    "is_nested_int": lambda _: False,
+    "sym_and": lambda *values: all(values),
+    "sym_or": lambda *values: any(values),
+    "sym_eq": lambda one, other: one == other if isinstance(one, int) else list(one) == list(other),
+}
+_SYMBOLIC = _Late(
+    SYMBOLIC,
+    **{name: _decided(name, answer) for name, answer in _ANSWERS.items()},
+    # Whoever makes symbols imports the module.
+    free_unbacked_symbols=lambda _: set(),
+)
 # To which torchmetrics would add scipy.signal.hamming, where scipy has it no more.
 _SIGNAL = _Late("scipy.signal", hamming=None)
 _AXES = _Late("matplotlib.axes", Axes=late_class("matplotlib.axes", "Axes"))
@@ -175,6 +216,8 @@ _PYPLOT = _Late("matplotlib.pyplot", Figure=object, style=_Late("matplotlib.styl
 _COLORS = _Late("matplotlib.colors", Colormap=object)
 STAND_INS: Mapping[str, Mapping[str, ModuleType]] = {
     DYNAMO: {DYNAMO: _DYNAMO, "torch": _Late("torch", _dynamo=_DYNAMO)},
+    SYMBOLIC: {SYMBOLIC: _SYMBOLIC},
+    "sympy": {"sympy": _Late("sympy", Basic=late_class("sympy", "Basic"))},
     "scipy.signal": {"scipy.signal": _SIGNAL, "scipy": _Late("scipy", signal=_SIGNAL)},
     "matplotlib": {
         "matplotlib": _Late("matplotlib", axes=_AXES, pyplot=_PYPLOT, colors=_COLORS),

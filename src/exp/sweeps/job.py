@@ -49,7 +49,6 @@ MODULES = (
     "exp.strategies.auto",
     "exp.sweeps.job",
     "exp.tensorboard.logger",
-    "torch.fx.experimental.symbolic_shapes",
 )
 # Of the output of a job, whose last words are told.
 TAIL_BYTES = 20_000

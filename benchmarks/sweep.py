@@ -162,18 +162,20 @@ class Bench:
         """A sweep of another contender; and the seconds of it that are before the first job and behind the last."""
         if not self._data.is_file():
             write_digits(self._data)
-        if name in ("bare", "bare_save"):
+        if name.startswith("bare"):
             words = ["--data", str(self._data), "--network", network, "--epochs", str(epochs)]
             words += ["--rates", ",".join(map(str, grid.rates)), "--seeds", ",".join(map(str, grid.seeds))]
-            words += ["--threads", str(self._threads)] * (self._threads > 0) + ["--save"] * (name == "bare_save")
+            words += ["--threads", str(self._threads)] * (self._threads > 0) + ["--save"] * (name != "bare")
+            words += ["--events"] * (name == "bare_events")
             program = "bare.py"
         else:
             threads = [f"threads={self._threads}"] * (self._threads > 0)
+            many = ["-m"] * (grid.jobs > 1)
             if name == "plain":
-                words = ["-m", f"data={self._data}", f"network={network}", f"epochs={epochs}", *threads]
+                words = [*many, f"data={self._data}", f"network={network}", f"epochs={epochs}", *threads]
                 words += grid.words("lr", "seed")
             else:
-                words = ["-m", f"data.path={self._data}", f"model.network={network}", *threads]
+                words = [*many, f"data.path={self._data}", f"model.network={network}", *threads]
                 words += [f"trainer.max_epochs={epochs}", *grid.words("model.optimizer.lr", "seed")]
             program = f"{name}.py"
         wall, processor, place = self._timed([sys.executable, str(PROGRAMS / program), *words])

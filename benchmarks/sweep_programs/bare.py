@@ -1,8 +1,10 @@
-"""A sweep by hand: one process, a PyTorch loop for each job after the other, no framework and no logging.
+"""A sweep by hand: one process, a PyTorch loop for each job after the other, no framework.
 
-    python bare.py --data digits.pt --network mlp --epochs 10 --rates 1e-3,3e-3 --seeds 0,1 [--save] [--threads 1]
+    python bare.py --data digits.pt --network mlp --epochs 10 --rates 1e-3,3e-3 --seeds 0,1 [--save] [--events]
+        [--threads 1]
 
---save: write last.pt and best.pt of each job, last at each epoch and best where it got better.
+--save: write last.pt and best.pt of each job, last at each epoch and best where it got better. --events: write loss and
+gradient norm of each step, and loss and accuracy of each validation, for TensorBoard; else nothing is logged.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import itertools
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from parts import Batches, loaders, network, note
@@ -40,6 +43,12 @@ def warm_up() -> None:
     torch.optim.AdamW([weight]).step()
 
 
+def events(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
 def train(options: argparse.Namespace, rate: float, seed: int, folder: Path) -> None:
     began = time.time()
     torch.manual_seed(seed)
@@ -47,12 +56,22 @@ def train(options: argparse.Namespace, rate: float, seed: int, folder: Path) -> 
     net = network(options.network)
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
     best, best_weights = math.inf, net.state_dict()
+    writer, step = events(folder) if options.events else None, 0
     for _ in range(options.epochs):
         for inputs, target in training:
             optimizer.zero_grad()
-            functional.cross_entropy(net(inputs), target).backward()
+            loss_of_step = functional.cross_entropy(net(inputs), target)
+            loss_of_step.backward()
+            if writer is not None:
+                norm = torch.nn.utils.get_total_norm([one.grad for one in net.parameters() if one.grad is not None])
+                writer.add_scalar("loss/train", loss_of_step.item(), step)
+                writer.add_scalar("gradient_norm", norm.item(), step)
             optimizer.step()
-        loss, _ = evaluate(net, validation)
+            step += 1
+        loss, right = evaluate(net, validation)
+        if writer is not None:
+            writer.add_scalar("loss/val", loss, step)
+            writer.add_scalar("accuracy/val", right, step)
         state = {"weights": net.state_dict(), "optimizer": optimizer.state_dict()}
         if options.save:
             folder.mkdir(exist_ok=True)
@@ -61,6 +80,8 @@ def train(options: argparse.Namespace, rate: float, seed: int, folder: Path) -> 
             best, best_weights = loss, {name: tensor.clone() for name, tensor in net.state_dict().items()}
             if options.save:
                 torch.save(state, folder / "best.pt")
+    if writer is not None:
+        writer.close()
     net.load_state_dict(best_weights)
     _, accuracy = evaluate(net, test)
     note(began=began, ended=time.time(), loss=best, accuracy=accuracy)
@@ -75,6 +96,7 @@ def main() -> None:
     parser.add_argument("--seeds", required=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--events", action="store_true")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

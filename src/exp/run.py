@@ -220,14 +220,9 @@ def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
 def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:
     """What comes before the first step: threads, what loggers show of the run, precision.report."""
     plain, data = decided.plain, parts.data
-    # Of loaders of the user's own nobody knows how large their samples are.
-    is_known = isinstance(data, StagedData)
-    set_threads(
-        plain["runtime"]["threads"],
-        network=parts.network,
-        positions=decided.spec.positions if is_known else None,
-        batch_size=-(-plain["data"]["batch_size"] // data.world_size) if isinstance(data, StagedData) else 1,
-    )
+    # Of loaders of the user's own nobody knows how large their batches are.
+    share = -(-plain["data"]["batch_size"] // data.world_size) if isinstance(data, StagedData) else None
+    set_threads(plain["runtime"]["threads"], operator=None if share is None else decided.operator(samples=share))
     _describe(decided, parts, directory)
     if rank.is_first and plain["train"] and plain["precision"]["report"]:
         _report_precision(decided, parts, directory, resume)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from exp.check.shapes import ShapeExamination, examine_shapes
 from exp.models.containers import ModuleDictModel, SequentialModel
@@ -219,3 +220,44 @@ def test_the_branch_that_training_does_not_take_is_looked_at_too() -> None:
     (fault,) = examine(build, objective=CLASSES).faults
     assert fault.key == "model.layers.hidden"
     assert "is given [B, 10] float32" in fault.got
+
+
+def _linear(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+BARE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Flatten(), _linear(64, 32), nn.ReLU(), _linear(32, 10)),
+    "groups and strides": lambda: nn.Sequential(
+        nn.Conv2d(1, 6, 3, bias=False),
+        nn.Conv2d(6, 4, 3, stride=2, groups=2, bias=False),
+        nn.Flatten(),
+        _linear(16, 10),
+    ),
+    "one dimension": lambda: nn.Sequential(
+        nn.Flatten(1, 2), nn.Conv1d(8, 4, 3, padding=1, bias=False), nn.Flatten(), _linear(32, 10)
+    ),
+    "at each position": lambda: nn.Sequential(_linear(8, 24), nn.Flatten(), _linear(192, 10)),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_multiply_adds_are_half_the_flops_that_torch_counts(name: str) -> None:
+    trace = examine(BARE[name]).traces[None]
+    with FlopCounterMode(display=False) as count:
+        BARE[name]()(torch.rand(3, *DIGITS.input_shape))
+    assert 3 * 2 * sum(trace.multiply_adds) == count.get_total_flops()
+
+
+def test_each_step_of_a_recurrent_layer_is_an_operator() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 16, bias=False, batch_first=True), nn.Linear(16, 10, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output, _ = self.lstm(x.squeeze(1))
+            return self.head(output[:, -1])
+
+    trace = examine(Rows).traces[None]
+    assert list(trace.multiply_adds) == [4 * 16 * (8 + 16)] * 8 + [160]

@@ -97,16 +97,16 @@ def trials_in(place: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def test_the_size_found_fits_the_limit_and_the_next_does_not(commands, place: Path) -> None:
-    done = commands.run(*SHORT, "--memory", "600MiB", "--steps", "3", module="exp.find_batch", cwd=place)
+    done = commands.run(*SHORT, "--memory", "500MiB", "--steps", "3", module="exp.find_batch", cwd=place)
     assert done.returncode == 0, done.stderr
     directory, summary = trials_in(place)
-    assert summary["limit"] == 600 * MIB
+    assert summary["limit"] == 500 * MIB
     fitting = {one["size"]: one for one in summary["trials"] if one["fits"]}
     others = {one["size"]: one for one in summary["trials"] if not one["fits"]}
     size, beyond = max(fitting), min(others)
     assert max(fitting) < min(others) <= size + step_of(size)
-    assert all(one["peak"] <= 600 * MIB for one in fitting.values())
-    assert all(one["peak"] > 600 * MIB for one in others.values())
+    assert all(one["peak"] <= 500 * MIB for one in fitting.values())
+    assert all(one["peak"] > 500 * MIB for one in others.values())
     # Another measured it, too: the report of the run with that size.
     report = json.loads((directory / str(size) / "report.json").read_text())
     assert report["status"] == "completed"

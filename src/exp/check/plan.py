@@ -215,6 +215,23 @@ class Plan:
         """The network on the meta device and its one traced forward."""
         return _examine_shapes(self, self.phases)
 
+    def operator(self, *, samples: int) -> float | None:
+        """The multiply-adds of an operator in the forward of so many samples, in the mean over multiply-adds.
+
+        Of a module of the user's own, and of what cannot be traced, a bound; None where not even the network is known.
+        """
+        sizes = (
+            [size for trace in self.shapes.traces.values() for size in trace.multiply_adds] if self.own is None else []
+        )
+        if sizes:
+            return samples * sum(size**2 for size in sizes) / sum(sizes)
+        network = self.network
+        if network is None:
+            return None
+        from exp.engine.runtime import operator_at_most
+
+        return samples * operator_at_most(network, positions=self.spec.positions)
+
     @functools.cached_property
     def hooks(self) -> Mapping[str, Hook]:
         """By name, each with what it may ask of the run: the FLOPs of a step, and what the run was made from."""

@@ -18,9 +18,10 @@ from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
-# Multiply-adds of one forward. Below it an operator is over before a second thread has begun: the digits MLP (52,000
-# parameters, batch 64) took 8 ms a step with one thread and 99 ms with two, on two cores that others used as well.
-SMALL_FORWARD = 2**28
+# Multiply-adds of an operator in the forward. On two idle cores a second thread was worth nothing to an MLP
+# 64-256-256-10 (3.8 million, batch 64), a fifth to the ResNet (8.7) and a factor of 1.8 to an MLP of 512 (16). Where
+# others use the second core, each operator waits for it: steps of 2.5 ms took 63.
+SMALL_OPERATOR = 12e6
 
 
 def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
@@ -74,18 +75,21 @@ def _laid_out(value: object) -> object:
     return value
 
 
-def set_threads(requested: int | None, *, network: nn.Module, positions: int | None, batch_size: int) -> int:
-    """Set the threads of this process's operators, and return how many.
+def set_threads(requested: int | None, *, operator: float | None) -> int:
+    """Set how many threads an operator takes on a CPU, and return the number.
 
-    requested: None takes one thread for a small network, and leaves torch's choice otherwise (OMP_NUM_THREADS or the
-        cores; a rank's launcher has shared them out).
-    positions: numbers in the largest input of one sample; None where nobody knows.
-    batch_size: samples that this rank has of a batch.
+    requested: None takes one thread for a network of small operators, and leaves torch's choice otherwise
+        (OMP_NUM_THREADS or the cores; a rank's launcher has shared them out).
+    operator: the multiply-adds of an operator in the forward of this process's share of a batch, in the mean over
+        multiply-adds, or a bound on it; None where nobody knows.
     """
-    # No layer meets more positions than an input has, so no forward has more multiply-adds than this.
-    bound = sum(parameter.numel() for parameter in network.parameters()) * batch_size * (positions or 0)
     if requested is not None:
         torch.set_num_threads(requested)
-    elif positions is not None and bound < SMALL_FORWARD:
+    elif operator is not None and operator < SMALL_OPERATOR:
         torch.set_num_threads(1)
     return torch.get_num_threads()
+
+
+def operator_at_most(network: nn.Module, *, positions: int) -> float:
+    """A bound for one sample: no layer meets more positions than the largest input of a sample has numbers."""
+    return float(max((one.numel() for one in network.parameters()), default=0) * positions)

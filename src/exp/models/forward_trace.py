@@ -84,6 +84,30 @@ class ForwardTrace:
                 found.setdefault(paths[call.module], []).append(call)
         return found
 
+    @property
+    def multiply_adds(self) -> Sequence[float]:
+        """Of each operator with parameters, for one sample: they count once at each position of its module's output.
+
+        Exact for linear, convolutional and recurrent layers, of which each step is an operator of its own; products of
+        activations, as of attention, are left out.
+        """
+        samples = len(next(iter(self.inputs.values())))
+        return [size / samples for call in self.calls for size in _operators(call)]
+
+
+def _operators(call: Call) -> Sequence[float]:
+    output = next((one for one in tensors_in(call.output) if one.dim()), None)
+    own = list(call.module.parameters(recurse=False))
+    if output is None or not own:
+        return []
+    # A kernel's channels are the second dimension, features the last.
+    channels = output.shape[1] if max(one.dim() for one in own) > 2 and output.dim() > 2 else output.shape[-1]
+    size = sum(one.numel() for one in own) * output.numel() / max(channels, 1)
+    steps = 1
+    if isinstance(call.module, nn.RNNBase) and output.dim() > 1:
+        steps = output.shape[1 if call.module.batch_first and output.dim() > 2 else 0]
+    return [size / steps] * steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:

@@ -29,8 +29,9 @@ from exp.types import Batch
 LENGTH = 10**9
 # Members in the trial, and its rounds, of which the fastest counts: the machine may have other work.
 TRIED, ROUNDS = 8, 3
-# What takes longer has little to gain: not even the trial is made of such a step, nor of so many multiply-adds.
-LONG_SECONDS, LARGE_FORWARD = 10e-3, 2**31
+# What takes longer has little to gain: not even the trial is made of such a step, nor of operators of so many
+# multiply-adds.
+LONG_SECONDS, LARGE_OPERATOR = 10e-3, 2**26
 # So much slower a member's step is taken to be where no trial is made: convolutions and attention on a CPU.
 UNTRIED = 2.0
 # A stack that gains less is no reason to give up a process for each job.
@@ -64,7 +65,8 @@ def is_faster(decided: Plan, *, members: int) -> bool:
     """Whether so many jobs like this one take less time in a stack than one after the other, on one thread."""
     if decided.plain["runtime"]["compile"]:
         return True  # which takes many times what a job does, and is done once for all of them
-    if _multiply_adds(decided) >= LARGE_FORWARD:
+    operator = decided.operator(samples=decided.plain["data"]["batch_size"])
+    if operator is None or operator >= LARGE_OPERATOR:
         return False
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -116,15 +118,6 @@ def member_bytes(decided: Plan) -> int:
     state = sum(tensor.nbytes for tensor in tensors_in([optimizer.state]))
     data = sum(tensor.nbytes for tensor in tensors_in(batch.data))
     return 2 * (held + state + kept.size) + sum(one.nbytes for one in learned) + data
-
-
-def _multiply_adds(decided: Plan) -> float:
-    """A bound on those of one forward, as exp.engine.runtime.set_threads takes it."""
-    network = decided.network
-    if network is None:
-        return float("inf")
-    numbers = sum(parameter.numel() for parameter in network.parameters())
-    return float(numbers * decided.plain["data"]["batch_size"] * decided.spec.positions)
 
 
 def _times(decided: Plan, *, members: int) -> tuple[float, float]:

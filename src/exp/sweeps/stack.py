@@ -363,12 +363,7 @@ class Stack:
 
     def _begin(self, position: Position) -> None:
         decided, plain = self._decided, self._decided.plain
-        set_threads(
-            plain["runtime"]["threads"],
-            network=self._members[0].network,
-            positions=decided.spec.positions,
-            batch_size=plain["data"]["batch_size"],
-        )
+        set_threads(plain["runtime"]["threads"], operator=decided.operator(samples=plain["data"]["batch_size"]))
         self._step = self._first = position.step
         self._batches_done = position.batches
         for member in self._members:

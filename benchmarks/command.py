@@ -1,0 +1,155 @@
+"""What a whole command costs, imports and end included: exp beside a script by hand, Lightning and its template.
+
+    python benchmarks/command.py [costs shares] [--epochs 1,10,60,300] [--networks mlp,lenet] [--repetitions 3]
+        [--threads 1]
+
+    costs    processor seconds and wall clock of each, in turns, and exp's ratio to each of the others
+    shares   which part of exp's processor seconds goes into what, of each network and number of epochs
+
+All train the same network on digits with AdamW for the same epochs of 20 steps, validate and save the last and the best
+state at each, write event files and test the best at the end. exp is as it comes: gradient norms of each parameter,
+memory, throughput, its report. The script by hand is benchmarks/sweep_programs/bare.py --save --events: torch, a
+SummaryWriter with loss and gradient norm of each step, torch.save. plain.py logs what Lightning's documentation shows,
+every 50 steps; template.py is in the form of lightning-hydra-template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sweep import NETWORKS, Bench, Cost, Grid
+
+TITLES = {
+    "exp": "exp as it comes",
+    "bare_events": "by hand",
+    "plain": "Hydra and Lightning",
+    "template": "the form of lightning-hydra-template",
+}
+# Prints the processor seconds of each part as JSON; what a part calls of another is the other's.
+SHARES = """
+import sys, time
+clock, seconds, running = time.process_time, {}, []
+
+def turn_to(part):
+    now = clock()
+    if running:
+        name, since = running[-1]
+        seconds[name] = seconds.get(name, 0.0) + now - since
+        running[-1] = name, now
+    return now
+
+def timed(part, call):
+    def timed_call(*arguments, **named):
+        running.append((part, turn_to(part)))
+        try:
+            return call(*arguments, **named)
+        finally:
+            turn_to(part)
+            running.pop()
+            if running:
+                running[-1] = running[-1][0], clock()
+    return timed_call
+
+def count(part, owner, name):
+    setattr(owner, name, timed(part, getattr(owner, name)))
+
+seconds["interpreter"] = clock()
+running.append(("command line and report", clock()))
+
+def imported():
+    import exp.run, exp.check.stages, exp.data.digits, exp.tensorboard.logger, exp.hooks.gradients, exp.hooks.throughput
+
+timed("imports", imported)()
+import exp.run
+from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
+from exp.engine.checkpointing import Checkpointing
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from exp.train import main
+
+count("check", exp.run, "prepare")
+count("build", exp.run, "build")
+count("steps", Trainer, "fit")
+count("test", Trainer, "test")
+count("validation", _EvaluationLoop, "run")
+for name in ("on_validation_end", "on_train_epoch_end"):
+    count("checkpoints", Checkpointing, name)
+status = main(sys.argv[1:])
+turn_to(None)
+import json
+print(json.dumps(seconds))
+sys.exit(status)
+"""
+
+
+def costs(bench: Bench, options: argparse.Namespace) -> None:
+    for network in options.networks:
+        for epochs in options.epochs:
+            turns = []
+            for turn in range(options.repetitions):
+                names = list(TITLES) if turn % 2 == 0 else list(TITLES)[::-1]
+                turns.append({name: cost(bench, name, network=network, epochs=epochs) for name in names})
+            print(f"\n{network}, {epochs} epochs, {options.repetitions} repetitions in turn")
+            print(f"{'':38}{'processor, s':>13}{'wall, s':>9}{'exp is, processor':>19}{'exp is, wall':>14}")
+            for name, title in TITLES.items():
+                own = [turn[name] for turn in turns]
+                middle = [statistics.median(getattr(one, clock) for one in own) for clock in ("processor", "wall")]
+                ratios = [
+                    statistics.median(getattr(turn["exp"], clock) / getattr(turn[name], clock) for turn in turns)
+                    for clock in ("processor", "wall")
+                ]
+                told = "" if name == "exp" else f"{ratios[0]:19.2f}{ratios[1]:14.2f}"
+                print(f"{title:38}{middle[0]:13.2f}{middle[1]:9.2f}{told}", flush=True)
+
+
+def cost(bench: Bench, name: str, *, network: str, epochs: int) -> Cost:
+    if name == "exp":
+        return bench.exp([*NETWORKS[network], f"trainer.max_epochs={epochs}", "optimizer.lr=0.001"])
+    return bench.other(name, Grid(rates=[1e-3], seeds=[0]), network=network, epochs=epochs)[0]
+
+
+def shares(folder: Path, *, network: str, epochs: int, repetitions: int) -> None:
+    command = [sys.executable, "-c", SHARES, *NETWORKS[network], f"trainer.max_epochs={epochs}"]
+    found: list[dict[str, float]] = []
+    for number in range(repetitions):
+        place = folder / f"shares-{network}-{epochs}-{number}"
+        place.mkdir()
+        done = subprocess.run(command, cwd=place, check=True, capture_output=True, text=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    middle = {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[0]}
+    total = sum(middle.values())
+    print(f"\n{network}, {epochs} epochs: {total:.2f} s of the processor")
+    for name, seconds in middle.items():
+        print(f"    {name:24}{seconds:8.2f} s{seconds / total:8.0%}", flush=True)
+
+
+def numbers(text: str) -> Sequence[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=["costs", "shares"])
+    parser.add_argument("--epochs", type=numbers, default=[1, 10, 60, 300])
+    parser.add_argument("--networks", type=lambda text: text.split(","), default=["mlp", "lenet"])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of the others' operators; 0: as torch chooses")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        if "costs" in options.sections:
+            costs(Bench(Path(place), threads=options.threads), options)
+        if "shares" in options.sections:
+            for network in options.networks:
+                for epochs in options.epochs:
+                    shares(Path(place), network=network, epochs=epochs, repetitions=options.repetitions)
+
+
+if __name__ == "__main__":
+    main()

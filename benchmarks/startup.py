@@ -21,6 +21,7 @@ main()
 # torch's own hook on every optimizer: nothing of exp is touched, and nothing after the step is counted.
 FIRST_STEP = """
 import os, sys, time
+import exp  # first, as in a command
 import torch
 def stop(*_):
     print("AT", time.time(), flush=True)

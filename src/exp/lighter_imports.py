@@ -2,14 +2,13 @@
 
 Half of the time that `import torch, lightning` takes goes into torch._dynamo (1.4 s), for which the optimizers, the
 decorator of functions that are not to be compiled, and two modules of Lightning ask, and into scipy.signal (1.3 s) and
-matplotlib (0.4 s), which torchmetrics prepares for audio and for plots; the check of shapes on the meta device brings
-sympy (0.5 s; torch 2.13, Lightning 2.6.6, torchmetrics 1.9, two cores). Here is the one place that knows those insides;
-tests/run/test_lighter_imports.py holds them.
+matplotlib (0.4 s), which torchmetrics prepares for audio and for plots (torch 2.13, Lightning 2.6.6, torchmetrics 1.9,
+two cores). Here is the one place that knows those insides; tests/run/test_lighter_imports.py holds them.
 
-Those modules see a stand-in. Until something else imports torch._dynamo nothing is being compiled: disable(f) is f, and
-graph_break() does nothing; from then on they see the real one. So it is with symbolic shapes: a condition that is a
-bool already needs no solver. matplotlib comes in with the first plot of a metric. Where another version asks otherwise,
-more is imported, and that is all.
+Those modules, and no others, see a stand-in. Until something else imports torch._dynamo nothing is being compiled:
+disable(f) is f, and graph_break() does nothing; from then on they see the real one. matplotlib comes in with the first
+plot of a metric. Where another version asks otherwise, more is imported, and that is all. EXP_PLAIN_IMPORTS=1 in the
+environment leaves everything as it is.
 """
 
 from __future__ import annotations
@@ -17,60 +16,73 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule as FSDPModule
     from torch.distributed.tensor import DTensor as DTensor
 
-DYNAMO = "torch._dynamo"
-SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
-OPERATORS = (
-    *("torch._prims", "torch._prims_common", "torch._refs", "torch._meta_registrations", "torch.autograd"),
-    *("torch._decomp", "torch._decomp.decompositions"),
-)
-# By the package that they ask for, at its import or later.
+DYNAMO, SIGNAL, MATPLOTLIB = "torch._dynamo", "scipy.signal", "matplotlib"
+# By the package that they ask for, as they are imported or later.
 ASKING: Mapping[str, Sequence[str]] = {
     DYNAMO: (
         *("torch._compile", "torch.compiler", "torch.optim.optimizer"),
         *("lightning.fabric.wrappers", "lightning.pytorch.utilities.compile"),
     ),
-    SYMBOLIC: ("torch", *OPERATORS),
-    "sympy": OPERATORS,
-    "scipy.signal": ("torchmetrics", "torchmetrics.audio", "torchmetrics.functional.audio"),
-    "matplotlib": ("torchmetrics.utilities.plot",),
+    SIGNAL: ("torchmetrics", "torchmetrics.audio", "torchmetrics.functional.audio"),
+    MATPLOTLIB: ("torchmetrics.utilities.plot",),
 }
-ALL_ASKING = frozenset(asking for all_asking in ASKING.values() for asking in all_asking)
+# What torch._dynamo would have brought, and code of a user's may take for an attribute of its package.
+SUBMODULES: Mapping[str, Sequence[str]] = {
+    "torch.distributed": ("fsdp", "nn", "tensor"),
+    "torch.fx.experimental": ("symbolic_shapes",),
+}
 
 
 def install() -> None:
     """Let the imports of this process be lighter; what has been imported already stays as it is."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    if not is_there and os.environ.get("EXP_PLAIN_IMPORTS") != "1":
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
+    def __init__(self) -> None:
+        asking = {asking: package for package, all_asking in ASKING.items() for asking in all_asking}
+        self._executions: dict[str, Callable[[ModuleType, Loader], None]] = {
+            **{name: functools.partial(_with_stand_in, package=package) for name, package in asking.items()},
+            **{name: functools.partial(_with_submodules, names=names) for name, names in SUBMODULES.items()},
+            DYNAMO: _dynamo,
+            SIGNAL: _signal,
+        }
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in ALL_ASKING and fullname != DYNAMO:
+        if fullname not in self._executions:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        found = (one.find_spec(fullname, path, target) for one in sys.meta_path if one is not self)
+        spec = next((one for one in found if one is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, self._executions[fullname])
         return spec
 
 
 class _Loader(Loader):
-    """Executes a module by its own loader, and with stand-ins for the packages that it asks for."""
+    """A module's own loader in all, but that `execute` is called in the place of its exec_module."""
 
-    def __init__(self, real: Loader) -> None:
-        self._real = real
+    def __init__(self, real: Loader, execute: Callable[[ModuleType, Loader], None]) -> None:
+        self._real, self._execute = real, execute
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
@@ -78,20 +90,10 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._real
-        packages = [package for package, all_asking in ASKING.items() if module.__name__ in all_asking]
-        if packages:
-            # Its functions import, too, by the builtins that it has as they are made.
-            vars(module)["__builtins__"] = {**vars(builtins), "__import__": _importing(packages)}
-        self._real.exec_module(module)
-        while module.__name__ == DYNAMO and _waiting:
-            _waiting.pop()()
+        self._execute(module, self._real)
 
 
-def _importing(packages: Sequence[str]) -> Callable[..., ModuleType]:
-    owners = {
-        name: package for package in packages for name in STAND_INS[package] if f"{name}.".startswith(f"{package}.")
-    }
-
+def _with_stand_in(module: ModuleType, loader: Loader, *, package: str) -> None:
     def import_(
         name: str,
         globals: Mapping[str, Any] | None = None,
@@ -99,16 +101,42 @@ def _importing(packages: Sequence[str]) -> Callable[..., ModuleType]:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        if name not in owners or owners[name] in sys.modules:
+        is_stood_in = name in STAND_INS[package] and f"{name}.".startswith(f"{package}.")
+        if not is_stood_in or package in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
         # `import a.b` gives a, and `import a.b as c` and `from a.b import c` a.b.
-        return STAND_INS[owners[name]][name if fromlist else name.partition(".")[0]]
+        return STAND_INS[package][name if fromlist else name.partition(".")[0]]
 
-    return import_
+    # Its functions import, too, by the builtins that it has as they are made.
+    vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_}
+    loader.exec_module(module)
 
 
-class _Late(ModuleType):
-    """A module that has some names of its own, and comes in where it is asked for any other."""
+def _with_submodules(module: ModuleType, loader: Loader, *, names: Sequence[str]) -> None:
+    def submodule(name: str) -> ModuleType:
+        if name in names:
+            return importlib.import_module(f"{module.__name__}.{name}")
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    vars(module)["__getattr__"] = submodule
+    loader.exec_module(module)
+
+
+def _dynamo(module: ModuleType, loader: Loader) -> None:
+    loader.exec_module(module)
+    for call in list(_undecided):
+        vars(call)["disable"]()
+
+
+def _signal(module: ModuleType, loader: Loader) -> None:
+    loader.exec_module(module)
+    # As torchmetrics adds it, for packages that know an older scipy.
+    if "torchmetrics" in sys.modules and not hasattr(module, "hamming"):
+        vars(module)["hamming"] = module.windows.hamming
+
+
+class _StandIn(ModuleType):
+    """A module that has some names of its own, and imports the real one where it is asked for any other."""
 
     def __init__(self, name: str, **given: object) -> None:
         super().__init__(name)
@@ -120,7 +148,7 @@ class _Late(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def late_class(module: str, name: str) -> type:
+def instances_of(module: str, name: str) -> type:
     """A class for isinstance() alone: its instances are those of `module.name`, none before that is imported."""
 
     class Meta(type):
@@ -132,46 +160,33 @@ def late_class(module: str, name: str) -> type:
 
 
 if not TYPE_CHECKING:
-    # With sympy and what else comes with them, 0.7 s.
-    DTensor = late_class("torch.distributed.tensor", "DTensor")
-    FSDPModule = late_class("torch.distributed.fsdp", "FSDPModule")
+    # With sympy and what else comes with them, 0.7 s. Not for code that is compiled, where each has to be the real one.
+    DTensor = instances_of("torch.distributed.tensor", "DTensor")
+    FSDPModule = instances_of("torch.distributed.fsdp", "FSDPModule")
 
-
-# What is to be disabled once torch._dynamo is there.
-_waiting: list[Callable[[], None]] = []
+# Functions that are to be disabled once torch._dynamo is there.
+_undecided: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """torch._dynamo.disable: for a function that is called before that is imported."""
+    """torch._dynamo.disable. Of a function, or a method, it does so as that is imported."""
 
     def disabled() -> Any:
         return importlib.import_module(DYNAMO).disable(fn, recursive, **options)
 
-    if not callable(fn) or isinstance(fn, type):
+    # Of a module or a class torch makes something else.
+    if not isinstance(fn, FunctionType | MethodType):
         return disabled()
-    calls = [fn]
-    _waiting.append(lambda: calls.__setitem__(0, disabled()))
+    calls: list[Callable[..., Any]] = [fn]
 
     @functools.wraps(fn)
     def call(*arguments: Any, **named: Any) -> Any:
         return calls[0](*arguments, **named)
 
+    # Nothing but the function itself keeps it, and what a method is of, alive.
+    vars(call)["disable"] = lambda: calls.__setitem__(0, disabled())
+    _undecided.add(call)
     return call
-
-
-def _decided(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of symbolic_shapes. answer: what it gives for numbers, and tuples of numbers, without symbols."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        if not named and all(map(_is_plain, arguments)):
-            return answer(*arguments)
-        return getattr(importlib.import_module(SYMBOLIC), name)(*arguments, **named)
-
-    return call
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, bool | int | float) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 
 
 def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -188,39 +203,22 @@ def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Call
     return decorate
 
 
-_DYNAMO = _Late(
+_DYNAMO = _StandIn(
     DYNAMO,
-    OptimizedModule=late_class(DYNAMO, "OptimizedModule"),
+    OptimizedModule=instances_of(DYNAMO, "OptimizedModule"),
     disable=_disable,
     graph_break=lambda *_, **__: None,
 )
-_ANSWERS: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"), lambda value: value),
-    **dict.fromkeys(("statically_known_true", "guard_int", "guarding_hint_or_throw"), lambda value: value),
-    "has_guarding_hint": lambda _: True,
-    "is_nested_int": lambda _: False,
-    "sym_and": lambda *values: all(values),
-    "sym_or": lambda *values: any(values),
-    "sym_eq": lambda one, other: one == other if isinstance(one, int) else list(one) == list(other),
-}
-_SYMBOLIC = _Late(
-    SYMBOLIC,
-    **{name: _decided(name, answer) for name, answer in _ANSWERS.items()},
-    # Whoever makes symbols imports the module.
-    free_unbacked_symbols=lambda _: set(),
-)
-# To which torchmetrics would add scipy.signal.hamming, where scipy has it no more.
-_SIGNAL = _Late("scipy.signal", hamming=None)
-_AXES = _Late("matplotlib.axes", Axes=late_class("matplotlib.axes", "Axes"))
-_PYPLOT = _Late("matplotlib.pyplot", Figure=object, style=_Late("matplotlib.style", context=_style))
-_COLORS = _Late("matplotlib.colors", Colormap=object)
+_SIGNAL = _StandIn(SIGNAL, hamming=None)
+_AXES = _StandIn("matplotlib.axes", Axes=instances_of("matplotlib.axes", "Axes"))
+_PYPLOT = _StandIn("matplotlib.pyplot", Figure=object, style=_StandIn("matplotlib.style", context=_style))
 STAND_INS: Mapping[str, Mapping[str, ModuleType]] = {
-    DYNAMO: {DYNAMO: _DYNAMO, "torch": _Late("torch", _dynamo=_DYNAMO)},
-    SYMBOLIC: {SYMBOLIC: _SYMBOLIC},
-    "sympy": {"sympy": _Late("sympy", Basic=late_class("sympy", "Basic"))},
-    "scipy.signal": {"scipy.signal": _SIGNAL, "scipy": _Late("scipy", signal=_SIGNAL)},
-    "matplotlib": {
-        "matplotlib": _Late("matplotlib", axes=_AXES, pyplot=_PYPLOT, colors=_COLORS),
+    DYNAMO: {DYNAMO: _DYNAMO, "torch": _StandIn("torch", _dynamo=_DYNAMO)},
+    SIGNAL: {SIGNAL: _SIGNAL, "scipy": _StandIn("scipy", signal=_SIGNAL)},
+    MATPLOTLIB: {
+        MATPLOTLIB: _StandIn(
+            MATPLOTLIB, axes=_AXES, pyplot=_PYPLOT, colors=_StandIn("matplotlib.colors", Colormap=object)
+        ),
         "matplotlib.axes": _AXES,
         "matplotlib.pyplot": _PYPLOT,
     },

@@ -40,7 +40,7 @@ from exp.launch.lifecycle import end_at_once
 from exp.loggers.run_logger import RunLogger, description_of
 from exp.models.forward_trace import ForwardTrace
 from exp.run_report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
-from exp.signals import interrupting
+from exp.signals import behind, interrupting
 from exp.strategies.rank import ALONE, Rank
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def run(
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
     logged = run_log(directory, rank=rank, not_written=ongoing.not_written)
-    with logged, _alive(directory, rank), interrupting() as early:
+    with logged, _alive(directory, rank), interrupting() as raised_by_signal:
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)
@@ -179,7 +179,7 @@ def run(
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
-            told = explain(early[0] if early else error, ongoing, parts=parts)
+            told = explain(behind(error, raised_by_signal), ongoing, parts=parts)
             if parts is not None and parts.failing_step is not None:
                 told = parts.failing_step.named(told)
             if rank.is_first:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint",
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 # Where Lightning tears down in answer to any exception; private to it, and tested (2.6.6).
-CATCHING = "_call_and_handle_interrupt"
+LIGHTNING_CATCHES_IN = "_call_and_handle_interrupt"
 # What a report.json that is torn, or was written by somebody else, makes of its reading.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 # Pruned: ended early by the search that it is a job of, and well.
@@ -279,7 +280,7 @@ def write_bad_end(
         error.command = ongoing.resume_command(error.checkpoint)
     elif isinstance(error, RankError | UserCodeError) and saved is not None:
         error.command = ongoing.resume_command(str(saved))
-    status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    status: Status = "interrupted" if isinstance(error, Interrupted) else "failed"
     if has_ranks:
         write_report(ongoing.ended(status, error=error, before=find_report(ongoing.directory)))
         return
@@ -302,10 +303,17 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     from exp.hooks.out_of_memory import explained, is_out_of_memory
 
     told: ExpError
-    error = _first(error)
-    if isinstance(error, ExpError | KeyboardInterrupt | SystemExit):  # the last two are told by whoever called
+    error = _what_ended(error)
+    is_exit = isinstance(error, SystemExit)
+    if isinstance(error, KeyboardInterrupt) or (is_exit and isinstance(error.__context__, KeyboardInterrupt)):
+        error = Interrupted(signum=signal.SIGINT, checkpoint=None)
+    if isinstance(error, Interrupted):
+        return _with_checkpoint(error, ongoing.directory)
+    if isinstance(error, ExpError):
         return error
-    if is_out_of_memory(error):
+    if is_exit:
+        told = UserCodeError.of(error, what="the run")
+    elif is_out_of_memory(error):
         told = RunError(explained(error, is_built=parts is not None))
     elif LOST_WORKER.search(said(error)):
         told = RunError(
@@ -325,7 +333,13 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     return told
 
 
-def _first(error: BaseException) -> BaseException:
+def _with_checkpoint(error: Interrupted, directory: Path) -> Interrupted:
+    """The interruption with what there is to go on from, for a signal may come behind the last step, too."""
+    saved = last_checkpoint(directory) if error.checkpoint is None else None
+    return error if saved is None else Interrupted(signum=error.signum, checkpoint=str(saved), detail=error.detail)
+
+
+def _what_ended(error: BaseException) -> BaseException:
     """The error that ended the run, and not what Lightning or a callback raised in answer to it, as in on_exception."""
     caught = _catching_frames(error)
     first, context = error, error.__context__
@@ -338,7 +352,9 @@ def _first(error: BaseException) -> BaseException:
 
 def _catching_frames(error: BaseException) -> set[FrameType]:
     """The calls of the function in which Lightning catches what ends a trainer's work, that an error came through."""
-    return {frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == CATCHING}
+    return {
+        frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == LIGHTNING_CATCHES_IN
+    }
 
 
 def _is_of_exps_writing(error: OSError) -> bool:

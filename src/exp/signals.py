@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from exp.errors import Interrupted, UserCodeError
+from exp.errors import Interrupted
 
 # What signal.signal takes and gives back; None was not installed from Python.
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -104,29 +104,34 @@ def _is_supervised() -> bool:
 
 
 @contextmanager
-def interrupting() -> Iterator[list[Interrupted]]:
+def interrupting() -> Iterator[Sequence[Interrupted]]:
     """End the run at once at a signal, while nothing is there to save: as Interrupted, so that it is reported.
 
-    Yields what was raised so: code that it comes in may make another exception of it, as OmegaConf and Lightning do.
-
-    Stopping has handlers of its own between the first batch and the last. Lightning answers a KeyboardInterrupt with
-    SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
+    Yields what was raised so; see `behind`. Stopping has handlers of its own between the first batch and the last.
+    Lightning answers a KeyboardInterrupt with SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
     """
-
-    early: list[Interrupted] = []
+    raised: list[Interrupted] = []
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        early.append(Interrupted(signum=signum, checkpoint=None))
-        raise early[-1]
+        raised.append(Interrupted(signum=signum, checkpoint=None))
+        raise raised[-1]
 
     # A rank has handlers of its own.
-    try:
-        with heeding(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
-            yield early
-    except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-            raise Interrupted(signum=signal.SIGINT, checkpoint=None) from error
-        raise UserCodeError.of(error, what="the run") from error
+    with heeding(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
+        yield raised
+
+
+def behind(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
+    """The interruption that an error was made of, as OmegaConf and Lightning do; the error itself where there is none.
+
+    raised: by the handler of a signal.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(cause is one for one in raised):
+            return cause
+        cause = cause.__context__
+    return error
 
 
 def _is_interactive() -> bool:

@@ -118,6 +118,16 @@ def test_activations_that_are_computed_again(model: str, precision: str) -> None
     assert sum(planned.gradients[0].values()) == real["gradients"]
 
 
+# Muon and SparseAdam refuse a GPT's parameters; the state of LBFGS grows from step to step, which a note says.
+OPTIMIZERS = {path.stem for path in (Path(exp.__file__).parent / "conf" / "optimizer").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS - {"muon", "sparse_adam", "lbfgs"}))
+def test_the_state_of_every_optimizer(optimizer: str) -> None:
+    run = decided(*BESIDE["gpt"], "model=gpt", f"optimizer={optimizer}", *ONE)
+    assert_equal(parts(run), one_step(run))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

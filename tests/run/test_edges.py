@@ -86,6 +86,28 @@ def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, comman
     assert json.loads((directory / "report.json").read_text())["status"] == "interrupted"
 
 
+def test_an_error_behind_a_signal_that_the_users_code_swallowed_is_told(tmp_path, commands):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, signal, torch\n"
+        "class Slow(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(64, 10)\n"
+        "        self.is_run = bool(list(pathlib.Path().glob('outputs/*/*/*/config.yaml')))\n"
+        "        try:\n"
+        "            if self.is_run: os.kill(os.getpid(), signal.SIGINT)\n"
+        "        except Exception:\n"
+        "            pass\n"
+        "    def forward(self, x):\n"
+        "        if self.is_run: raise ZeroDivisionError('a bug')\n"
+        "        return super().forward(x.flatten(1))\n"
+    )
+    done = commands.run("model=slow", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: a bug" in done.stderr
+
+
 def test_what_ended_a_run_is_told_and_not_what_lightning_raises_in_answer_to_it(tmp_path):
     class Refusing(DataLoader[Any]):
         def __iter__(self) -> Any:

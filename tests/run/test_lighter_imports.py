@@ -14,7 +14,7 @@ from exp.lighter_imports import ASKING
 
 # Half of the seconds of `import torch, lightning`, and what else a run on digits has no use for.
 UNUSED = (
-    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx", "sympy"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx"),
     *("scipy.signal", "scipy.stats", "sklearn", "pandas", "matplotlib", "tensorboard.backend", "optuna", "onnx"),
 )
 
@@ -46,7 +46,6 @@ def test_without_the_stand_ins_all_of_them_would_be_imported(tmp_path):
         import sys
         import torch, lightning.pytorch, torchmetrics
         torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
-        torch.nn.functional.layer_norm(torch.ones(2, 3, device="meta", requires_grad=True), [3]).sum().backward()
         print([name for name in sys.argv[1:] if name in sys.modules])
     """
     assert said(program, *ASKING, cwd=tmp_path) == str([*ASKING])
@@ -92,27 +91,55 @@ def test_once_torch_compiles_what_is_not_to_be_compiled_is_not(tmp_path):
     assert said(program, cwd=tmp_path) == "[-1.0, -1.0, -1.0]"
 
 
-def test_shapes_with_symbols_are_checked_as_ever(tmp_path):
+def test_what_is_not_to_be_compiled_stays_what_it_is(tmp_path):
     program = """
-        import exp, torch
-        x = torch.ones(4, 3, device="meta", requires_grad=True)
-        layer = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2, 5)).to("meta")
-        layer(x.unsqueeze(1))[:, 1:].logsumexp(1).sum().backward()  # by what stands in
-        told = []
-        for wrong in (lambda: torch.mm(x, x), lambda: x.expand(3, 3), lambda: torch.cat([x, x.T]), lambda: x.view(5)):
-            try:
-                wrong()
-            except RuntimeError as error:
-                told.append(str(error).splitlines()[0])
-        from torch.fx.experimental.proxy_tensor import make_fx
-        traced = make_fx(lambda x: (x @ x.T)[:, :2].logsumexp(1), tracing_mode="symbolic")(torch.ones(4, 3))
-        given, *_, last = (node.meta["val"].shape for node in traced.graph.nodes if "val" in node.meta)
-        assert type(last[0]) is torch.SymInt and str(last[0]) == str(given[0]), (given, last)
-        print(len(told), told)
+        import exp, gc, sys, torch, weakref
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = torch.compiler.disable(torch.nn.Linear(4, 4))
+                self.head = torch.nn.Linear(4, 2)
+        names = sorted(Net().state_dict())
+
+        class Attending(torch.nn.Linear):
+            def __init__(self):
+                super().__init__(4, 4)
+                self.attend = torch.compiler.disable(self.attend)
+            def attend(self, x):
+                return x
+        gone = weakref.ref(Attending())
+        gc.collect()
+        print(names, gone())
     """
-    plain = said(program.replace("import exp, torch", "import torch"), cwd=tmp_path)
-    assert plain.startswith("4 ")
-    assert said(program, cwd=tmp_path) == plain
+    names = ["body._orig_mod.bias", "body._orig_mod.weight", "head.bias", "head.weight"]
+    assert said(program, cwd=tmp_path) == f"{names} None"
+
+
+def test_what_torch_s_compiler_would_have_brought_is_there(tmp_path):
+    program = """
+        import exp, importlib.util, torch, lightning.pytorch
+        assert importlib.util.find_spec("torchmetrics").loader.is_package("torchmetrics")
+        import torchmetrics.audio, scipy.signal
+        found = torch.distributed.tensor.DTensor, torch.distributed.fsdp.fully_shard, torch.distributed.nn.functional
+        torch.fx.experimental.symbolic_shapes.ShapeEnv()
+        print(hasattr(torch.distributed, "tensors"), scipy.signal.hamming(3).round(9).tolist() == [0.08, 1.0, 0.08])
+    """
+    assert said(program, cwd=tmp_path) == "False True"
+
+
+def test_a_finder_that_was_there_before_hears_of_all_modules(tmp_path):
+    program = """
+        import sys
+        heard = []
+        class Hears:
+            def find_spec(self, name, path=None, target=None):
+                heard.append(name)
+        sys.meta_path.insert(0, Hears())
+        import exp, torch, torchmetrics
+        print({"torch._compile", "torch.optim.optimizer", "torchmetrics"} <= set(heard))
+    """
+    assert said(program, cwd=tmp_path) == "True"
 
 
 def test_a_metric_is_plotted(tmp_path):

@@ -21,7 +21,7 @@ from exp.errors import Interrupted
 from exp.launch.failure import UNWRITABLE, Failure, failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.output import outliving_output
-from exp.signals import SUPERVISED, heed, heeded
+from exp.signals import SUPERVISED, behind, heed, heeded
 from exp.strategies.process_group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
 
@@ -71,8 +71,7 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         body(rank)
         meet()
     except BaseException as error:
-        # Code that it came in may have made another exception of it, as OmegaConf does.
-        return _told(early[0] if early else error, rank=rank)
+        return _told(behind(error, early), rank=rank)
     return 0
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from exp.config.freeze import versions
-from exp.errors import Interrupted
+from exp.errors import INTERRUPTED_BY_KEY, Interrupted
 from exp.launch.failure import death
 from exp.launch.lifecycle import end_with_parent, leave
 from exp.launch.spawn import import_path
@@ -401,10 +401,14 @@ def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
             size = os.fstat(descriptor).st_size
             function, arguments = pickle.loads(os.pread(descriptor, size, 0))
             file.seek(size)
+            if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             for value in function(*arguments):
                 file.write(pickle.dumps((value,)))
             file.write(pickle.dumps(()))  # that was all
         status = 0
+    except KeyboardInterrupt:
+        status = INTERRUPTED_BY_KEY
     except BaseException as error:
         traceback.print_exception(error)  # into the job's own output, of which the sweep tells the last words
     finally:
@@ -414,7 +418,7 @@ def _work(descriptor: int, *, parent: int, output: str | None) -> NoReturn:
 def _answer_signals() -> None:
     """Let the signals that end a run end this process, where they are not ignored; one may have come already.
 
-    Ctrl-C, too, without a traceback, until its function has handlers of its own.
+    Ctrl-C, too, without a traceback, until its function begins.
     """
     for signum in ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:

@@ -103,9 +103,8 @@ class OptimizerState:
                     if isinstance(optimizer, LBFGS):
                         self.notes.append(HISTORY)
                         return _history(optimizer)
-                    alike.append((optimizer, _one_of_each(optimizer)))
-                    with Ones():
-                        optimizer.step()
+                    alike.append((optimizer, _keep_one_of_each(optimizer)))
+                    _step(optimizer)
             except UNDECIDED as error:
                 self.notes.append(f"the optimizer's state is not known: {one_line(error)}")
                 return None
@@ -128,12 +127,24 @@ class OptimizerState:
                 parameter.grad = torch.empty(one.shape, dtype=parameter.dtype)
 
 
-def _one_of_each(optimizer: Optimizer) -> Counter[Tensor]:
-    """Leave of each group's parameters one of each shape and dtype, and count which it stands for.
+def _step(optimizer: Optimizer) -> None:
+    """Raises: what a step over tensors without numbers raises before it has made all of its state."""
+    try:
+        with Ones():
+            optimizer.step()
+    except ArithmeticError as error:  # NAdam's, of a number that is taken as 1
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if any(one not in optimizer.state for one in parameters):
+            raise RuntimeError(one_line(error)) from error
 
-    torch's own optimizers keep a state of its own for each parameter; others may not, and keep all.
+
+def _keep_one_of_each(optimizer: Optimizer) -> Counter[Tensor]:
+    """Leave of each group's parameters one of each shape and dtype, and count for how many it stands.
+
+    torch's own optimizers keep a state of its own for each parameter. Others may not, and keep all, as does Adagrad,
+    which has made its state already.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if optimizer.state or not type(optimizer).__module__.startswith("torch.optim."):
         return Counter()
     counts = Counter[Tensor]()
     for group in optimizer.param_groups:

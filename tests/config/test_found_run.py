@@ -201,7 +201,7 @@ def test_a_run_whose_config_was_cut_is_refused(share):
     # Between two keys at the top, where what is left is YAML.
     tops = [place for place, line in enumerate(lines) if line[0].isalpha()]
     (run / "config.yaml").write_text("".join(lines[: tops[int(share * len(tops))]]))
-    with pytest.raises(ConfigError, match=r"from_run: .*, whose config\.yaml has no .*strategy: a part of it is lost"):
+    with pytest.raises(ConfigError, match=r"from_run: .*, whose config\.yaml has no .*: a part of it is lost"):
         compose([f"from_run={run}"])
 
 

@@ -167,6 +167,21 @@ def test_what_an_evaluation_decides_itself():
         run.evaluate(overrides=["data.batch_sise=3"])
 
 
+@pytest.mark.parametrize("stage", ["vla", "TEST", "train", "", None])
+def test_a_stage_that_there_is_not(stage):
+    run = exp.load(trained("test=false").directory)
+    with pytest.raises(ConfigError, match=r"stage: .*; expected test or val or all"):
+        run.evaluate(stage=stage)
+
+
+def test_a_directory_of_ones_own():
+    run = exp.load(trained("test=false").directory)
+    report = run.evaluate(overrides=["hydra.run.dir=outputs/mine"])
+    assert report.directory == str(Path("outputs/mine").absolute())
+    assert Path("outputs/mine/report.json").is_file()
+    assert not Path("outputs/train/evaluations").exists()
+
+
 def test_a_directory_with_a_quote_in_its_name():
     report = trained("""hydra.run.dir='outputs/it\\'s a run'""")
     run = exp.load(report.directory)

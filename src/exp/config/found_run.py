@@ -28,8 +28,11 @@ KEY = "from_run"
 LEFT_OUT = ("resume", "sweep")
 # What a run's config has that no file says: the paths that `auto` and a run's directory led to.
 FOUND = (*LEFT_OUT, "weights.from")
-# In every frozen config, the last of them at its end.
-WHOLE = ("seed", "trainer", "launch", "security", "strategy")
+# In every frozen config.
+WHOLE = (
+    *("name", "seed", "monitor", "mode", "train", "test", "data", "model", "objective", "metrics", "optimizer"),
+    *("scheduler", "trainer", "hooks", "logger", "precision", "runtime", "launch", "security", "strategy", "weights"),
+)
 # Keys in one line.
 MOST_TOLD = 6
 WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
@@ -72,10 +75,15 @@ def _refuse_other_directories(run: Path) -> None:
         raise _refusal(f"{run}, which holds no overrides.yaml: it was killed before it began", WHERE)
     if not isinstance(read_overrides(run), list):
         raise _refusal(f"{run}, whose overrides.yaml is no list", "the file as exp wrote it")
-    lost = [name for name in WHOLE if name not in read_frozen(run)]
+    lost = lost_keys(read_frozen(run))
     if lost:
         got = f"{run}, whose config.yaml has no {among(lost)}: a part of it is lost"
         raise _refusal(got, "the file as exp wrote it", "Take another run, or type the overrides anew")
+
+
+def lost_keys(config: DictConfig) -> list[str]:
+    """The keys of a frozen config that are not there, as where its file was cut."""
+    return [name for name in WHOLE if name not in config]
 
 
 def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:

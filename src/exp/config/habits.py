@@ -122,7 +122,9 @@ def cure_of_key(key: str, value: str) -> str | None:
     # Lightning's word for what torch, and exp, call cuda.
     value = "cuda" if key.endswith("accelerator") and value == "gpu" else value
     if key in KEYS:
-        return KEYS[key].format(value=value, rest="")
+        # Of a list that is one already, its own brackets are enough.
+        template = KEYS[key].replace("[{value}]", "{value}") if value.startswith("[") else KEYS[key]
+        return template.format(value=value, rest="")
     parts = key.split(".")
     for count in range(len(parts) - 1, 0, -1):
         beginning = ".".join(parts[:count]) + "."

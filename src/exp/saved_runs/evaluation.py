@@ -44,6 +44,8 @@ def evaluate(
     Returns: a report whose metrics are those of the stage, `accuracy/test`.
     Raises: ConfigError, RunError as exp.fit does; RunError where the data has no such part.
     """
+    if stage not in STAGES:
+        raise ConfigError([Fault(key="stage", got=repr(stage), expected=" or ".join(STAGES))])
     asked: Asked = "validate" if stage == "val" else "test"
     config = evaluation_config(run, overrides, checkpoint=run.path_of(weights).absolute(), asked=asked)
     if stage == "all":
@@ -65,13 +67,16 @@ def evaluation_config(
     """The config of a run that takes the weights of another one and trains nothing.
 
     overrides: of the command of the other. asked: what it does.
-    directory: where it is made; None is beside the other run, below outputs/<name>.
+    directory: where it is made; None is where hydra.run.dir among the overrides says, or else beside the other run,
+        below outputs/<name>.
     Raises: ConfigError for an override of what such a run decides itself, and as exp.compose.
     """
     config = _config(run, overrides)
     now, name = datetime.datetime.now(), str(config.name)
     root = Path("outputs") / name if run.directory is None else root_of(run.directory.absolute(), name)
-    place = root / PLACE / f"{now:%Y-%m-%d}" if directory is None else Path(directory)
+    place = (root / PLACE / f"{now:%Y-%m-%d}" if directory is None else Path(directory)) / f"{now:%H-%M-%S}"
+    if directory is None and any(key_of(text) == "hydra.run.dir" for text in overrides):
+        place = Path(config[COMPOSITION].directory)
     # By which exp.train does the same again.
     again = [] if run.directory is None else [_from(run.directory)]
     again += ["train=false", *(f"{key}={written(key == asked)}" for key in WAYS), f"resume={written(str(checkpoint))}"]
@@ -84,7 +89,7 @@ def evaluation_config(
         config.sweep.trial = None
         layers = list(config[COMPOSITION].layers) if COMPOSITION in config else []
         record = {
-            "directory": literal(str(place / f"{now:%H-%M-%S}")),
+            "directory": literal(str(place)),
             "overrides": [literal(text) for text in (*again, *overrides)],
         }
         config[COMPOSITION] = OmegaConf.create({**record, "of_sweep": [], "layers": layers})

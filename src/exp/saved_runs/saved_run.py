@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from exp.check.plan import Resolved, frozen
+from exp.config.found_run import lost_keys
 from exp.config.freeze import from_text, read_frozen, refuse_untrusted
 from exp.construct import plain_config
 from exp.engine.checkpoint import read_checkpoint
@@ -24,6 +25,7 @@ from exp.run_report import Report
 from exp.saved_runs.evaluation import Evaluated, evaluate
 from exp.saved_runs.prediction import Predictions, predict
 from exp.saved_runs.run_files import RunFiles
+from exp.spelling import among
 from exp.sweeps.run_records import is_sweep, natural
 
 WHERE = "a run directory, outputs/<name>/<date>/<time>, a job's in a sweep's directory, or a checkpoint of a run"
@@ -84,5 +86,9 @@ def _run_directory(path: Path, *, allow: Sequence[str]) -> Path:
         what = f"a directory of {len(jobs)} runs" + (f", in {path / 'table.md'}" if is_sweep(path) else "")
         raise RunError(f"{path} is {what}; expected one of them, such as {jobs[0]}")
     source = str(path / "config.yaml")
-    refuse_untrusted(read_frozen(path), allow=allow, source=source, is_override=True)
+    config = read_frozen(path)
+    refuse_untrusted(config, allow=allow, source=source, is_override=True)
+    lost = lost_keys(config)
+    if lost:
+        raise RunError(f"{source} has no {among(lost)}: a part of it is lost. Take the file as exp wrote it")
     return path

@@ -347,3 +347,20 @@ def test_a_command_that_cannot_be(words, told, capsys, run_of_digits):
 def run_of_digits(tmp_path_factory):
     with contextlib.chdir(tmp_path_factory.mktemp("digits")):
         return exp.fit(exp.compose(SHORT)).directory
+
+
+def test_what_a_run_holds_is_not_written_over(run_of_digits, capsys, tmp_path):
+    directory = Path(run_of_digits)
+    files = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    copied = shutil.copy(directory / "checkpoints" / "best.ckpt", tmp_path / "copied.ckpt")
+    assert {"best.ckpt", "config.yaml", "report.json"} <= {path.name for path in files}
+    for format in ("onnx", "state_dict"):
+        for path in (*files, directory / "checkpoints" / "new"):
+            assert main([f"run={directory}", f"format={format}", f"output={path}"]) == 2
+            assert f"output: {path}, " in capsys.readouterr().err
+    for words in ([f"run={copied}"], [f"run={directory}", f"weights={copied}"]):
+        assert main([*words, "format=state_dict", f"output={copied}"]) == 2
+        assert "from which the weights are read" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    for _ in range(2):
+        assert main([f"run={directory}", "format=state_dict"]) == 0

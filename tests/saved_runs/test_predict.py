@@ -305,3 +305,28 @@ def test_places_that_cannot_be_written(capsys):
     assert "which is not there" in capsys.readouterr().err
     assert main([f"run={run.directory}", "inptu=new.csv", "output=answers.csv"]) == 2
     assert "Did you mean input where inptu is?" in capsys.readouterr().err
+
+
+def test_neither_the_input_nor_the_run_is_written_over(capsys):
+    run, _ = table_run("trainer.max_steps=1")
+    write_csv("same.csv", pets(3, seed=0))
+    np.savez("same.npz", **{name: column for name, column in pets(3, seed=0).items() if name != "kind"})
+    Path("link.csv").symlink_to("same.csv")
+    Path("hard.csv").hardlink_to("same.csv")
+    before = {name: Path(name).read_bytes() for name in ("same.csv", "same.npz")}
+    for given, output in (
+        ("same.csv", "same.csv"), ("same.csv", "./same.csv"), ("link.csv", "same.csv"), ("same.csv", "link.csv"),
+        ("same.csv", "hard.csv"), ("same.npz", str(Path("same.npz").absolute())),
+    ):  # fmt: skip
+        assert main([f"run={run.directory}", f"input={given}", f"output={output}"]) == 2
+        assert f"output: {Path(output)}, which is the input; expected another file" in capsys.readouterr().err
+    assert before == {name: Path(name).read_bytes() for name in before}
+    table = run.directory / "metrics.csv"
+    table.write_text("kept")
+    Path("outward.csv").symlink_to(table)
+    for output in (table, run.directory / "checkpoints" / "new.csv", Path("outward.csv")):
+        assert main([f"run={run.directory}", "input=same.csv", f"output={output}"]) == 2
+        assert f"output: {output}, a place of the run" in capsys.readouterr().err
+    assert table.read_text() == "kept"
+    assert main([f"run={run.directory}", "input=same.csv", f"output={run.directory / 'answers.csv'}"]) == 0
+    assert len(read_answers(run.directory / "answers.csv")) == 3

@@ -31,7 +31,7 @@ from exp.saved_runs.onnx_file import Description, OnnxModel, arrays, onnx_bytes,
 from exp.saved_runs.preprocessing import preparations
 from exp.saved_runs.quantization import quantized, scores
 from exp.saved_runs.real_samples import RealSamples, resized, shortened_axes
-from exp.saved_runs.run_files import RunFiles
+from exp.saved_runs.run_files import EXPORTS, RunFiles
 
 Format = Literal["onnx", "torch_export", "state_dict", "safetensors"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -39,7 +39,6 @@ ENDINGS: Mapping[Format, str] = {
     "onnx": "network.onnx", "torch_export": "network.pt2", "state_dict": "network.pt",
     "safetensors": "network.safetensors",
 }  # fmt: skip
-PLACE = "exports"
 SIZES = (1, 7, 64)
 TIMED = (1, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
@@ -105,7 +104,7 @@ def export(
         left.
     """
     _check_words(format, preprocessing=preprocessing, quantize=quantize, dynamic=dynamic)
-    path = _output(run, format, output)
+    path = _output(run, format, output, weights=weights)
     if format in ("state_dict", "safetensors"):
         return _weights_file(run, path, format, weights=weights, averaged=averaged)
     if format == "onnx":
@@ -384,17 +383,18 @@ def _safetensors(state: Mapping[str, Tensor], run: RunFiles) -> bytes:
     return content
 
 
-def _output(run: RunFiles, format: Format, output: str | Path | None) -> Path:
-    """Raises: ConfigError for a directory, or where there is none to write to."""
+def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights: str | Path | None) -> Path:
+    """Raises: ConfigError for a directory, for a file of the run's own, or where there is none to write to."""
     if output is None:
         if run.directory is None:
             got = f"nothing, and {run.checkpoint} lies outside of its run directory"
             raise ConfigError([_fault("output", got=got, expected="a file", cure=f"Write output={ENDINGS[format]}")])
-        return run.directory / PLACE / ENDINGS[format]
+        return run.directory / EXPORTS / ENDINGS[format]
     path = Path(output)
     if path.is_dir():
         cure = f"Write output={path / ENDINGS[format]}"
         raise ConfigError([_fault("output", got=f"{path}, a directory", expected="a file", cure=cure)])
+    run.refuse_own_file(path, weights=weights)
     return path
 
 

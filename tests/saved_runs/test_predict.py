@@ -14,6 +14,8 @@ from PIL import Image
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
+from exp.data.faults import SampleError
+from exp.data.unlabelled import UnlabelledRecords, UnlabelledSeries, first_beyond
 from exp.errors import ConfigError, RunError
 from exp.predict import main
 
@@ -330,3 +332,62 @@ def test_neither_the_input_nor_the_run_is_written_over(capsys):
     assert table.read_text() == "kept"
     assert main([f"run={run.directory}", "input=same.csv", f"output={run.directory / 'answers.csv'}"]) == 0
     assert len(read_answers(run.directory / "answers.csv")) == 3
+
+
+def test_numbers_beyond_float32_are_refused_by_their_place(capsys):
+    run, _ = table_run("trainer.max_steps=1")
+    Path("new.csv").write_text("height,colour,weight\n1,red,2\n1,red,-1e39\n")
+    assert main([f"run={run.directory}", "input=new.csv", "output=answers.csv"]) == 2
+    error = capsys.readouterr().err
+    assert "input: -1e+39 in line 3 of" in error
+    assert "column weight; expected a number that float32 holds, 3.4e+38 at most" in error
+    digits = trained("trainer.max_steps=1")
+    given = np.zeros((2, 1, 8, 8))
+    given[1, 0, 2, 3] = 1e300
+    with pytest.raises(ConfigError, match=r"input: 1e\+300 in sample 1, entry \[0, 2, 3\] of input"):
+        digits.predict(given)
+    rows = given.reshape(2, 64)
+    write_csv("digits.csv", {f"p{number}": column for number, column in enumerate(rows.T)})
+    with pytest.raises(ConfigError, match=r"1e\+300 in line 3 of .*, column p19; expected"):
+        digits.predict("digits.csv")
+    assert not Path("answers.csv").exists()
+
+
+def test_a_column_of_large_numbers_is_standardised_before_float32():
+    rows = pets(120, seed=0)
+    write_csv("pets.csv", {**{name: rows[name] for name in ("weight", "kind")}, "height": rows["height"] * 1e39})
+    run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind")
+    found = run.predict({"weight": rows["weight"][:4], "height": rows["height"][:4] * 1e39})
+    assert np.isfinite(found.outputs["output"]).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "place"),
+    [
+        ([[1.0, 3e38], [-3.5e38, 0.0]], torch.float32, (1, 0)),
+        ([[1.0, 3e38]], torch.float64, None),
+        ([70000.0], torch.float16, (0,)),
+        ([1e300], torch.int64, (0,)),
+        ([5, 2**40], torch.int32, (1,)),
+        ([5, 2**40], torch.int64, None),
+        ([0, -1], torch.uint8, (1,)),
+        ([0, 3], torch.bool, None),
+    ],
+)
+def test_the_first_number_that_a_dtype_does_not_hold(values, dtype, place):
+    assert first_beyond(np.array(values), dtype) == place
+
+
+def test_series_and_records_beyond_float32(tmp_path):
+    np.save(tmp_path / "series.npy", np.array([[0.0, 1.0], [1.0, 1e39], [2.0, 3.0]]))
+    series = UnlabelledSeries(path=str(tmp_path / "series.npy"), length=2)
+    told = {"columns": ["0", "1"], "means": [0.0, 0.0], "deviations": [1.0, 1.0]}
+    with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a number that float32 holds"):
+        series.prepare({"windows": told})
+    (tmp_path / "rows.jsonl").write_text('{"a": 1, "b": 2}\n{"a": 3, "b": 1e39}\n')
+    (tmp_path / "lists.jsonl").write_text('{"input": [1.0, 2.0]}\n{"input": [1e39, 1.0]}\n')
+    for name, place in (("rows", "in b of row 1"), ("lists", r"in input, entry \[0\], of row 1")):
+        records = UnlabelledRecords(path=str(tmp_path / f"{name}.jsonl"))
+        assert records[0].tolist() == [1.0, 2.0]
+        with pytest.raises(SampleError, match=place):
+            records[1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -364,3 +366,29 @@ def test_what_a_run_holds_is_not_written_over(run_of_digits, capsys, tmp_path):
     assert files == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     for _ in range(2):
         assert main([f"run={directory}", "format=state_dict"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["format=onnx"], ["quantize=int8"], ["format=torch_export"], ["format=state_dict"], ["format=safetensors"]],
+)
+def test_a_full_disk_is_told_in_a_line_and_keeps_the_older_file(words, run_of_digits, capsys):
+    if words == ["format=safetensors"]:
+        pytest.importorskip("safetensors", reason="the extra safetensors is not installed")
+    output = Path("network.bin")
+    output.write_bytes(b"older")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # The limit stands for the disk's end: write() gives the first part, then an error.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        assert main([f"run={run_of_digits}", *words, f"output={output}"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the network cannot be written ")
+    assert line.endswith("File too large. Make room there")
+    assert "quantize=int8" in words or f"to {output}: " in line
+    assert output.read_bytes() == b"older"
+    assert [path.name for path in Path().glob(".*.partial")] == []

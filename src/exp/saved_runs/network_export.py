@@ -8,6 +8,7 @@ An ONNX file and a graph of torch.export are compared with the network on sample
 
 from __future__ import annotations
 
+import io
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,9 @@ from torch.export import ExportedProgram
 from exp.data.entries import TARGET
 from exp.data.value_names import told_classes, told_scales, value_names
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError, shortened
-from exp.files import replacing, write_whole
+from exp.files import write_whole
 from exp.models.lora import is_adapted, merge
+from exp.output import unwritable
 from exp.saved_runs.graph_capture import capture, dimensions_of, quiet
 from exp.saved_runs.named_network import NamedNetwork, data_spec, named_network
 from exp.saved_runs.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
@@ -101,7 +103,7 @@ def export(
         beside the batch and what the data leaves open. timed: whether latencies are measured.
     Raises: ConfigError for words that do not go together and for data that no graph prepares; ExportRefused for an
         operator that no graph holds; RunError where the file gives other numbers than the network, and then no file is
-        left.
+        left, and where it cannot be written.
     """
     _check_words(format, preprocessing=preprocessing, quantize=quantize, dynamic=dynamic)
     path = _output(run, format, output, weights=weights)
@@ -223,13 +225,13 @@ class Source:
 
 def _write_program(source: Source, path: Path, quantize: str | None) -> Export:
     """A .pt2 file, which torch.export.load reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        with quiet():
-            torch.export.save(source.program, file)
-        file.flush()
-        runner = _program_runner(Path(file.name))
-        difference = compare(source.network, runner, source.examples, named="the graph of torch.export")
+    # In memory, for torch's own writer ends the process where a disk is full.
+    content = io.BytesIO()
+    with quiet():
+        torch.export.save(source.program, content)
+    runner = _program_runner(content)
+    difference = compare(source.network, runner, source.examples, named="the graph of torch.export")
+    _write(path, content.getvalue())
     return source.told(path, difference)
 
 
@@ -250,8 +252,7 @@ def _write_onnx(source: Source, path: Path, quantize: str | None) -> Export:
     if quantize is not None:
         content, told = quantized(content, source.samples, replace(description, quantization=quantize))
         how, found = [told], scores(source.run, source.samples, before=model, after=OnnxModel(content))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
+    _write(path, content)
     written = source.told(path, difference)
     return replace(written, notes=[*written.notes, *how], scores=found)
 
@@ -317,10 +318,12 @@ def _onnx_runner(model: OnnxModel) -> Runner:
     return lambda inputs: model(arrays(inputs))
 
 
-def _program_runner(path: Path) -> Runner:
-    """A .pt2 file, read anew: what was written is what is checked."""
+def _program_runner(source: Path | io.BytesIO) -> Runner:
+    """A .pt2 file, or its bytes, read anew: what is written is what is checked."""
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     with quiet():
-        module = torch.export.load(path).module()
+        module = torch.export.load(source).module()
 
     def run(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         with torch.no_grad():
@@ -358,12 +361,12 @@ def _weights_file(run: RunFiles, path: Path, format: Format, *, weights: str | P
         merge(network)
     state = {name: one.detach().contiguous() for name, one in network.state_dict().items()}
     notes: list[str] = []
-    path.parent.mkdir(parents=True, exist_ok=True)
     if format == "state_dict":
-        with replacing(path) as file:
-            torch.save(state, file)
+        content = io.BytesIO()
+        torch.save(state, content)
+        _write(path, content.getvalue())
     else:
-        write_whole(path, _safetensors(state, run))
+        _write(path, _safetensors(state))
         held: dict[int, str] = {}
         for name, one in state.items():
             first = held.setdefault(one.data_ptr(), name)
@@ -373,7 +376,16 @@ def _weights_file(run: RunFiles, path: Path, format: Format, *, weights: str | P
     return Export(path=path, bytes=path.stat().st_size, parameters=parameters, notes=notes)
 
 
-def _safetensors(state: Mapping[str, Tensor], run: RunFiles) -> bytes:
+def _write(path: Path, content: bytes) -> None:
+    """Raises: RunError where there is no room, or no leave to write."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        raise RunError(f"the network cannot be written to {unwritable(path, error)}") from error
+
+
+def _safetensors(state: Mapping[str, Tensor]) -> bytes:
     try:
         from safetensors.torch import save
     except ImportError as error:

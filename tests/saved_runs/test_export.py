@@ -308,6 +308,15 @@ def test_eight_bits_keep_the_metrics(words, how, capsys):
         right += int((session.run(None, {"input": inputs.numpy()})[0].argmax(1) == targets.numpy()).sum())
         count += len(targets)
     assert after == pytest.approx(right / count, abs=1e-6)
+    # By hand from the file, over the whole part; dynamic ranges depend on what else is in a batch.
+    inputs = torch.cat([batch.data[0] for batch in run.data.loader("val")])
+    with torch.no_grad():
+        apart = np.abs(session.run(None, {"input": inputs.numpy()})[0] - run.network()(inputs).numpy()).max()
+    assert told.largest_difference < 1e-4 < told.quantized_difference <= apart * 1.5
+    assert f"{told.largest_difference:.1e} before quantization, {told.quantized_difference:.1e} quantized, on" in str(
+        told
+    )
+    assert "quantiz" not in str(whole)
     assert abs(after - before) < 0.05
     kinds = {one.data_type for one in onnx.load("net.onnx").graph.initializer}
     assert onnx.TensorProto.INT8 in kinds

@@ -55,7 +55,8 @@ class Export:
     """What was exported.
 
     path, bytes: of the file. parameters: numbers that the network holds. largest_difference: of any output from the
-    network's, on `samples` samples; None where nothing runs.
+    network's, on `samples` samples; None where nothing runs. quantized_difference: that of the quantized file, and
+        the other is before it was; None where it is not.
     latency_ms: medians by batch size, of the file and of the network in torch. notes: what to know, a line each.
     scores: of a quantized file, each metric before and after.
     """
@@ -64,6 +65,7 @@ class Export:
     bytes: int
     parameters: int
     largest_difference: float | None = None
+    quantized_difference: float | None = None
     samples: int = 0
     latency_ms: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -72,9 +74,11 @@ class Export:
     def __str__(self) -> str:
         lines = [f"{self.path}  {self.bytes / 2**20:.2f} MiB, {self.parameters:,} numbers"]
         if self.largest_difference is not None:
+            after = self.quantized_difference
+            quantized = "" if after is None else f" before quantization, {after:.1e} quantized"
             lines.append(
-                f"  largest difference from the network {self.largest_difference:.1e}, on {self.samples} samples of "
-                f"its data in batches of {', '.join(map(str, SIZES))}"
+                f"  largest difference from the network {self.largest_difference:.1e}{quantized}, on {self.samples} "
+                f"samples of its data in batches of {', '.join(map(str, SIZES))}"
             )
         for size, (own, torchs) in self.latency_ms.items():
             lines.append(f"  a batch of {size}: {own:.3f} ms, in torch {torchs:.3f} ms (medians)")
@@ -249,12 +253,15 @@ def _write_onnx(source: Source, path: Path, quantize: str | None) -> Export:
     difference = compare(source.network, _onnx_runner(model), source.examples, named="ONNX Runtime")
     how: list[str] = []
     found: Mapping[str, tuple[float, float]] = {}
+    after: float | None = None
     if quantize is not None:
         content, told = quantized(content, source.samples, replace(description, quantization=quantize))
-        how, found = [told], scores(source.run, source.samples, before=model, after=OnnxModel(content))
+        small = OnnxModel(content)
+        how, found = [told], scores(source.run, source.samples, before=model, after=small)
+        after = largest_difference(source.network, _onnx_runner(small), source.examples)
     _write(path, content)
     written = source.told(path, difference)
-    return replace(written, notes=[*written.notes, *how], scores=found)
+    return replace(written, notes=[*written.notes, *how], scores=found, quantized_difference=after)
 
 
 def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, Tensor]], *, named: str) -> float:
@@ -291,6 +298,18 @@ def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, 
                     + _fast_path(network, inputs, name, mine)
                 )
             largest = max(largest, difference)
+    return largest
+
+
+def largest_difference(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, Tensor]]) -> float:
+    """The largest difference of any number of the outputs from those of the network, however large it is."""
+    largest = 0.0
+    for inputs in examples:
+        got = run(inputs)
+        with torch.no_grad():
+            wanted = {name: one.numpy().astype(np.float64) for name, one in network(**inputs).items()}
+        for name, value in wanted.items():
+            largest = max(largest, float(np.nanmax(np.abs(got[name].astype(np.float64) - value), initial=0.0)))
     return largest
 
 

@@ -313,9 +313,8 @@ def test_eight_bits_keep_the_metrics(words, how, capsys):
     with torch.no_grad():
         apart = np.abs(session.run(None, {"input": inputs.numpy()})[0] - run.network()(inputs).numpy()).max()
     assert told.largest_difference < 1e-4 < told.quantized_difference <= apart * 1.5
-    assert f"{told.largest_difference:.1e} before quantization, {told.quantized_difference:.1e} quantized, on" in str(
-        told
-    )
+    first, second = f"{told.largest_difference:.1e}", f"{told.quantized_difference:.1e}"
+    assert f"{first} before quantization, {second} quantized, on 72 samples" in str(told)
     assert "quantiz" not in str(whole)
     assert abs(after - before) < 0.05
     kinds = {one.data_type for one in onnx.load("net.onnx").graph.initializer}
@@ -346,6 +345,14 @@ def test_weights_start_another_run(capsys):
         (["dynamic={input: 3}"], "dynamic: {input: 3}; expected names of dimensions"),
         (["dynamic={picture: {1: time}}"], "dynamic: picture; expected an input of the network: input"),
         (["dynamic={input: {9: time}}"], "dynamic: axis 9 of input"),
+        (
+            ["output=x.pt"],
+            "output: x.pt, whose suffix is that of format=state_dict, beside format=onnx; expected a file "
+            "in .onnx. Write output=x.onnx, or format=state_dict",
+        ),
+        (["format=state_dict", "output=a.ONNX"], "expected a file in .pt. Write output=a.pt, or format=onnx"),
+        (["format=torch_export", "output=a.safetensors"], "expected a file in .pt2. Write output=a.pt2"),
+        (["format=safetensors", "output=a.pth"], "whose suffix is that of format=state_dict"),
         (["output=."], "output: ., a directory; expected a file. Write output=network.onnx"),
     ],
 )

@@ -253,7 +253,7 @@ class UnlabelledRecords(Dataset[object]):
     def __getitem__(self, index: int) -> object:
         where = f"row {index} of {self.path}"
         sample = self.fields.sample(self._record(index), where=where)
-        entries = sample if isinstance(sample, Mapping) else {INPUT: sample}
+        entries: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {INPUT: sample}
         for name, value in entries.items():
             columns = self.fields.fields[name].columns
             if value.is_floating_point() and not value.isfinite().all():

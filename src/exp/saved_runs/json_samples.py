@@ -166,7 +166,7 @@ def _largest(values: np.ndarray, classes: Sequence[str]) -> list[Any] | None:
         return None
     names = np.array(classes, dtype=object)[values.argmax(-1)]
     is_answered = ~np.isnan(values).any(-1) & np.isfinite(values).any(-1)
-    names = np.where(is_answered, names, None)
+    names[~is_answered] = None
     return list(names.tolist())
 
 

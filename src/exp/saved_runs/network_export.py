@@ -41,6 +41,10 @@ ENDINGS: Mapping[Format, str] = {
     "onnx": "network.onnx", "torch_export": "network.pt2", "state_dict": "network.pt",
     "safetensors": "network.safetensors",
 }  # fmt: skip
+# By which other programs, too, take a file for one of a format.
+SUFFIXES: Mapping[str, Format] = {
+    **{Path(name).suffix: format for format, name in ENDINGS.items()}, ".pth": "state_dict", ".ckpt": "state_dict",
+}  # fmt: skip
 SIZES = (1, 7, 64)
 TIMED = (1, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
@@ -415,7 +419,8 @@ def _safetensors(state: Mapping[str, Tensor]) -> bytes:
 
 
 def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights: str | Path | None) -> Path:
-    """Raises: ConfigError for a directory, for a file of the run's own, or where there is none to write to."""
+    """Raises: ConfigError for a directory, a file of the run's own, another format's suffix, or where there is none to
+    write to."""
     if output is None:
         if run.directory is None:
             got = f"nothing, and {run.checkpoint} lies outside of its run directory"
@@ -426,6 +431,12 @@ def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights
         cure = f"Write output={path / ENDINGS[format]}"
         raise ConfigError([_fault("output", got=f"{path}, a directory", expected="a file", cure=cure)])
     run.refuse_own_file(path, weights=weights)
+    of_suffix = SUFFIXES.get(path.suffix.lower(), format)
+    if of_suffix != format:
+        got = f"{path}, whose suffix is that of format={of_suffix}, beside format={format}"
+        right = path.with_suffix(Path(ENDINGS[format]).suffix)
+        cure = f"Write output={right}, or format={of_suffix}"
+        raise ConfigError([_fault("output", got=got, expected=f"a file in {right.suffix}", cure=cure)])
     return path
 
 

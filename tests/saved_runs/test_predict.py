@@ -264,7 +264,11 @@ def test_a_series_is_cut_and_standardised_as_in_training():
         ("new.csv", "height,colour,weight\n1,red,\n", "no value in line 2 of"),
         ("new.csv", "height,colour,weight\n", "without a row"),
         ("new.jsonl", '{"height": 1, "colour": "red"}\n{"height": 2', "line 2 of"),
-        ("new.jsonl", "3\n", "an object of values by name, or a list"),
+        ("new.jsonl", '{"height": 1, "colour": "red"}\n\n{"height": 2', "line 3 of"),
+        ("new.jsonl", "3\n", "new.jsonl is a number; expected an object of values by name"),
+        ("new.jsonl", "[1, 2]\n", "new.jsonl is a list; expected an object of values by name"),
+        ("new.jsonl", '{"height": 1, "colour": "red", "weight": 2}\n"a"\n', "line 2 of"),
+        ("new.jsonl", '{"height": 1, "colour": "red", "weight": 2}\n[1, "red", 2]\n', "new.jsonl is a list; expected"),
         ("new.npz", "nothing", "arrays of numbers in NumPy's .npz"),
         ("new.xlsx", "", "a file in .csv, .parquet, .jsonl, .npz, .npy"),
     ],
@@ -391,3 +395,20 @@ def test_series_and_records_beyond_float32(tmp_path):
         assert records[0].tolist() == [1.0, 2.0]
         with pytest.raises(SampleError, match=place):
             records[1]
+
+
+def test_lines_of_lists_are_samples_and_do_not_go_with_objects():
+    run = trained("trainer.max_steps=1")
+    inputs, _ = run.data.part("test").gather(torch.arange(3))
+    lines = [json.dumps(one.tolist()) for one in inputs]
+    Path("lists.jsonl").write_text("\n".join(lines))
+    assert np.array_equal(run.predict("lists.jsonl").outputs["output"], run.predict(inputs).outputs["output"])
+    record = json.dumps({"input": inputs[0].tolist()})
+    for line, (first, second) in {
+        "line 2 of .* is an object; expected a list": (lines[0], record),
+        "line 2 of .* is a list; expected an object": (record, lines[0]),
+        "line 2 of .* is null; expected a list": (lines[0], "null"),
+    }.items():
+        Path("mixed.jsonl").write_text(f"{first}\n{second}\n")
+        with pytest.raises(ConfigError, match=line):
+            run.predict("mixed.jsonl")

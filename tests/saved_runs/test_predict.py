@@ -412,3 +412,52 @@ def test_lines_of_lists_are_samples_and_do_not_go_with_objects():
         Path("mixed.jsonl").write_text(f"{first}\n{second}\n")
         with pytest.raises(ConfigError, match=line):
             run.predict("mixed.jsonl")
+
+
+def test_a_csv_without_a_header_loses_no_sample(capsys):
+    run = trained("trainer.max_steps=1")
+    inputs, _ = run.data.part("test").gather(torch.arange(3))
+    rows = inputs.numpy().reshape(3, 64) + np.arange(64) / 128  # no number is there twice
+    body = "\n".join(",".join(map(str, row)) for row in rows)
+    Path("bare.csv").write_text(body)
+    assert main([f"run={run.directory}", "input=bare.csv", "output=answers.csv"]) == 2
+    error = capsys.readouterr().err
+    assert "bare.csv, whose first line, " in error
+    assert "holds numbers alone; expected a header there, the names of the columns" in error
+    assert "Write one above it" in error
+    for names in (range(64), [f"p{number}" for number in range(64)]):
+        Path("named.csv").write_text(",".join(map(str, names)) + "\n" + body)
+        assert np.array_equal(run.predict("named.csv").outputs["output"], run.predict(rows).outputs["output"])
+
+
+def test_columns_that_training_knew_by_numbers(tmp_path):
+    rows = pets(120, seed=0)
+    write_csv("pets.csv", {"2020": rows["height"], "2021": rows["weight"], "kind": rows["kind"]})
+    run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "trainer.max_steps=1")
+    write_csv("new.csv", {"2021": rows["weight"][:4], "2020": rows["height"][:4], "7": np.zeros(4)})
+    assert len(run.predict("new.csv")) == 4
+    Path("bare.csv").write_text("1.5,2.5\n3.5,4.5\n")
+    with pytest.raises(ConfigError, match=r"whose first line, 1\.5, 2\.5, holds numbers alone"):
+        run.predict("bare.csv")
+    with pytest.raises(ConfigError, match=r"whose first line, 1\.5, 2\.5, holds numbers alone"):
+        UnlabelledRecords(path="bare.csv")
+    assert len(UnlabelledRecords(path="new.csv", inputs=["2020", "2021"])) == 4
+    with pytest.raises(ConfigError, match=r"whose first line, 1\.5, 2\.5, holds numbers alone"):
+        UnlabelledSeries(path="bare.csv", length=1).prepare(
+            {"windows": {"columns": ["load", "heat"], "means": [0.0, 0.0], "deviations": [1.0, 1.0]}}
+        )
+    Path("twice.csv").write_text("0.0,0.0\n3.5,4.5\n")
+    with pytest.raises(ConfigError, match=r"twice; expected a name for each column\. Its first line is taken for"):
+        run.predict("twice.csv")
+
+
+def test_a_table_that_was_trained_without_a_header():
+    rows = pets(120, seed=0)
+    write_csv("pets.csv", {name: rows[name] for name in ("height", "weight", "kind")})
+    Path("pets.csv").write_text(Path("pets.csv").read_text().partition("\n")[2])
+    run = trained(
+        "data=csv", "data.dataset.path=pets.csv", "data.dataset.header=false", "data.dataset.target=2",
+        "trainer.max_steps=1",
+    )  # fmt: skip
+    Path("bare.csv").write_text("1.5,2.5\n3.5,4.5\n")
+    assert len(run.predict("bare.csv")) == 2

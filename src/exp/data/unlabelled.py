@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.columns import Name, Sheet, words_of
-from exp.data.delimited import MISSING_VALUES
+from exp.data.delimited import MISSING_VALUES, are_numbers
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
 from exp.data.images import ENDINGS, LOOKED_AT
@@ -27,7 +27,7 @@ from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
 from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
 from exp.data.tables import FITTED, Encoding, Impute, Table, Words
 from exp.data.windows import FITTED as WINDOWS
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, shortened
 
 INPUT = "input"
 
@@ -55,7 +55,7 @@ class UnlabelledTable(Dataset[object]):
     ) -> None:
         self.sheet = sheet_of(Path(path), delimiter=delimiter, header=header, missing_values=missing_values)
         self.dates = dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
-        self.impute, self.encoding, self.standardise = impute, encoding, standardise
+        self.header, self.impute, self.encoding, self.standardise = header, impute, encoding, standardise
 
     def fit(self) -> Fitted:
         """Raises: ConfigError: only a training part tells anything."""
@@ -69,6 +69,8 @@ class UnlabelledTable(Dataset[object]):
         """
         told = fitted_entry(fitted, FITTED, part=self)
         sheet, faults = self.sheet, list[Fault]()
+        if self.header:
+            refuse_numbers_as_names(sheet.file, sheet.names, known=[*told["numbers"], *told.get("words", ())])
         numbers: dict[str, np.ndarray] = {}
         words: dict[str, Words] = {}
         for name in (*told["numbers"], *told.get("words", ())):
@@ -130,6 +132,7 @@ class UnlabelledSeries(Dataset[object]):
         standardise: bool = True,
     ) -> None:
         self.path, self.length, self.stride, self.standardise = path, length, stride, standardise
+        self.header = header
         if Path(path).suffix == ".npy":
             rows = np.asarray(read_columns(Path(path))[INPUT], np.float64)
             rows = rows[:, None] if rows.ndim == 1 else rows
@@ -149,6 +152,8 @@ class UnlabelledSeries(Dataset[object]):
         """Raises: ConfigError for a column of training that is not there, and for fewer rows than a window has."""
         told = fitted_entry(fitted, WINDOWS, part=self)
         order: list[str] = told["columns"]
+        if self.header:
+            refuse_numbers_as_names(self.sheet.file, self.sheet.names, known=order)
         names = [name for name in self.names if name in order]
         columns = []
         for name in names:
@@ -229,6 +234,8 @@ class UnlabelledRecords(Dataset[object]):
         std: Sequence[float] | None = None,
     ) -> None:
         self.path, columns = path, read_columns(Path(path))
+        if inputs is None:  # else they are looked for by their names
+            refuse_numbers_as_names(Path(path), list(columns))
         answers = [] if target is None else [target] if isinstance(target, str) else list(target)
         columns = {name: values for name, values in columns.items() if name not in answers}
         self.length = len(next(iter(columns.values()))) if columns else 0
@@ -285,6 +292,7 @@ class UnlabelledArrays(Tensors):
         self, *, path: str, inputs: Mapping[str, Mapping[str, Any]], is_final: bool = True, scale: float = 1.0
     ) -> None:
         columns = read_columns(Path(path))
+        refuse_numbers_as_names(Path(path), list(columns))
         is_rows = Path(path).suffix in (".csv", ".parquet")
         if is_rows and len(inputs) == 1 and not (len(columns) == 1 and next(iter(columns)) in inputs):
             columns = {next(iter(inputs)): _rows(Path(path), inputs=inputs, is_final=is_final)}
@@ -305,6 +313,24 @@ class UnlabelledArrays(Tensors):
             told = ", ".join(f"{name} has {len(value)}" for name, value in entries.items())
             raise data_fault("dataset.path", got=f"{path}, where {told}", expected="as many samples in each")
         super().__init__(entries=entries)
+
+
+def refuse_numbers_as_names(file: Path, names: Sequence[str], *, known: Sequence[str] | None = None) -> None:
+    """Keep the first sample of a .csv file without a header from being taken for the names of its columns.
+
+    known: the columns of training, which may be called by numbers; None where nobody reads the names, of which
+        0, 1, 2 and so on are some all the same.
+    Raises: ConfigError.
+    """
+    own = [str(number) for number in range(len(names))] if known is None else known
+    is_named = list(names) == own if known is None else not {*own} - {*names}
+    if file.suffix == ".csv" and are_numbers(names) and not is_named:
+        raise data_fault(
+            "dataset.path",
+            got=f"{file}, whose first line, {shortened(', '.join(names), most=60)}, holds numbers alone",
+            expected="a header there, the names of the columns, and the samples below it",
+            cure="Write one above it; a run that was trained with data.dataset.header=false needs none",
+        )
 
 
 def first_beyond(values: np.ndarray, dtype: torch.dtype) -> tuple[int, ...] | None:

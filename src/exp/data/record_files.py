@@ -113,7 +113,8 @@ def _of_records(file: Path, *, takes_lists: bool) -> dict[str, list[Any]]:
     takes_lists: whether lines may be lists.
     """
     records: list[dict[str, Any]] = []
-    number, kind = 0, dict
+    number = 0
+    kind: type = dict
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

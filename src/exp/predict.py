@@ -55,9 +55,10 @@ def _command(argv: Sequence[str]) -> int:
     from exp.saved_runs.prediction_files import refuse_place, write_predictions
     from exp.saved_runs.saved_run import load
 
-    refuse_place(output)
+    refuse_place(output, given=given)
     with outliving_output():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
+        run.refuse_own_file(output, weights=arguments.values["weights"])
         found = predict(run, given, weights=arguments.values["weights"], overrides=arguments.overrides, is_shown=True)
         write_predictions(found, output)
         print(f"{len(found)} samples of {given} predicted: {output}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -306,6 +308,14 @@ def test_eight_bits_keep_the_metrics(words, how, capsys):
         right += int((session.run(None, {"input": inputs.numpy()})[0].argmax(1) == targets.numpy()).sum())
         count += len(targets)
     assert after == pytest.approx(right / count, abs=1e-6)
+    # By hand from the file, over the whole part; dynamic ranges depend on what else is in a batch.
+    inputs = torch.cat([batch.data[0] for batch in run.data.loader("val")])
+    with torch.no_grad():
+        apart = np.abs(session.run(None, {"input": inputs.numpy()})[0] - run.network()(inputs).numpy()).max()
+    assert told.largest_difference < 1e-4 < told.quantized_difference <= apart * 1.5
+    first, second = f"{told.largest_difference:.1e}", f"{told.quantized_difference:.1e}"
+    assert f"{first} before quantization, {second} quantized, on 72 samples" in str(told)
+    assert "quantiz" not in str(whole)
     assert abs(after - before) < 0.05
     kinds = {one.data_type for one in onnx.load("net.onnx").graph.initializer}
     assert onnx.TensorProto.INT8 in kinds
@@ -335,6 +345,14 @@ def test_weights_start_another_run(capsys):
         (["dynamic={input: 3}"], "dynamic: {input: 3}; expected names of dimensions"),
         (["dynamic={picture: {1: time}}"], "dynamic: picture; expected an input of the network: input"),
         (["dynamic={input: {9: time}}"], "dynamic: axis 9 of input"),
+        (
+            ["output=x.pt"],
+            "output: x.pt, whose suffix is that of format=state_dict, beside format=onnx; expected a file "
+            "in .onnx. Write output=x.onnx, or format=state_dict",
+        ),
+        (["format=state_dict", "output=a.ONNX"], "expected a file in .pt. Write output=a.pt, or format=onnx"),
+        (["format=torch_export", "output=a.safetensors"], "expected a file in .pt2. Write output=a.pt2"),
+        (["format=safetensors", "output=a.pth"], "whose suffix is that of format=state_dict"),
         (["output=."], "output: ., a directory; expected a file. Write output=network.onnx"),
     ],
 )
@@ -347,3 +365,46 @@ def test_a_command_that_cannot_be(words, told, capsys, run_of_digits):
 def run_of_digits(tmp_path_factory):
     with contextlib.chdir(tmp_path_factory.mktemp("digits")):
         return exp.fit(exp.compose(SHORT)).directory
+
+
+def test_what_a_run_holds_is_not_written_over(run_of_digits, capsys, tmp_path):
+    directory = Path(run_of_digits)
+    files = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    copied = shutil.copy(directory / "checkpoints" / "best.ckpt", tmp_path / "copied.ckpt")
+    assert {"best.ckpt", "config.yaml", "report.json"} <= {path.name for path in files}
+    for format in ("onnx", "state_dict"):
+        for path in (*files, directory / "checkpoints" / "new"):
+            assert main([f"run={directory}", f"format={format}", f"output={path}"]) == 2
+            assert f"output: {path}, " in capsys.readouterr().err
+    for words in ([f"run={copied}"], [f"run={directory}", f"weights={copied}"]):
+        assert main([*words, "format=state_dict", f"output={copied}"]) == 2
+        assert "from which the weights are read" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    for _ in range(2):
+        assert main([f"run={directory}", "format=state_dict"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["format=onnx"], ["quantize=int8"], ["format=torch_export"], ["format=state_dict"], ["format=safetensors"]],
+)
+def test_a_full_disk_is_told_in_a_line_and_keeps_the_older_file(words, run_of_digits, capsys):
+    if words == ["format=safetensors"]:
+        pytest.importorskip("safetensors", reason="the extra safetensors is not installed")
+    output = Path("network.bin")
+    output.write_bytes(b"older")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # The limit stands for the disk's end: write() gives the first part, then an error.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        assert main([f"run={run_of_digits}", *words, f"output={output}"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the network cannot be written ")
+    assert line.endswith("File too large. Make room there")
+    assert "quantize=int8" in words or f"to {output}: " in line
+    assert output.read_bytes() == b"older"
+    assert [path.name for path in Path().glob(".*.partial")] == []

@@ -14,6 +14,8 @@ from PIL import Image
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
+from exp.data.faults import SampleError
+from exp.data.unlabelled import UnlabelledRecords, UnlabelledSeries, first_beyond
 from exp.errors import ConfigError, RunError
 from exp.predict import main
 
@@ -262,7 +264,11 @@ def test_a_series_is_cut_and_standardised_as_in_training():
         ("new.csv", "height,colour,weight\n1,red,\n", "no value in line 2 of"),
         ("new.csv", "height,colour,weight\n", "without a row"),
         ("new.jsonl", '{"height": 1, "colour": "red"}\n{"height": 2', "line 2 of"),
-        ("new.jsonl", "3\n", "an object of values by name, or a list"),
+        ("new.jsonl", '{"height": 1, "colour": "red"}\n\n{"height": 2', "line 3 of"),
+        ("new.jsonl", "3\n", "new.jsonl is a number; expected an object of values by name"),
+        ("new.jsonl", "[1, 2]\n", "new.jsonl is a list; expected an object of values by name"),
+        ("new.jsonl", '{"height": 1, "colour": "red", "weight": 2}\n"a"\n', "line 2 of"),
+        ("new.jsonl", '{"height": 1, "colour": "red", "weight": 2}\n[1, "red", 2]\n', "new.jsonl is a list; expected"),
         ("new.npz", "nothing", "arrays of numbers in NumPy's .npz"),
         ("new.xlsx", "", "a file in .csv, .parquet, .jsonl, .npz, .npy"),
     ],
@@ -305,3 +311,153 @@ def test_places_that_cannot_be_written(capsys):
     assert "which is not there" in capsys.readouterr().err
     assert main([f"run={run.directory}", "inptu=new.csv", "output=answers.csv"]) == 2
     assert "Did you mean input where inptu is?" in capsys.readouterr().err
+
+
+def test_neither_the_input_nor_the_run_is_written_over(capsys):
+    run, _ = table_run("trainer.max_steps=1")
+    write_csv("same.csv", pets(3, seed=0))
+    np.savez("same.npz", **{name: column for name, column in pets(3, seed=0).items() if name != "kind"})
+    Path("link.csv").symlink_to("same.csv")
+    Path("hard.csv").hardlink_to("same.csv")
+    before = {name: Path(name).read_bytes() for name in ("same.csv", "same.npz")}
+    for given, output in (
+        ("same.csv", "same.csv"), ("same.csv", "./same.csv"), ("link.csv", "same.csv"), ("same.csv", "link.csv"),
+        ("same.csv", "hard.csv"), ("same.npz", str(Path("same.npz").absolute())),
+    ):  # fmt: skip
+        assert main([f"run={run.directory}", f"input={given}", f"output={output}"]) == 2
+        assert f"output: {Path(output)}, which is the input; expected another file" in capsys.readouterr().err
+    assert before == {name: Path(name).read_bytes() for name in before}
+    table = run.directory / "metrics.csv"
+    table.write_text("kept")
+    Path("outward.csv").symlink_to(table)
+    for output in (table, run.directory / "checkpoints" / "new.csv", Path("outward.csv")):
+        assert main([f"run={run.directory}", "input=same.csv", f"output={output}"]) == 2
+        assert f"output: {output}, a place of the run" in capsys.readouterr().err
+    assert table.read_text() == "kept"
+    assert main([f"run={run.directory}", "input=same.csv", f"output={run.directory / 'answers.csv'}"]) == 0
+    assert len(read_answers(run.directory / "answers.csv")) == 3
+
+
+def test_numbers_beyond_float32_are_refused_by_their_place(capsys):
+    run, _ = table_run("trainer.max_steps=1")
+    Path("new.csv").write_text("height,colour,weight\n1,red,2\n1,red,-1e39\n")
+    assert main([f"run={run.directory}", "input=new.csv", "output=answers.csv"]) == 2
+    error = capsys.readouterr().err
+    assert "input: -1e+39 in line 3 of" in error
+    assert "column weight; expected a number that float32 holds, 3.4e+38 at most" in error
+    digits = trained("trainer.max_steps=1")
+    given = np.zeros((2, 1, 8, 8))
+    given[1, 0, 2, 3] = 1e300
+    with pytest.raises(ConfigError, match=r"input: 1e\+300 in sample 1, entry \[0, 2, 3\] of input"):
+        digits.predict(given)
+    rows = given.reshape(2, 64)
+    write_csv("digits.csv", {f"p{number}": column for number, column in enumerate(rows.T)})
+    with pytest.raises(ConfigError, match=r"1e\+300 in line 3 of .*, column p19; expected"):
+        digits.predict("digits.csv")
+    assert not Path("answers.csv").exists()
+
+
+def test_a_column_of_large_numbers_is_standardised_before_float32():
+    rows = pets(120, seed=0)
+    write_csv("pets.csv", {**{name: rows[name] for name in ("weight", "kind")}, "height": rows["height"] * 1e39})
+    run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind")
+    found = run.predict({"weight": rows["weight"][:4], "height": rows["height"][:4] * 1e39})
+    assert np.isfinite(found.outputs["output"]).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "place"),
+    [
+        ([[1.0, 3e38], [-3.5e38, 0.0]], torch.float32, (1, 0)),
+        ([[1.0, 3e38]], torch.float64, None),
+        ([70000.0], torch.float16, (0,)),
+        ([1e300], torch.int64, (0,)),
+        ([5, 2**40], torch.int32, (1,)),
+        ([5, 2**40], torch.int64, None),
+        ([0, -1], torch.uint8, (1,)),
+        ([0, 3], torch.bool, None),
+    ],
+)
+def test_the_first_number_that_a_dtype_does_not_hold(values, dtype, place):
+    assert first_beyond(np.array(values), dtype) == place
+
+
+def test_series_and_records_beyond_float32(tmp_path):
+    np.save(tmp_path / "series.npy", np.array([[0.0, 1.0], [1.0, 1e39], [2.0, 3.0]]))
+    series = UnlabelledSeries(path=str(tmp_path / "series.npy"), length=2)
+    told = {"columns": ["0", "1"], "means": [0.0, 0.0], "deviations": [1.0, 1.0]}
+    with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a number that float32 holds"):
+        series.prepare({"windows": told})
+    (tmp_path / "rows.jsonl").write_text('{"a": 1, "b": 2}\n{"a": 3, "b": 1e39}\n')
+    (tmp_path / "lists.jsonl").write_text('{"input": [1.0, 2.0]}\n{"input": [1e39, 1.0]}\n')
+    for name, place in (("rows", "in b of row 1"), ("lists", r"in input, entry \[0\], of row 1")):
+        records = UnlabelledRecords(path=str(tmp_path / f"{name}.jsonl"))
+        assert records[0].tolist() == [1.0, 2.0]
+        with pytest.raises(SampleError, match=place):
+            records[1]
+
+
+def test_lines_of_lists_are_samples_and_do_not_go_with_objects():
+    run = trained("trainer.max_steps=1")
+    inputs, _ = run.data.part("test").gather(torch.arange(3))
+    lines = [json.dumps(one.tolist()) for one in inputs]
+    Path("lists.jsonl").write_text("\n".join(lines))
+    assert np.array_equal(run.predict("lists.jsonl").outputs["output"], run.predict(inputs).outputs["output"])
+    record = json.dumps({"input": inputs[0].tolist()})
+    for line, (first, second) in {
+        "line 2 of .* is an object; expected a list": (lines[0], record),
+        "line 2 of .* is a list; expected an object": (record, lines[0]),
+        "line 2 of .* is null; expected a list": (lines[0], "null"),
+    }.items():
+        Path("mixed.jsonl").write_text(f"{first}\n{second}\n")
+        with pytest.raises(ConfigError, match=line):
+            run.predict("mixed.jsonl")
+
+
+def test_a_csv_without_a_header_loses_no_sample(capsys):
+    run = trained("trainer.max_steps=1")
+    inputs, _ = run.data.part("test").gather(torch.arange(3))
+    rows = inputs.numpy().reshape(3, 64) + np.arange(64) / 128  # no number is there twice
+    body = "\n".join(",".join(map(str, row)) for row in rows)
+    Path("bare.csv").write_text(body)
+    assert main([f"run={run.directory}", "input=bare.csv", "output=answers.csv"]) == 2
+    error = capsys.readouterr().err
+    assert "bare.csv, whose first line, " in error
+    assert "holds numbers alone; expected a header there, the names of the columns" in error
+    assert "Write one above it" in error
+    for names in (range(64), [f"p{number}" for number in range(64)]):
+        Path("named.csv").write_text(",".join(map(str, names)) + "\n" + body)
+        assert np.array_equal(run.predict("named.csv").outputs["output"], run.predict(rows).outputs["output"])
+
+
+def test_columns_that_training_knew_by_numbers(tmp_path):
+    rows = pets(120, seed=0)
+    write_csv("pets.csv", {"2020": rows["height"], "2021": rows["weight"], "kind": rows["kind"]})
+    run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "trainer.max_steps=1")
+    write_csv("new.csv", {"2021": rows["weight"][:4], "2020": rows["height"][:4], "7": np.zeros(4)})
+    assert len(run.predict("new.csv")) == 4
+    Path("bare.csv").write_text("1.5,2.5\n3.5,4.5\n")
+    with pytest.raises(ConfigError, match=r"whose first line, 1\.5, 2\.5, holds numbers alone"):
+        run.predict("bare.csv")
+    with pytest.raises(ConfigError, match=r"whose first line, 1\.5, 2\.5, holds numbers alone"):
+        UnlabelledRecords(path="bare.csv")
+    assert len(UnlabelledRecords(path="new.csv", inputs=["2020", "2021"])) == 4
+    with pytest.raises(ConfigError, match=r"whose first line, 1\.5, 2\.5, holds numbers alone"):
+        UnlabelledSeries(path="bare.csv", length=1).prepare(
+            {"windows": {"columns": ["load", "heat"], "means": [0.0, 0.0], "deviations": [1.0, 1.0]}}
+        )
+    Path("twice.csv").write_text("0.0,0.0\n3.5,4.5\n")
+    with pytest.raises(ConfigError, match=r"twice; expected a name for each column\. Its first line is taken for"):
+        run.predict("twice.csv")
+
+
+def test_a_table_that_was_trained_without_a_header():
+    rows = pets(120, seed=0)
+    write_csv("pets.csv", {name: rows[name] for name in ("height", "weight", "kind")})
+    Path("pets.csv").write_text(Path("pets.csv").read_text().partition("\n")[2])
+    run = trained(
+        "data=csv", "data.dataset.path=pets.csv", "data.dataset.header=false", "data.dataset.target=2",
+        "trainer.max_steps=1",
+    )  # fmt: skip
+    Path("bare.csv").write_text("1.5,2.5\n3.5,4.5\n")
+    assert len(run.predict("bare.csv")) == 2

@@ -28,8 +28,9 @@ pytest.importorskip("onnxruntime", reason="the extra export is not installed")
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 
+from exp.saved_runs.json_samples import answer_of  # noqa: E402
 from exp.saved_runs.model_server import AddressError, Limits, ModelServer  # noqa: E402  # behind the skips
-from exp.saved_runs.onnx_file import METADATA, OnnxModel  # noqa: E402
+from exp.saved_runs.onnx_file import METADATA, Description, OnnxModel  # noqa: E402
 
 TABLE = np.arange(30, dtype=np.float32).reshape(10, 3)
 
@@ -335,3 +336,10 @@ def test_a_package_that_is_missing_is_told_before_anything_is_exported(monkeypat
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["run=nowhere"]) == 2
     assert "pip install 'exp-framework[serve]'" in capsys.readouterr().err
+
+
+def test_scores_that_are_missing_have_no_class():
+    scores = np.array([[np.nan] * 3, [1.0, np.nan, 0.0], [-np.inf, 1.0, 0.0], [-np.inf] * 3], np.float32)
+    found = answer_of({"output": scores}, Description(classes=["ant", "bee", "cow"]))
+    assert found["classes"] == {"output": [None, None, "bee", None]}
+    assert json.loads(json.dumps(found))["outputs"]["output"][0] == [None] * 3

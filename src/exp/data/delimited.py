@@ -96,6 +96,20 @@ class CsvSheet(Sheet):
         return f"line {self.lines[row]} of {self.file}"
 
 
+def are_numbers(names: Sequence[str]) -> bool:
+    """Whether what is read as a header is a row of numbers, some of which may be missing."""
+
+    def is_number(text: str) -> bool:
+        try:
+            float(text)
+        except ValueError:
+            return False
+        return True
+
+    told = [name for name in names if name not in MISSING_VALUES]
+    return bool(told) and all(map(is_number, told))
+
+
 def read_sheet(file: Path, *, delimiter: str, header: bool, missing_values: Sequence[str] = MISSING_VALUES) -> CsvSheet:
     """The rows of a file. Empty lines are left out.
 
@@ -127,5 +141,7 @@ def read_sheet(file: Path, *, delimiter: str, header: bool, missing_values: Sequ
             )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise data_fault("dataset.path", got=f"{file} with {', '.join(twice)} twice", expected="a name for each column")
+        cure = "Its first line is taken for their names: write them above it" if are_numbers(names) else None
+        got = f"{file} with {', '.join(twice)} twice"
+        raise data_fault("dataset.path", got=got, expected="a name for each column", cure=cure)
     return CsvSheet(file=file, names=names, rows=rows[first:], lines=lines[first:], missing_values=missing_values)

@@ -51,7 +51,7 @@ def sheet_of(
         from exp.data.parquet import read_parquet
 
         return read_parquet(file, missing_values=missing_values)
-    return sheet_of_columns(file, read_columns(file), missing_values=missing_values)
+    return sheet_of_columns(file, read_columns(file, takes_lists=False), missing_values=missing_values)
 
 
 def sheet_of_columns(file: Path, columns: Columns, *, missing_values: Sequence[str] = MISSING_VALUES) -> RecordSheet:
@@ -67,14 +67,16 @@ def sheet_of_columns(file: Path, columns: Columns, *, missing_values: Sequence[s
     return RecordSheet(file=file, columns=columns, missing_values=missing_values)
 
 
-def read_columns(file: Path) -> Columns:
+def read_columns(file: Path, *, takes_lists: bool = True) -> Columns:
     """The columns of a file by name, each of as many values.
+
+    takes_lists: whether every line of a .jsonl file may be a list, the value of the column `input`.
 
     Raises: ConfigError for a file that is not there, cannot be read, is of another format, or holds no row.
     """
     _require_format(file)
     if file.suffix == ".jsonl":
-        columns: Columns = _of_records(file)
+        columns: Columns = _of_records(file, takes_lists=takes_lists)
     elif file.suffix == ".npz":
         columns = read_archive(file)
     elif file.suffix == ".npy":
@@ -105,24 +107,41 @@ def _array(file: Path) -> np.ndarray:
         raise data_fault("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
 
 
-def _of_records(file: Path) -> dict[str, list[Any]]:
-    """A JSON object a line; a value that one line lacks is None there. A line that is a list is its `input`."""
+def _of_records(file: Path, *, takes_lists: bool) -> dict[str, list[Any]]:
+    """A JSON object a line; a value that one line lacks is None there. Where all lines are lists, each is its `input`.
+
+    takes_lists: whether lines may be lists.
+    """
     records: list[dict[str, Any]] = []
+    number = 0
+    kind: type = dict
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 value = json.loads(line)
-                if not isinstance(value, dict | list):
-                    expected = "an object of values by name, or a list"
-                    raise data_fault("dataset.path", got=f"line {number} of {file}", expected=expected)
+                if not records and takes_lists and isinstance(value, list):
+                    kind = list
+                if not isinstance(value, kind):
+                    expected = "an object of values by name" if kind is dict else "a list, as the lines before"
+                    got = f"line {number} of {file} is {_kind(value)}"
+                    raise data_fault("dataset.path", got=got, expected=expected)
                 records.append(value if isinstance(value, dict) else {"input": value})
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        got = f"line {len(records) + 1} of {file}: {error}"
+    except (json.JSONDecodeError, RecursionError) as error:
+        got = f"line {number} of {file}: {error}"
+        raise data_fault("dataset.path", got=got, expected="a JSON object a line, in UTF-8") from error
+    except UnicodeDecodeError as error:
+        got = f"{file}, behind line {number}: {error}"
         raise data_fault("dataset.path", got=got, expected="a JSON object a line, in UTF-8") from error
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [record.get(name) for record in records] for name in names}
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, in words."""
+    words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return words.get(type(value), "a number")
 
 
 def _text(value: object) -> str | None:

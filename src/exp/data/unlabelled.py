@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.columns import Name, Sheet, words_of
-from exp.data.delimited import MISSING_VALUES
+from exp.data.delimited import MISSING_VALUES, are_numbers
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
 from exp.data.images import ENDINGS, LOOKED_AT
@@ -27,7 +27,7 @@ from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
 from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
 from exp.data.tables import FITTED, Encoding, Impute, Table, Words
 from exp.data.windows import FITTED as WINDOWS
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, shortened
 
 INPUT = "input"
 
@@ -55,7 +55,7 @@ class UnlabelledTable(Dataset[object]):
     ) -> None:
         self.sheet = sheet_of(Path(path), delimiter=delimiter, header=header, missing_values=missing_values)
         self.dates = dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
-        self.impute, self.encoding, self.standardise = impute, encoding, standardise
+        self.header, self.impute, self.encoding, self.standardise = header, impute, encoding, standardise
 
     def fit(self) -> Fitted:
         """Raises: ConfigError: only a training part tells anything."""
@@ -69,6 +69,8 @@ class UnlabelledTable(Dataset[object]):
         """
         told = fitted_entry(fitted, FITTED, part=self)
         sheet, faults = self.sheet, list[Fault]()
+        if self.header:
+            refuse_numbers_as_names(sheet.file, sheet.names, known=[*told["numbers"], *told.get("words", ())])
         numbers: dict[str, np.ndarray] = {}
         words: dict[str, Words] = {}
         for name in (*told["numbers"], *told.get("words", ())):
@@ -90,6 +92,12 @@ class UnlabelledTable(Dataset[object]):
             impute=self.impute,
             encoding=self.encoding,
         )
+        # In double, for what is beyond float32 may not be once it is standardised; numbers come before words.
+        encoded = table.encoded(fitted).get(INPUT)
+        place = None if encoded is None else first_beyond(encoded.numpy(), torch.float32)
+        if place is not None:
+            row, name = place[0], told["numbers"][place[1]]
+            raise sheet.bad(row, sheet.column(name, key="dataset.path"), f"{numbers[name][row]:g}", held(torch.float32))
         return table.prepare(fitted)
 
     def _numbers(self, sheet: Sheet, column: int, name: str) -> np.ndarray:
@@ -124,6 +132,7 @@ class UnlabelledSeries(Dataset[object]):
         standardise: bool = True,
     ) -> None:
         self.path, self.length, self.stride, self.standardise = path, length, stride, standardise
+        self.header = header
         if Path(path).suffix == ".npy":
             rows = np.asarray(read_columns(Path(path))[INPUT], np.float64)
             rows = rows[:, None] if rows.ndim == 1 else rows
@@ -143,6 +152,8 @@ class UnlabelledSeries(Dataset[object]):
         """Raises: ConfigError for a column of training that is not there, and for fewer rows than a window has."""
         told = fitted_entry(fitted, WINDOWS, part=self)
         order: list[str] = told["columns"]
+        if self.header:
+            refuse_numbers_as_names(self.sheet.file, self.sheet.names, known=order)
         names = [name for name in self.names if name in order]
         columns = []
         for name in names:
@@ -152,6 +163,9 @@ class UnlabelledSeries(Dataset[object]):
             place = order.index(name)
             scaled = (values - float(told["means"][place])) / float(told["deviations"][place])
             columns.append(scaled if self.standardise else values)
+            beyond = first_beyond(columns[-1], torch.float32)
+            if beyond is not None:
+                raise self.sheet.bad(beyond[0], column, f"{values[beyond[0]]:g}", held(torch.float32))
         rows = torch.from_numpy(np.stack(columns, 1)) if columns else torch.empty(0, 0)
         if len(rows) < self.length:
             raise data_fault(
@@ -220,6 +234,8 @@ class UnlabelledRecords(Dataset[object]):
         std: Sequence[float] | None = None,
     ) -> None:
         self.path, columns = path, read_columns(Path(path))
+        if inputs is None:  # else they are looked for by their names
+            refuse_numbers_as_names(Path(path), list(columns))
         answers = [] if target is None else [target] if isinstance(target, str) else list(target)
         columns = {name: values for name, values in columns.items() if name not in answers}
         self.length = len(next(iter(columns.values()))) if columns else 0
@@ -242,7 +258,17 @@ class UnlabelledRecords(Dataset[object]):
         return self.length
 
     def __getitem__(self, index: int) -> object:
-        return self.fields.sample(self._record(index), where=f"row {index} of {self.path}")
+        where = f"row {index} of {self.path}"
+        sample = self.fields.sample(self._record(index), where=where)
+        entries: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {INPUT: sample}
+        for name, value in entries.items():
+            columns = self.fields.fields[name].columns
+            if value.is_floating_point() and not value.isfinite().all():
+                entry = (~value.isfinite()).nonzero()[0].tolist()
+                place = columns[entry[0]] if self.fields.fields[name].is_row else f"{columns[0]}, entry {entry},"
+                got = f"a number that is not finite in {str(value.dtype).removeprefix('torch.')}, in {place} of {where}"
+                raise SampleError(Fault(key="data.dataset.path", got=got, expected=held(value.dtype)))
+        return sample
 
     def _record(self, index: int) -> dict[str, object]:
         return {name: values[index] for name, values in self.columns.items()}
@@ -266,9 +292,10 @@ class UnlabelledArrays(Tensors):
         self, *, path: str, inputs: Mapping[str, Mapping[str, Any]], is_final: bool = True, scale: float = 1.0
     ) -> None:
         columns = read_columns(Path(path))
+        refuse_numbers_as_names(Path(path), list(columns))
         is_rows = Path(path).suffix in (".csv", ".parquet")
         if is_rows and len(inputs) == 1 and not (len(columns) == 1 and next(iter(columns)) in inputs):
-            columns = {next(iter(inputs)): _rows(Path(path), inputs=inputs)}
+            columns = {next(iter(inputs)): _rows(Path(path), inputs=inputs, is_final=is_final)}
         elif len(columns) == 1 and len(inputs) == 1:
             columns = {next(iter(inputs)): next(iter(columns.values()))}
         missing = [name for name in inputs if name not in columns]
@@ -288,6 +315,44 @@ class UnlabelledArrays(Tensors):
         super().__init__(entries=entries)
 
 
+def refuse_numbers_as_names(file: Path, names: Sequence[str], *, known: Sequence[str] | None = None) -> None:
+    """Keep the first sample of a .csv file without a header from being taken for the names of its columns.
+
+    known: the columns of training, which may be called by numbers; None where nobody reads the names, of which
+        0, 1, 2 and so on are some all the same.
+    Raises: ConfigError.
+    """
+    own = [str(number) for number in range(len(names))] if known is None else known
+    is_named = list(names) == own if known is None else not {*own} - {*names}
+    if file.suffix == ".csv" and are_numbers(names) and not is_named:
+        raise data_fault(
+            "dataset.path",
+            got=f"{file}, whose first line, {shortened(', '.join(names), most=60)}, holds numbers alone",
+            expected="a header there, the names of the columns, and the samples below it",
+            cure="Write one above it; a run that was trained with data.dataset.header=false needs none",
+        )
+
+
+def first_beyond(values: np.ndarray, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """Where the first number is that a dtype does not hold; None where it holds all. values: finite numbers."""
+    if dtype.is_floating_point:
+        is_held = torch.from_numpy(np.array(values, order="C")).to(dtype).isfinite().numpy()
+    elif values.dtype.kind in "fiu" and dtype != torch.bool:
+        bounds = torch.iinfo(dtype)
+        is_held = (values >= bounds.min) & (values <= bounds.max)
+    else:
+        return None
+    return None if is_held.all() else tuple(np.argwhere(~is_held)[0].tolist())
+
+
+def held(dtype: torch.dtype) -> str:
+    """In words, the numbers that a dtype holds."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype.is_floating_point:
+        return f"a number that {name} holds, {torch.finfo(dtype).max:.3g} at most"
+    return f"a number that {name} holds, {torch.iinfo(dtype).min} to {torch.iinfo(dtype).max}"
+
+
 def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     """The pictures of UnlabelledImages in their order. Raises: ConfigError where there is none."""
     if place.suffix.lower() == ".csv":
@@ -300,7 +365,7 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     return found
 
 
-def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]]) -> np.ndarray:
+def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]], is_final: bool) -> np.ndarray:
     """The columns of numbers as float64 `[N, F]`."""
     sheet = sheet_of(path)
     (name,) = inputs
@@ -312,8 +377,12 @@ def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]]) -> np.ndarray:
             expected=f"{size} of numbers, the values of {name} {list(inputs[name]['shape'])} one after the other",
         )
     columns = [sheet.numbers(column) for column in range(size)]
+    dtype = getattr(torch, inputs[name]["dtype"]) if is_final else torch.float32
     for column, values in enumerate(columns):
         sheet.complete(column, values, cure="Fill it in")
+        beyond = first_beyond(values, dtype)
+        if beyond is not None:
+            raise sheet.bad(beyond[0], column, f"{values[beyond[0]]:g}", held(dtype))
     return np.stack(columns, 1)
 
 
@@ -335,11 +404,16 @@ def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool,
         if array.dtype.kind == "f" and not dtype.is_floating_point and (array != np.trunc(array)).any():
             raise data_fault("dataset.path", got=f"{named}, with fractions", expected=f"whole numbers, {spec['dtype']}")
     is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
-    tensor = torch.from_numpy(np.array(array, order="C"))
     if not is_final:
         dtype = torch.float32 if is_scaled else torch.int64
-    tensor = tensor.to(dtype)
-    return tensor * scale if is_scaled and scale != 1.0 else tensor
+    factor = scale if is_scaled else 1.0
+    place = first_beyond(array, dtype) or (first_beyond(array * factor, dtype) if factor != 1.0 else None)
+    tensor = torch.from_numpy(np.array(array, order="C")).to(dtype)
+    if place is not None:
+        entry = f", entry {list(place[1:])}" if place[1:] else ""
+        got = f"{array[place]:g} in sample {place[0]}{entry} of {named}"
+        raise data_fault("dataset.path", got=got, expected=held(dtype))
+    return tensor * factor if factor != 1.0 else tensor
 
 
 def _shaped(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:

@@ -54,8 +54,8 @@ def read_samples(body: bytes, model: OnnxModel, *, most: int) -> dict[str, np.nd
 def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, Any]:
     """An answer: `{"outputs": {NAME: [...]}, "classes": {NAME: [...]}}`.
 
-    classes: of outputs whose last axis has a number for each class, the name of the largest one of each sample. Numbers
-    that are not finite are null, for JSON has none.
+    classes: of outputs whose last axis has a number for each class, the name of the largest one of each sample; null
+    where one is nan, or none is finite. Numbers that are not finite are null, for JSON has none.
     """
     classes = {name: _largest(one, description.classes) for name, one in outputs.items()}
     made: dict[str, Any] = {"outputs": {name: _plain(one) for name, one in outputs.items()}}
@@ -165,6 +165,8 @@ def _largest(values: np.ndarray, classes: Sequence[str]) -> list[Any] | None:
     if len(classes) < 2 or values.ndim < 2 or values.shape[-1] != len(classes) or values.dtype.kind != "f":
         return None
     names = np.array(classes, dtype=object)[values.argmax(-1)]
+    is_answered = ~np.isnan(values).any(-1) & np.isfinite(values).any(-1)
+    names[~is_answered] = None
     return list(names.tolist())
 
 

@@ -8,6 +8,7 @@ An ONNX file and a graph of torch.export are compared with the network on sample
 
 from __future__ import annotations
 
+import io
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +24,16 @@ from torch.export import ExportedProgram
 from exp.data.entries import TARGET
 from exp.data.value_names import told_classes, told_scales, value_names
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError, shortened
-from exp.files import replacing, write_whole
+from exp.files import write_whole
 from exp.models.lora import is_adapted, merge
+from exp.output import unwritable
 from exp.saved_runs.graph_capture import capture, dimensions_of, quiet
 from exp.saved_runs.named_network import NamedNetwork, data_spec, named_network
 from exp.saved_runs.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
 from exp.saved_runs.preprocessing import preparations
 from exp.saved_runs.quantization import quantized, scores
 from exp.saved_runs.real_samples import RealSamples, resized, shortened_axes
-from exp.saved_runs.run_files import RunFiles
+from exp.saved_runs.run_files import EXPORTS, RunFiles
 
 Format = Literal["onnx", "torch_export", "state_dict", "safetensors"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -39,7 +41,10 @@ ENDINGS: Mapping[Format, str] = {
     "onnx": "network.onnx", "torch_export": "network.pt2", "state_dict": "network.pt",
     "safetensors": "network.safetensors",
 }  # fmt: skip
-PLACE = "exports"
+# By which other programs, too, take a file for one of a format.
+SUFFIXES: Mapping[str, Format] = {
+    **{Path(name).suffix: format for format, name in ENDINGS.items()}, ".pth": "state_dict", ".ckpt": "state_dict",
+}  # fmt: skip
 SIZES = (1, 7, 64)
 TIMED = (1, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
@@ -54,7 +59,8 @@ class Export:
     """What was exported.
 
     path, bytes: of the file. parameters: numbers that the network holds. largest_difference: of any output from the
-    network's, on `samples` samples; None where nothing runs.
+    network's, on `samples` samples; None where nothing runs. quantized_difference: that of the quantized file, and
+        the other is before it was; None where it is not.
     latency_ms: medians by batch size, of the file and of the network in torch. notes: what to know, a line each.
     scores: of a quantized file, each metric before and after.
     """
@@ -63,6 +69,7 @@ class Export:
     bytes: int
     parameters: int
     largest_difference: float | None = None
+    quantized_difference: float | None = None
     samples: int = 0
     latency_ms: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -71,9 +78,11 @@ class Export:
     def __str__(self) -> str:
         lines = [f"{self.path}  {self.bytes / 2**20:.2f} MiB, {self.parameters:,} numbers"]
         if self.largest_difference is not None:
+            after = self.quantized_difference
+            quantized = "" if after is None else f" before quantization, {after:.1e} quantized"
             lines.append(
-                f"  largest difference from the network {self.largest_difference:.1e}, on {self.samples} samples of "
-                f"its data in batches of {', '.join(map(str, SIZES))}"
+                f"  largest difference from the network {self.largest_difference:.1e}{quantized}, on {self.samples} "
+                f"samples of its data in batches of {', '.join(map(str, SIZES))}"
             )
         for size, (own, torchs) in self.latency_ms.items():
             lines.append(f"  a batch of {size}: {own:.3f} ms, in torch {torchs:.3f} ms (medians)")
@@ -102,10 +111,10 @@ def export(
         beside the batch and what the data leaves open. timed: whether latencies are measured.
     Raises: ConfigError for words that do not go together and for data that no graph prepares; ExportRefused for an
         operator that no graph holds; RunError where the file gives other numbers than the network, and then no file is
-        left.
+        left, and where it cannot be written.
     """
     _check_words(format, preprocessing=preprocessing, quantize=quantize, dynamic=dynamic)
-    path = _output(run, format, output)
+    path = _output(run, format, output, weights=weights)
     if format in ("state_dict", "safetensors"):
         return _weights_file(run, path, format, weights=weights, averaged=averaged)
     if format == "onnx":
@@ -224,13 +233,13 @@ class Source:
 
 def _write_program(source: Source, path: Path, quantize: str | None) -> Export:
     """A .pt2 file, which torch.export.load reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        with quiet():
-            torch.export.save(source.program, file)
-        file.flush()
-        runner = _program_runner(Path(file.name))
-        difference = compare(source.network, runner, source.examples, named="the graph of torch.export")
+    # In memory, for torch's own writer ends the process where a disk is full.
+    content = io.BytesIO()
+    with quiet():
+        torch.export.save(source.program, content)
+    runner = _program_runner(content)
+    difference = compare(source.network, runner, source.examples, named="the graph of torch.export")
+    _write(path, content.getvalue())
     return source.told(path, difference)
 
 
@@ -248,13 +257,15 @@ def _write_onnx(source: Source, path: Path, quantize: str | None) -> Export:
     difference = compare(source.network, _onnx_runner(model), source.examples, named="ONNX Runtime")
     how: list[str] = []
     found: Mapping[str, tuple[float, float]] = {}
+    after: float | None = None
     if quantize is not None:
         content, told = quantized(content, source.samples, replace(description, quantization=quantize))
-        how, found = [told], scores(source.run, source.samples, before=model, after=OnnxModel(content))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
+        small = OnnxModel(content)
+        how, found = [told], scores(source.run, source.samples, before=model, after=small)
+        after = largest_difference(source.network, _onnx_runner(small), source.examples)
+    _write(path, content)
     written = source.told(path, difference)
-    return replace(written, notes=[*written.notes, *how], scores=found)
+    return replace(written, notes=[*written.notes, *how], scores=found, quantized_difference=after)
 
 
 def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, Tensor]], *, named: str) -> float:
@@ -294,6 +305,18 @@ def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, 
     return largest
 
 
+def largest_difference(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, Tensor]]) -> float:
+    """The largest difference of any number of the outputs from those of the network, however large it is."""
+    largest = 0.0
+    for inputs in examples:
+        got = run(inputs)
+        with torch.no_grad():
+            wanted = {name: one.numpy().astype(np.float64) for name, one in network(**inputs).items()}
+        for name, value in wanted.items():
+            largest = max(largest, float(np.nanmax(np.abs(got[name].astype(np.float64) - value), initial=0.0)))
+    return largest
+
+
 def _fast_path(network: NamedNetwork, inputs: Mapping[str, Tensor], name: str, got: np.ndarray) -> str:
     """The reason where torch's own shortcut through an encoder, which no graph holds, makes the difference."""
     if not any(isinstance(module, nn.TransformerEncoderLayer) for module in network.modules()):
@@ -318,10 +341,12 @@ def _onnx_runner(model: OnnxModel) -> Runner:
     return lambda inputs: model(arrays(inputs))
 
 
-def _program_runner(path: Path) -> Runner:
-    """A .pt2 file, read anew: what was written is what is checked."""
+def _program_runner(source: Path | io.BytesIO) -> Runner:
+    """A .pt2 file, or its bytes, read anew: what is written is what is checked."""
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     with quiet():
-        module = torch.export.load(path).module()
+        module = torch.export.load(source).module()
 
     def run(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         with torch.no_grad():
@@ -359,12 +384,12 @@ def _weights_file(run: RunFiles, path: Path, format: Format, *, weights: str | P
         merge(network)
     state = {name: one.detach().contiguous() for name, one in network.state_dict().items()}
     notes: list[str] = []
-    path.parent.mkdir(parents=True, exist_ok=True)
     if format == "state_dict":
-        with replacing(path) as file:
-            torch.save(state, file)
+        content = io.BytesIO()
+        torch.save(state, content)
+        _write(path, content.getvalue())
     else:
-        write_whole(path, _safetensors(state, run))
+        _write(path, _safetensors(state))
         held: dict[int, str] = {}
         for name, one in state.items():
             first = held.setdefault(one.data_ptr(), name)
@@ -374,7 +399,16 @@ def _weights_file(run: RunFiles, path: Path, format: Format, *, weights: str | P
     return Export(path=path, bytes=path.stat().st_size, parameters=parameters, notes=notes)
 
 
-def _safetensors(state: Mapping[str, Tensor], run: RunFiles) -> bytes:
+def _write(path: Path, content: bytes) -> None:
+    """Raises: RunError where there is no room, or no leave to write."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        raise RunError(f"the network cannot be written to {unwritable(path, error)}") from error
+
+
+def _safetensors(state: Mapping[str, Tensor]) -> bytes:
     try:
         from safetensors.torch import save
     except ImportError as error:
@@ -384,17 +418,25 @@ def _safetensors(state: Mapping[str, Tensor], run: RunFiles) -> bytes:
     return content
 
 
-def _output(run: RunFiles, format: Format, output: str | Path | None) -> Path:
-    """Raises: ConfigError for a directory, or where there is none to write to."""
+def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights: str | Path | None) -> Path:
+    """Raises: ConfigError for a directory, a file of the run's own, another format's suffix, or where there is none to
+    write to."""
     if output is None:
         if run.directory is None:
             got = f"nothing, and {run.checkpoint} lies outside of its run directory"
             raise ConfigError([_fault("output", got=got, expected="a file", cure=f"Write output={ENDINGS[format]}")])
-        return run.directory / PLACE / ENDINGS[format]
+        return run.directory / EXPORTS / ENDINGS[format]
     path = Path(output)
     if path.is_dir():
         cure = f"Write output={path / ENDINGS[format]}"
         raise ConfigError([_fault("output", got=f"{path}, a directory", expected="a file", cure=cure)])
+    run.refuse_own_file(path, weights=weights)
+    of_suffix = SUFFIXES.get(path.suffix.lower(), format)
+    if of_suffix != format:
+        got = f"{path}, whose suffix is that of format={of_suffix}, beside format={format}"
+        right = path.with_suffix(Path(ENDINGS[format]).suffix)
+        cure = f"Write output={right}, or format={of_suffix}"
+        raise ConfigError([_fault("output", got=got, expected=f"a file in {right.suffix}", cure=cure)])
     return path
 
 

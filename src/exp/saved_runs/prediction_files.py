@@ -15,12 +15,13 @@ from exp.data.arrays import archive_of
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.saved_runs.prediction import Predictions
+from exp.saved_runs.run_files import is_same_file
 
 FORMATS = (".npz", ".csv", ".jsonl", ".parquet")
 
 
-def refuse_place(path: Path) -> None:
-    """Look before the work whether predictions can be written there.
+def refuse_place(path: Path, *, given: Path) -> None:
+    """Look before the work whether predictions can be written there. given: the file or folder of samples.
 
     Raises: ConfigError.
     """
@@ -29,6 +30,11 @@ def refuse_place(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         got, cure = f"{path}, whose folder is not there", f"mkdir -p {path.parent}"
         raise ConfigError([Fault(key="output", got=got, expected="a file in a folder that is there", cure=cure)])
+    if path.is_dir():
+        raise ConfigError([Fault(key="output", got=f"{path}, a directory", expected="a file")])
+    if is_same_file(path, given):
+        got, cure = f"{path}, which is the input", f"Write output={path.with_stem(f'{path.stem}_answers')}"
+        raise ConfigError([Fault(key="output", got=got, expected="another file than input", cure=cure)])
     if path.suffix == ".parquet":
         _pyarrow(path)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from exp.construct import build_measures, build_objective
 from exp.errors import RunError, shortened
 from exp.objectives.measures import as_scored
+from exp.output import unwritable
 from exp.saved_runs.graph_capture import quiet
 from exp.saved_runs.named_network import OUTPUT
 from exp.saved_runs.onnx_file import Description, OnnxModel, arrays, described, required
@@ -41,7 +42,12 @@ def quantized(content: bytes, samples: RealSamples, description: Description) ->
     is_static = any(node.op_type in CONVOLUTIONS for node in before.graph.node)
     with tempfile.TemporaryDirectory() as place, quiet():
         given, ready, made = (Path(place) / name for name in ("given.onnx", "ready.onnx", "made.onnx"))
-        given.write_bytes(content)
+        try:
+            given.write_bytes(content)
+        except OSError as error:
+            raise RunError(
+                f"the network cannot be written for its quantization to {unwritable(place, error)}"
+            ) from error
         try:
             # Folds batch norm into convolutions and infers shapes, which the quantizers ask for.
             tools.shape_inference.quant_pre_process(str(given), str(ready), skip_symbolic_shape=True)

@@ -20,7 +20,7 @@ from exp.construct import build_data, build_module, build_network, build_run_pre
 from exp.data.data import Data
 from exp.data.randomness import preserve_generators
 from exp.engine.checkpoint import CHECKPOINTS, CURRENT, State, read_checkpoint
-from exp.errors import RunError
+from exp.errors import ConfigError, Fault, RunError
 from exp.files import write_whole
 from exp.run_report import Report, read_report
 from exp.spelling import among
@@ -30,6 +30,8 @@ from exp.types import DataSpec
 WORDS = ("best", "last")
 # Of a training module of exp's: its network's names in a state dict begin with it.
 PREFIX = "network."
+# Of a run directory, where what is exported lies.
+EXPORTS = "exports"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +127,36 @@ class RunFiles:
             raise RunError(f"{directory} has no {wanted}: {f'it has {among(there)}' if there else 'it saved none'}")
         return found
 
+    def refuse_own_file(self, output: Path, *, weights: str | Path | None) -> None:
+        """Keep a command's output off what the run holds; its exports/ and names that are not there are free.
+
+        weights: those that the command reads, as of `network`.
+        Raises: ConfigError.
+        """
+        read = self.path_of(weights)
+        whose = None
+        if is_same_file(output, read):
+            whose = "from which the weights are read"
+        elif self.directory is not None:
+            place, directory = output.parent.resolve() / output.name, self.directory.resolve()
+            # A link's target stays as it is, but what leads into the run is as much the run's.
+            for one in (place, output.resolve()):
+                inside = one.relative_to(directory).parts if one.is_relative_to(directory) else ()
+                is_kept = inside[:1] == (CHECKPOINTS,) or (one.exists() and inside[:1] != (EXPORTS,))
+                whose = f"a place of the run {self.directory}" if inside and is_kept else whose
+        if whose is not None:
+            expected = f"another file: what a run holds is kept, and in its directory {EXPORTS}/ and new names are free"
+            raise ConfigError([Fault(key="output", got=f"{output}, {whose}", expected=expected, source="command line")])
+
     def _directory(self, wanted: str) -> Path:
         if self.directory is None:
             raise RunError(f"{self.checkpoint} lies outside of its run directory, where {wanted} would be")
         return self.directory
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether two paths name one file that is there, by whatever links."""
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor]:

@@ -128,6 +128,34 @@ def test_a_cluster_s_run_is_planned_on_a_laptop(capsys: pytest.CaptureFixture[st
     assert found["transfers"][0]["sent"] == pytest.approx(whole * 63 / 64)
 
 
+def test_only_layers_in_parts_are_less_work_and_calls_take_as_long(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("model=lenet", "device=8xA100", "savings=false", "data.batch_size=64")
+    alone = told(capsys, *run[:1], "device=1xA100", *run[2:], "strategy=single")["time"]
+    cut = told(capsys, *run, "strategy=tensor_parallel")["time"]
+    assert cut["overhead"] == pytest.approx(alone["overhead"])
+    rows = {row["path"]: row for row in told(capsys, *run, "strategy=tensor_parallel")["layers"]}
+    parts = sum(rows[name]["flops"] for name in ("linear1", "linear2"))
+    whole = sum(row["flops"] for row in rows.values()) - parts
+    assert rows["conv2"]["flops"] > 0
+    assert cut["flops"] == pytest.approx(whole + parts / 8)
+
+
+def test_a_pipeline_s_rank_calls_its_own_operators_for_each_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("model=lenet", "savings=false", "data.batch_size=64")
+    alone = told(capsys, *run, "device=1xA100", "strategy=single")["time"]
+    piped = told(capsys, *run, "device=2xA100", "strategy=pipeline", "strategy.microbatches=8")["time"]
+    # Half of the operators, eight times, and while one micro-batch fills the pipeline it waits.
+    assert piped["overhead"] == pytest.approx(alone["overhead"] / 2 * 9)
+    assert piped["flops"] == pytest.approx(alone["flops"] / 2)
+
+
+def test_a_small_network_is_not_faster_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "model=lenet", "device=8xA100", "strategy=ddp", "search=true")
+    seconds = {one["overrides"][0]: one["seconds"] for one in found["fitting"] if "precision=fp32" in one["overrides"]}
+    assert seconds["strategy=tensor_parallel"] > 0.9 * seconds["strategy=ddp"]
+    assert "strategy=ddp" in found["command"]
+
+
 def test_the_text_and_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("model=gpt", *TEXT, "output=graph.svg", "memory=1GiB", "savings=false", "model.layers.blocks.repeat=4")
     assert main([*words, "launch.accelerator=cpu"]) == 0

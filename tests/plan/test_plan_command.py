@@ -193,6 +193,26 @@ def test_faults_end_with_2_and_their_keys(
     assert all(re.search(rf"^  {re.escape(key)}", error, re.MULTILINE) for key in keys), error
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("", "device: an empty value; expected a card"),
+        (" ", "device: an empty value; expected a card"),
+        ("0xA100", "device: 0xA100; expected 1 to 1,000,000 of them: 64xA100"),
+        ("000xA100", "expected 1 to 1,000,000"),
+        ("999999999xA100", "device: 999999999xA100; expected 1 to 1,000,000 of them"),
+        ("1000001xH100", "expected 1 to 1,000,000"),
+        ("9" * 5000 + "xH100", "expected 1 to 1,000,000"),
+        ("-1xA100", "expected one of B200"),
+        ("²xA100", "expected one of B200"),
+        ("8x", "expected one of B200"),
+    ],
+)
+def test_a_device_that_is_none_is_refused(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=lenet", f"device={device}"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_its_own_words_are_no_keys_of_a_config() -> None:
     from exp.plan.__main__ import OWN
 

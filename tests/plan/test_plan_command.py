@@ -213,6 +213,22 @@ def test_a_device_that_is_none_is_refused(device: str, said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("deivce=H100", "device"),
+        ("memroy=1GiB", "memory"),
+        ("serach=true", "search"),
+        ("savigns=false", "savings"),
+        ("ouput=plan.svg", "output"),
+        ("fromat=json", "format"),
+    ],
+)
+def test_a_slip_in_its_own_words_is_told(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=mlp", typed]) == 2
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_its_own_words_are_no_keys_of_a_config() -> None:
     from exp.plan.__main__ import OWN
 

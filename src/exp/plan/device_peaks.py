@@ -74,7 +74,7 @@ SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
 TRIES = 4
 COUNTED = re.compile(r"(?:([0-9]+)x)?(.+)")
 # A plan looks at every rank of a run, one by one.
-MOST_DEVICES = 1_000_000
+MOST_DEVICES = 100_000
 # What launching an operator costs a GPU's host, about: a CUDA kernel's launch from PyTorch's eager mode.
 LAUNCH = 5e-6
 # Of a small collective, about: NCCL between GPUs of a node, and gloo between processes with torch's hooks around it.

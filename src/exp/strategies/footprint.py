@@ -194,11 +194,12 @@ def averaged(load: Load, *, factor: float = 1.0) -> list[Transfer]:
 
 def grouped(places: Iterable[Place]) -> list[Place]:
     """The same places, those that hold alike as one."""
-    found: list[Place] = []
+    found: list[tuple[Place, list[int]]] = []
     for place in places:
-        alike = next((one for one in found if replace(one, ranks=()) == replace(place, ranks=())), None)
+        kind = replace(place, ranks=())
+        alike = next((ranks for one, ranks in found if one == kind), None)
         if alike is None:
-            found.append(place)
+            found.append((kind, list(place.ranks)))
         else:
-            found[found.index(alike)] = replace(alike, ranks=(*alike.ranks, *place.ranks))
-    return found
+            alike.extend(place.ranks)
+    return [replace(one, ranks=tuple(ranks)) for one, ranks in found]

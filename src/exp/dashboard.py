@@ -20,7 +20,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import ExpError
+from exp.errors import ExpError, exit_status
 from exp.signals import heed
 from exp.tensorboard.hparams import EVENTS, OF_SWEEP
 
@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: 0 after Ctrl-C, 143 after SIGTERM, 2 where there is nothing to show or the address cannot be had.
     """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
     arguments = _arguments(argv)
     ended = threading.Event()
     signals: list[int] = []
@@ -57,13 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.append(signum)
         ended.set()
 
-    try:
-        found = runs_below(arguments.directory)
-        heed(end)
-        address = serve(arguments.directory, host=arguments.host, port=arguments.port)
-    except ExpError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    found = runs_below(arguments.directory)
+    heed(end)
+    address = serve(arguments.directory, host=arguments.host, port=arguments.port)
     page = arguments.page or page_for(arguments.directory, runs=len(found))
     address = f"{address}#{PAGES[page]}"
     if arguments.host != LOOPBACK:
@@ -137,7 +137,7 @@ def has_screen() -> bool:
     return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m exp.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,7 +19,7 @@ from exp.errors import RunError, exit_status
 from exp.secrets import redacted
 from exp.spelling import nearest
 from exp.sweeps.run_difference import Row, Section, differences
-from exp.sweeps.run_records import MARKS, is_sweep, natural
+from exp.sweeps.run_records import EVENTS, MARKS, is_sweep, natural
 
 EXPECTED = "a run directory, such as outputs/train/2026-01-31/12-00-00, or a job's of a sweep"
 
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refuse_others(place: Path) -> None:
-    """Raises: NoRunError of what is no directory, or is a sweep's, or one above runs."""
+    """Raises: NoRunError of what is no directory, or is a sweep's, one above runs, or one of something else."""
     if not os.path.isdir(place):
         is_file = os.path.exists(place)
         near = [] if is_file else nearest(place.name, (path.name for path in place.parent.glob("*/")))
@@ -72,6 +72,9 @@ def _refuse_others(place: Path) -> None:
     if runs and (is_sweep(place) or not any(os.path.lexists(place / name) for name in MARKS)):
         what = "a sweep" if is_sweep(place) else "a folder"
         raise NoRunError(f"{place} is {what} of {len(runs)} runs; expected {EXPECTED}. Did you mean {runs[0]}?")
+    # What was killed may have left its curves alone.
+    if not any(os.path.lexists(place / name) for name in (*MARKS, EVENTS)):
+        raise NoRunError(f"{place} holds none of {', '.join(MARKS)}; expected {EXPECTED}")
 
 
 def _lines(section: Section) -> Iterator[str]:

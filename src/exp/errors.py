@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import inspect
+import io
 import itertools
 import linecache
 import os
@@ -12,10 +13,11 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TextIO, cast
 
 from exp.secrets import redacted, were_revealed
 from exp.spelling import show
@@ -306,6 +308,64 @@ class Interrupted(ExpError):
         return f"{text}\n{self.detail}" if self.detail else text
 
 
+class OutputError(OSError):
+    """What a command prints cannot be written."""
+
+
+class _Output:
+    """A text stream that raises OutputError where it cannot be written, and falls silent behind that.
+
+    Of a reader that has left it raises BrokenPipeError, as the stream does.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._told():
+            return self._stream.write(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        with self._told():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            # What waits in the stream would fail once more when Python flushes it at exit.
+            with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise OutputError(error.errno, error.strerror) from error
+
+
+@contextmanager
+def _told_output() -> Iterator[None]:
+    """Raise OutputError where standard output cannot be written, what waits in it at the end included."""
+    before = sys.stdout
+    if before is None:  # closed by whoever started this process (`>&-`)
+        yield
+        return
+    sys.stdout = cast(TextIO, _Output(before))
+    try:
+        yield
+        sys.stdout.flush()
+    except SystemExit:  # --help, --version
+        sys.stdout.flush()
+        raise
+    finally:
+        sys.stdout = before
+
+
 def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted", fault: int | None = None) -> int:
     """Run a command, and print on stderr what a user can mend.
 
@@ -316,7 +376,11 @@ def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted",
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # code of the user's own that crashes says where
     try:
-        return command()
+        with _told_output():
+            return command()
+    except OutputError as error:
+        print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)
+        return 1
     except ExpError as error:
         print(redacted(str(error)), file=sys.stderr)
         return error.exit_status if fault is None else fault

@@ -1,5 +1,6 @@
 """The doctor on machines and installations that are well, broken in one place, or have GPUs that torch cannot use."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -285,13 +286,35 @@ def test_disks_and_threads_are_judged(tmp_path, monkeypatch):
     assert (well.state, str(tmp_path) in well.found) == ("ok", True) or well.state == "note"
     (full,) = machine.disk("outputs", tmp_path, least=2**60)
     assert full.state == "fault"
-    monkeypatch.setattr(machine, "_write_error", lambda place: "Read-only file system")
-    (closed,) = machine.disk("outputs", tmp_path)
-    assert (closed.state, "Read-only" in closed.found, "chmod" in closed.cure) == ("fault", True, True)
+    for number, words, is_mode in ((errno.EROFS, "Read-only", False), (errno.EACCES, "Permission denied", True)):
+        monkeypatch.setattr(machine, "_write_error", lambda place, number=number: OSError(number, os.strerror(number)))
+        (closed,) = machine.disk("outputs", tmp_path)
+        assert (closed.state, words in closed.found, "chmod" in closed.cure) == ("fault", True, is_mode)
     states = {
         text: [one.state for one in machine.threads({"OMP_NUM_THREADS": text}, cores=2)][-1] for text in ("x", "9", "1")
     }
     assert states == {"x": "fault", "9": "note", "1": "note"}
+
+
+@pytest.mark.parametrize("below", [(), ("deep", "er")])
+def test_a_file_in_the_place_of_outputs_is_a_fault(tmp_path, below):
+    (tmp_path / "outputs").write_text("mine")
+    (found,) = machine.disk("outputs", tmp_path.joinpath("outputs", *below))
+    assert found.state == "fault"
+    assert found.found == f"{tmp_path / 'outputs'} is a file, where a directory must be"
+    assert f"mv {tmp_path / 'outputs'} " in found.cure
+
+
+def test_a_link_to_nowhere_in_the_place_of_outputs_is_a_fault(tmp_path):
+    (tmp_path / "outputs").symlink_to(tmp_path / "gone")
+    (found,) = machine.disk("outputs", tmp_path / "outputs")
+    assert (found.state, f"a link to {tmp_path / 'gone'}, which is not there" in found.found) == ("fault", True)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
+def test_no_mode_is_blamed_for_a_place_that_takes_no_files():
+    (found,) = machine.disk("outputs", Path("/proc"))
+    assert (found.state, "chmod" in found.cure, "directory of your own" in found.cure) == ("fault", False, True)
 
 
 def test_the_file_system_is_the_one_that_was_mounted_last(tmp_path):

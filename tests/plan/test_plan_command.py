@@ -128,6 +128,34 @@ def test_a_cluster_s_run_is_planned_on_a_laptop(capsys: pytest.CaptureFixture[st
     assert found["transfers"][0]["sent"] == pytest.approx(whole * 63 / 64)
 
 
+def test_only_layers_in_parts_are_less_work_and_calls_take_as_long(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("model=lenet", "device=8xA100", "savings=false", "data.batch_size=64")
+    alone = told(capsys, *run[:1], "device=1xA100", *run[2:], "strategy=single")["time"]
+    cut = told(capsys, *run, "strategy=tensor_parallel")["time"]
+    assert cut["overhead"] == pytest.approx(alone["overhead"])
+    rows = {row["path"]: row for row in told(capsys, *run, "strategy=tensor_parallel")["layers"]}
+    parts = sum(rows[name]["flops"] for name in ("linear1", "linear2"))
+    whole = sum(row["flops"] for row in rows.values()) - parts
+    assert rows["conv2"]["flops"] > 0
+    assert cut["flops"] == pytest.approx(whole + parts / 8)
+
+
+def test_a_pipeline_s_rank_calls_its_own_operators_for_each_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("model=lenet", "savings=false", "data.batch_size=64")
+    alone = told(capsys, *run, "device=1xA100", "strategy=single")["time"]
+    piped = told(capsys, *run, "device=2xA100", "strategy=pipeline", "strategy.microbatches=8")["time"]
+    # Half of the operators, eight times, and while one micro-batch fills the pipeline it waits.
+    assert piped["overhead"] == pytest.approx(alone["overhead"] / 2 * 9)
+    assert piped["flops"] == pytest.approx(alone["flops"] / 2)
+
+
+def test_a_small_network_is_not_faster_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "model=lenet", "device=8xA100", "strategy=ddp", "search=true")
+    seconds = {one["overrides"][0]: one["seconds"] for one in found["fitting"] if "precision=fp32" in one["overrides"]}
+    assert seconds["strategy=tensor_parallel"] > 0.9 * seconds["strategy=ddp"]
+    assert "strategy=ddp" in found["command"]
+
+
 def test_the_text_and_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("model=gpt", *TEXT, "output=graph.svg", "memory=1GiB", "savings=false", "model.layers.blocks.repeat=4")
     assert main([*words, "launch.accelerator=cpu"]) == 0
@@ -163,6 +191,42 @@ def test_faults_end_with_2_and_their_keys(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert all(re.search(rf"^  {re.escape(key)}", error, re.MULTILINE) for key in keys), error
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("", "device: an empty value; expected a card"),
+        (" ", "device: an empty value; expected a card"),
+        ("0xA100", "device: 0xA100; expected 1 to 100,000 of them: 64xA100"),
+        ("000xA100", "expected 1 to 100,000"),
+        ("999999999xA100", "device: 999999999xA100; expected 1 to 100,000 of them"),
+        ("100001xH100", "expected 1 to 100,000"),
+        ("9" * 5000 + "xH100", "expected 1 to 100,000"),
+        ("-1xA100", "expected one of B200"),
+        ("²xA100", "expected one of B200"),
+        ("8x", "expected one of B200"),
+    ],
+)
+def test_a_device_that_is_none_is_refused(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=lenet", f"device={device}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("deivce=H100", "device"),
+        ("memroy=1GiB", "memory"),
+        ("serach=true", "search"),
+        ("savigns=false", "savings"),
+        ("ouput=plan.svg", "output"),
+        ("fromat=json", "format"),
+    ],
+)
+def test_a_slip_in_its_own_words_is_told(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=mlp", typed]) == 2
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_its_own_words_are_no_keys_of_a_config() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,57 @@ def test_streams_that_are_closed_are_as_those_that_nobody_reads(monkeypatch: pyt
         print("nobody reads this", flush=True)
         assert [stream.name for stream in lost_streams()] == ["standard output"]
     assert sys.stdout is None
+
+
+PACKAGE = Path(exp.__file__).parent
+COMMANDS = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__main__")
+    for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/__main__.py")]
+    # exp.worker is started by exp alone, and takes no words.
+    if path.name != "worker.py" and 'if __name__ == "__main__":' in path.read_text()
+)
+
+
+def into_a_full_place(command: str, *words: str) -> int:
+    """Run a command in this process, with its standard output on /dev/full."""
+    module = importlib.import_module(command)
+    main = getattr(module, "main", None) or importlib.import_module(f"{command}.__main__").main
+    with open("/dev/full", "w", encoding="utf-8") as full, redirect_stdout(full):
+        return main(list(words))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_tells_of_a_full_place(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert into_a_full_place(command, "--help") == 1
+    assert "standard output: No space left on device" in capsys.readouterr().err
+
+
+def test_what_prints_alone_tells_of_a_full_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("seed: 0\n")
+    printing = {
+        "exp.gallery": [],
+        "exp.why": ["model"],
+        "exp.diff": ["a", "b"],
+        "exp.doctor": ["--quick"],
+        "exp.audit": ["a"],
+        "exp.check": ["debug=one_batch"],
+        "exp.schema": [],
+    }
+    for command, words in printing.items():
+        assert into_a_full_place(command, *words) == 1, command
+        assert "standard output: No space left on device" in capsys.readouterr().err, command
+
+
+def test_nothing_is_left_for_python_to_fail_with_at_its_end() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "exp.gallery"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        ["standard output: No space left on device. Send it where there is room"],
+    )
 
 
 # Of these, Python itself must start so, or end so.

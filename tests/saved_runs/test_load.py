@@ -49,6 +49,15 @@ def same(left, right):
     )
 
 
+def test_a_run_that_was_opened_by_a_relative_path_is_found_from_anywhere(tmp_path, monkeypatch):
+    directory = Path(trained().directory).absolute().relative_to(Path.cwd())
+    run, named = exp.load(directory), exp.load(directory / "checkpoints" / "last.ckpt")
+    monkeypatch.chdir("/")
+    assert run.directory == tmp_path / directory
+    assert run.report.status == "completed"
+    assert same(run.network("last").state_dict(), named.network().state_dict())
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_network_of_every_ready_model_is_the_one_that_trained(model, text):
     small = [*text, "model.constants.width=16"] if model == "gpt" else []

@@ -136,7 +136,7 @@ def test_a_damaged_file_is_told_and_ends_nothing(tmp_path, name, damage):
 
 def test_what_is_missing_is_told(tmp_path, diff):
     one, two = write_run(tmp_path / "a"), tmp_path / "empty"
-    two.mkdir()
+    (two / "tensorboard").mkdir(parents=True)
     told = diff(one, two)
     missing = " ".join(told["missing"])
     assert all(f"B: {name} is not there" in missing for name in ("config.yaml", "provenance.json", "report.json"))
@@ -144,6 +144,17 @@ def test_what_is_missing_is_told(tmp_path, diff):
     assert told["results"]["status"] == ["completed", "no report"]
     (one / "report.json").unlink()
     assert diff(two, one)["results"]["status"] == ["no report", "no report"]
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path, diff):
+    one, empty, other = write_run(tmp_path / "a"), tmp_path / "empty", tmp_path / "other"
+    empty.mkdir()
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    for first, second, guilty in ((one, empty, empty), (other, one, other), (empty, empty, empty)):
+        told = diff(first, second, status=2)
+        assert told.startswith(f"{guilty} holds none of config.yaml, overrides.yaml, provenance.json, report.json; ")
+        assert "expected a run directory, such as" in told
 
 
 def test_what_is_no_run_is_refused_with_the_nearest(tmp_path, diff):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import shutil
@@ -85,6 +86,13 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Iterator[Findin
     least: bytes that must be free.
     """
     place = _existing(wanted.absolute())
+    if not place.is_dir():
+        what = f"a link to {os.readlink(place)}, which is not there" if place.is_symlink() else "a file"
+        cure = f"Move it away, mv {place} {place}.old, or name another directory"
+        if part != "outputs":
+            cure = "Set TMPDIR to a directory that you may write"
+        yield fault(part, f"{place} is {what}, where a directory must be", cure)
+        return
     kind, mount = file_system(place)
     try:
         free, nodes = shutil.disk_usage(place).free, _free_files(place)
@@ -94,10 +102,12 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Iterator[Findin
     where = f"{place}: {_size(free)} free on {kind or 'a file system that is not known'} at {mount}"
     unwritten = _write_error(place)
     if unwritten is not None:
-        cure = f"chmod u+w {place}, or work in a directory of your own; outputs may be a link to another one"
+        cure = "Work in a directory of your own, or make outputs a link to one"
+        if unwritten.errno == errno.EACCES and place.stat().st_uid == os.geteuid():
+            cure = f"chmod u+wx {place}, or work in another directory; outputs may be a link to one"
         if part != "outputs":
             cure = f"Set TMPDIR to a directory that you may write in the place of {place}"
-        yield fault(part, f"{place} cannot be written: {unwritten}", cure)
+        yield fault(part, f"{place} cannot be written: {words_of(unwritten)}", cure)
     elif free < least or nodes == 0:
         left = f"{where}, and no file more" if nodes == 0 else where
         yield fault(
@@ -120,10 +130,11 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Iterator[Findin
 
 
 def _existing(wanted: Path) -> Path:
-    return next(place for place in (wanted, *wanted.parents) if place.is_dir())
+    """The path itself, or the nearest one above it that is there."""
+    return next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))
 
 
-def _write_error(place: Path) -> str | None:
+def _write_error(place: Path) -> OSError | None:
     """Why a file cannot be made, synced and renamed in a directory; None where it can."""
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".exp-doctor-", delete=False) as file:
@@ -137,7 +148,7 @@ def _write_error(place: Path) -> str | None:
         finally:
             path.unlink()
     except OSError as error:
-        return words_of(error)
+        return error
     return None
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, RunError, exit_status
 from exp.output import outliving_output, unwritable
-from exp.spelling import did_you_mean
+from exp.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -73,12 +73,33 @@ def _command(argv: Sequence[str]) -> int:
         else:
             answer_question(arguments)
         return 0
+    _refuse_slips(arguments)
     words = read_words(own)
     if arguments.multirun:
         raise ConfigError([Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out")])
     with outliving_output():
         _print(arguments, words, command=" ".join([PROGRAM, *argv]))
     return 0
+
+
+def _refuse_slips(arguments: argparse.Namespace) -> None:
+    """Raises: ConfigError for keys that are the command's own words but for a slip, and no keys of a config."""
+    from exp.config.groups import open_search_path
+
+    pairs = [(key.lstrip("+~"), text) for text in arguments.overrides for key, sign, _ in [text.partition("=")] if sign]
+    slips = [(key, text) for key, text in pairs if "." not in key and key not in OWN and nearest(key, OWN)]
+    if not slips:
+        return
+    known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name)[1].words()
+    faults = [
+        Fault(
+            key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", cure=did_you_mean(key, OWN)
+        )
+        for key, text in slips
+        if key not in known and nearest(key, [*OWN, *known])[0] in OWN
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def read_words(texts: Sequence[str]) -> Words:

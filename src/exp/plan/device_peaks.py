@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, shortened
 from exp.hooks.utilisation import arithmetic, card_of, card_peaks, measured_peak
 from exp.spelling import did_you_mean
 
@@ -72,7 +72,9 @@ _CARDS: dict[str, tuple[float, float, float]] = {
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
 # Of a measured CPU.
 TRIES = 4
-COUNTED = re.compile(r"(?:(\d+)x)?(.+)")
+COUNTED = re.compile(r"(?:([0-9]+)x)?(.+)")
+# A plan looks at every rank of a run, one by one.
+MOST_DEVICES = 100_000
 # What launching an operator costs a GPU's host, about: a CUDA kernel's launch from PyTorch's eager mode.
 LAUNCH = 5e-6
 # Of a small collective, about: NCCL between GPUs of a node, and gloo between processes with torch's hooks around it.
@@ -82,17 +84,24 @@ NCCL, GLOO = 2e-5, 3e-4
 def read_devices(text: str) -> tuple[Device, int | None]:
     """The device that `64xH100` names, and how many; None where no number stands before it.
 
-    Raises: ConfigError for a card that is not listed.
+    Raises: ConfigError for a card that is not listed, none of them, or more than MOST_DEVICES.
     """
     found = COUNTED.fullmatch(text.strip())
-    assert found is not None
+    if found is None:
+        expected = "a card, with a number before it where there are several: 64xH100"
+        raise ConfigError([Fault(key="device", got="an empty value", expected=expected)])
     names = {name.lower().replace(" ", "_"): name for name in _CARDS}
     names |= {short.lower(): card for short, card in SHORT.items()}
     word = found[2].lower().replace(" ", "_")
     if word not in names:
         expected = f"one of {', '.join(_CARDS)}, with a number before it where there are several: 64xH100"
         raise ConfigError([Fault(key="device", got=text, expected=expected, cure=did_you_mean(word, list(names)))])
-    return listed_device(names[word]), None if found[1] is None else max(int(found[1]), 1)
+    # Python refuses to read a number of thousands of digits.
+    digits = None if found[1] is None else found[1].lstrip("0")
+    if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
+        expected = f"1 to {MOST_DEVICES:,} of them: 64x{found[2]}"
+        raise ConfigError([Fault(key="device", got=shortened(text), expected=expected)])
+    return listed_device(names[word]), None if digits is None else int(digits)
 
 
 def listed_device(card: str) -> Device:

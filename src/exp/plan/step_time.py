@@ -71,19 +71,19 @@ def step_time(
     places: of the footprint. micro_batches: that are accumulated in a step.
     """
     found = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
-    times = micro_batches * footprint.work
     tf32 = WORDS[figures.setting.word].tf32
     for one in figures.operators:
         word = ARITHMETIC.get(one.dtype, "fp32")
         word = "tf32" if tf32 and word == "fp32" else word
         compute, memory = device.seconds(one.flops, one.moved, word=word)
-        parts = {"compute": compute, "memory": memory, "overhead": device.overhead}
+        work = footprint.work_of(one.layer)
+        parts = {"compute": compute * work, "memory": memory * work, "overhead": device.overhead * footprint.calls}
         longest = max(parts, key=lambda name: parts[name])
-        found[longest] += parts[longest] * one.times * times
+        found[longest] += parts[longest] * one.times * micro_batches * footprint.waiting
     stepped = max((_stepped(place) for place in places), default=0)
     found["memory"] += READ_AND_WRITTEN * stepped / device.bandwidth
     communication = sum(one.sent / device.link + one.messages * device.latency for one in footprint.transfers)
-    flops = figures.flops() * times
+    flops = micro_batches * sum(one.flops * one.times * footprint.work_of(one.layer) for one in figures.operators)
     return StepTime(device=device, communication=communication, flops=flops, **found)
 
 

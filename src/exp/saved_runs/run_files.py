@@ -38,7 +38,7 @@ EXPORTS = "exports"
 class RunFiles:
     """A run that is on disk, or one checkpoint of it.
 
-    directory: of the run; None of a checkpoint that lies elsewhere than its run has put it.
+    directory: of the run, an absolute path; None of a checkpoint that lies elsewhere than its run has put it.
     checkpoint: the one that was named; None of a run directory, whose best is taken, or else its last.
     resolved: the config with which the run was built.
     """

@@ -62,7 +62,7 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     """
     path = Path(path)
     if path.is_dir():
-        return SavedRun(directory=_run_directory(path, allow=allow), checkpoint=None, resolved=frozen(path))
+        return SavedRun(directory=_run_directory(path, allow=allow).absolute(), checkpoint=None, resolved=frozen(path))
     if not path.is_file():
         raise RunError(f"{path} is not there; expected {WHERE}")
     state = read_checkpoint(path, map_location="cpu")
@@ -73,7 +73,7 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     holder = path.absolute().parent.parent
     return SavedRun(
         directory=holder if (holder / "config.yaml").is_file() else None,
-        checkpoint=path,
+        checkpoint=path.absolute(),
         resolved=Resolved(config=config, plain=plain_config(config)),
     )
 

@@ -104,11 +104,7 @@ class Place:
 
     def share_of(self, path: str) -> float:
         """The factor of a layer, by the longest path that it is below."""
-        parts = path.split(".")
-        for end in range(len(parts), 0, -1):
-            if (name := ".".join(parts[:end])) in self.activations:
-                return self.activations[name]
-        return self.rest
+        return share_of(path, self.activations, rest=self.rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +121,32 @@ class Transfer:
 class Footprint:
     """places: of all ranks. notes: what of it is an estimate, or not known, and why.
 
-    work: for how many of a micro-batch's operators a rank takes time, waiting for others included: 1 where it runs all.
+    work: a rank's share of the arithmetic and of the bytes moved in a micro-batch: 1 where it does all of it.
+    layer_work: the share of a layer, by its path, in the place of `work`; what is below a path follows it.
+    calls: how often a rank calls each operator for a micro-batch: also of smaller parts a call takes as long.
+    waiting: how many times as long a step is as the rank's own work in it: 1 where no rank waits for another.
     """
 
     places: Sequence[Place]
     transfers: Sequence[Transfer] = ()
     work: float = 1.0
+    layer_work: Mapping[str, float] = field(default_factory=dict)
+    calls: float = 1.0
+    waiting: float = 1.0
     notes: tuple[str, ...] = ()
+
+    def work_of(self, path: str) -> float:
+        """The share of a layer's work, by the longest path that it is below."""
+        return share_of(path, self.layer_work, rest=self.work)
+
+
+def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
+    """The share of a layer, by the longest path that it is below; `rest` of one that is below none."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:end])) in shares:
+            return shares[name]
+    return rest
 
 
 def whole(load: Load) -> dict[str, Held]:
@@ -179,11 +194,12 @@ def averaged(load: Load, *, factor: float = 1.0) -> list[Transfer]:
 
 def grouped(places: Iterable[Place]) -> list[Place]:
     """The same places, those that hold alike as one."""
-    found: list[Place] = []
+    found: list[tuple[Place, list[int]]] = []
     for place in places:
-        alike = next((one for one in found if replace(one, ranks=()) == replace(place, ranks=())), None)
+        kind = replace(place, ranks=())
+        alike = next((ranks for one, ranks in found if one == kind), None)
         if alike is None:
-            found.append(place)
+            found.append((kind, list(place.ranks)))
         else:
-            found[found.index(alike)] = replace(alike, ranks=(*alike.ranks, *place.ranks))
-    return found
+            alike.extend(place.ranks)
+    return [replace(one, ranks=tuple(ranks)) for one, ranks in found]

@@ -149,11 +149,18 @@ class Pipeline(Strategy):
         if placement.data_ranks > 1:
             own_bytes = max(sum(one.stored for one in place.held.values()) for place in places)
             transfers += averaged(load, factor=own_bytes / max(load.parameter_bytes, 1))
-        # Its part of every micro-batch, and the filling and emptying of the pipeline (Huang et al. 2019, GPipe).
-        work = (count + ranks - 1) / (count * ranks)
+        # The filling and emptying of the pipeline (Huang et al. 2019, GPipe).
+        filled = (count + ranks - 1) / max(count, 1)
         notes = [WAITING]
         notes += [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]
-        return Footprint(places=grouped(places), transfers=transfers, work=work, notes=tuple(notes))
+        return Footprint(
+            places=grouped(places),
+            transfers=transfers,
+            work=1 / ranks,
+            calls=count / ranks,
+            waiting=filled,
+            notes=tuple(notes),
+        )
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One rank of a pipeline."""

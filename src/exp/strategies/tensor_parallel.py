@@ -97,9 +97,12 @@ class TensorOptions:
         else:
             transfers += averaged(load, factor=own / max(load.parameter_bytes, 1))
         note = "activations of layers in parts are an estimate: what is between a column and its row counts by its part"
-        return Footprint(places=grouped(places), transfers=transfers, work=1 / ranks, notes=(note,))
+        work = {**shares, **_cut_work(plan, ranks)}
+        return Footprint(places=grouped(places), transfers=transfers, layer_work=work, notes=(note,))
 
 
+# Words for layers of whose arithmetic each rank does a part.
+_SHARING = {"column", "column_whole", "column_of_sequence", "row", "row_to_sequence", "sequence"}
 # What ranks of a cut layer send each other can be differentiated any number of times.
 MEETS = frozenset({"input_gradients", "forward_passes"})
 
@@ -171,6 +174,11 @@ def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]
         if {"row", "row_to_sequence", "sequence"} & set(words):
             found[name] = 1 / ranks
     return found
+
+
+def _cut_work(plan: Plan, ranks: int) -> dict[str, float]:
+    """Each rank's share of the work of a layer that is cut; an embedding looks up every token on each rank."""
+    return {name: 1 / ranks for name, words in plan.layers.items() if _SHARING & set(words)}
 
 
 def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:

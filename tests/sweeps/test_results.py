@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exp.config.found_run import named_run
+from exp.config.found_run import WHOLE, named_run
 from exp.sweeps.results import (
     Row,
     again_command,
@@ -77,7 +77,7 @@ def test_the_command_that_starts_from_the_best_is_told_and_kept_quoted_for_hydra
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "it's a sweep"
     (directory / "1").mkdir(parents=True)
-    whole = dict.fromkeys(("seed", "trainer", "launch", "security", "strategy"))
+    whole = dict.fromkeys(WHOLE)
     (directory / "1" / "config.yaml").write_text(json.dumps(whole))
     (directory / "1" / "overrides.yaml").write_text("[]")
     rows = [row(0, 0.5, swept={"seed": "1"}, directory="0"), row(1, 0.25, swept={"seed": "2"}, directory="1")]

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exp.errors import ConfigError, exit_status
+from exp.errors import ConfigError
+from exp.output import exit_status
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
 MAX_FILES = 20_000

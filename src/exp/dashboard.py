@@ -20,7 +20,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import ExpError, exit_status
+from exp.errors import ExpError
+from exp.output import exit_status
 from exp.signals import heed
 from exp.tensorboard.hparams import EVENTS, OF_SWEEP
 

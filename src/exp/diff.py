@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from exp.errors import RunError, exit_status
+from exp.errors import RunError
+from exp.output import exit_status
 from exp.secrets import redacted
 from exp.spelling import nearest
 from exp.sweeps.run_difference import Row, Section, differences

@@ -17,7 +17,7 @@ from pathlib import Path
 from exp.diagnosis import installation, machine, torch_findings
 from exp.diagnosis.finding import Finding, note
 from exp.diagnosis.trial_process import Facts, tried
-from exp.errors import exit_status
+from exp.output import exit_status
 
 # What a run imports, by the distribution that brings it; torch has lines of its own.
 MODULES = {

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import inspect
-import io
 import itertools
 import linecache
 import os
 import re
-import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TextIO, cast
+from typing import Any
 
-from exp.secrets import redacted, were_revealed
 from exp.spelling import show
 
 INTERRUPTED_BY_KEY = 130
@@ -306,96 +301,3 @@ class Interrupted(ExpError):
     def __str__(self) -> str:
         text = super().__str__() + (f". It goes on with\n  {self.command}" if self.command else "")
         return f"{text}\n{self.detail}" if self.detail else text
-
-
-class OutputError(OSError):
-    """What a command prints cannot be written."""
-
-
-class _Output:
-    """A text stream that raises OutputError where it cannot be written, and falls silent behind that.
-
-    Of a reader that has left it raises BrokenPipeError, as the stream does.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with self._told():
-            return self._stream.write(text)
-
-    def writelines(self, lines: Sequence[str]) -> None:
-        self.write("".join(lines))
-
-    def flush(self) -> None:
-        with self._told():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            # What waits in the stream would fail once more when Python flushes it at exit.
-            with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            raise OutputError(error.errno, error.strerror) from error
-
-
-@contextmanager
-def _told_output() -> Iterator[None]:
-    """Raise OutputError where standard output cannot be written, what waits in it at the end included."""
-    before = sys.stdout
-    if before is None:  # closed by whoever started this process (`>&-`)
-        yield
-        return
-    sys.stdout = cast(TextIO, _Output(before))
-    try:
-        yield
-        sys.stdout.flush()
-    except SystemExit:  # --help, --version
-        sys.stdout.flush()
-        raise
-    finally:
-        sys.stdout = before
-
-
-def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted", fault: int | None = None) -> int:
-    """Run a command, and print on stderr what a user can mend.
-
-    interrupted: what is said of a Ctrl-C that nothing else answered. fault: the status of every error of exp's; None
-        leaves each its own.
-    Returns: the command's own status, or that of the error which ended it.
-    """
-    if not faulthandler.is_enabled():
-        faulthandler.enable(file=2)  # code of the user's own that crashes says where
-    try:
-        with _told_output():
-            return command()
-    except OutputError as error:
-        print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)
-        return 1
-    except ExpError as error:
-        print(redacted(str(error)), file=sys.stderr)
-        return error.exit_status if fault is None else fault
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return INTERRUPTED_BY_KEY
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    except BrokenPipeError:
-        # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception:
-        if not were_revealed():
-            raise
-        # As Python prints it, but for what must not be shown.
-        print(redacted(traceback.format_exc()), file=sys.stderr, end="")
-        return 1

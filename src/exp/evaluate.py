@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from exp.errors import exit_status
-from exp.output import outliving_output
+from exp.output import exit_status, outliving_output
 
 if TYPE_CHECKING:
     from exp.saved_runs.evaluation import Evaluated

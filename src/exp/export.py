@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from exp.errors import ConfigError, Fault, exit_status
-from exp.output import outliving_output
+from exp.errors import ConfigError, Fault
+from exp.output import exit_status, outliving_output
 from exp.spelling import among
 
 HELP = """Export the network of a saved run, check the file against it, and say how large and how fast it is.

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError, exit_status
-from exp.output import outliving_output
+from exp.errors import ConfigError, Fault, RunError
+from exp.output import exit_status, outliving_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError, exit_status
-from exp.output import outliving_output
+from exp.errors import ConfigError, Fault, RunError
+from exp.output import exit_status, outliving_output
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError, exit_status
+from exp.errors import ConfigError, Fault, RunError
+from exp.output import exit_status
 
 if TYPE_CHECKING:
     from exp.engine.checkpoint import State

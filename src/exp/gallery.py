@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from exp.errors import ConfigError, Fault, exit_status
+from exp.errors import ConfigError, Fault
+from exp.output import exit_status
 from exp.spelling import among, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parent

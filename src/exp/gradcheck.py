@@ -15,7 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, exit_status, one_line
+from exp.errors import ConfigError, Fault, one_line
+from exp.output import exit_status
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

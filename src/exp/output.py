@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-from exp.errors import words_of
+from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
+from exp.secrets import redacted, were_revealed
 
 log = logging.getLogger(__name__)
 
@@ -92,14 +95,85 @@ class Outlived:
 
     def _lose(self, error: OSError) -> None:
         self.lost = error
-        # What waits in the stream, what C prints, and what Python flushes at its end fall away.
+        self._discard()
+        tell_not_written(self.name, error)
+
+    def _discard(self) -> None:
+        """Let what waits in the stream, what C prints, and what Python flushes at its end fall away."""
         with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
                 os.dup2(nowhere, self._stream.fileno())
             finally:
                 os.close(nowhere)
-        tell_not_written(self.name, error)
+
+
+class OutputError(OSError):
+    """What a command prints cannot be written."""
+
+
+class _Checked(Outlived):
+    """Raises OutputError at the write that fails, BrokenPipeError of a reader that left, and is silent behind that."""
+
+    def _lose(self, error: OSError) -> None:
+        self.lost = error
+        if isinstance(error, BrokenPipeError):
+            raise error
+        self._discard()
+        raise OutputError(error.errno, error.strerror) from error
+
+
+@contextmanager
+def _checked_output() -> Iterator[None]:
+    """Raise OutputError where standard output cannot be written, what waits in it at the end included."""
+    before = sys.stdout
+    if before is None:  # closed by whoever started this process (`>&-`)
+        yield
+        return
+    sys.stdout = cast(TextIO, _Checked(before, "standard output"))
+    try:
+        yield
+        sys.stdout.flush()
+    except SystemExit:  # --help, --version
+        sys.stdout.flush()
+        raise
+    finally:
+        sys.stdout = before
+
+
+def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted", fault: int | None = None) -> int:
+    """Run a command, and print on stderr what a user can mend.
+
+    interrupted: what is said of a Ctrl-C that nothing else answered. fault: the status of every error of exp's; None
+        leaves each its own.
+    Returns: the command's own status, or that of the error which ended it.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)  # code of the user's own that crashes says where
+    try:
+        with _checked_output():
+            return command()
+    except OutputError as error:
+        print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)
+        return 1
+    except ExpError as error:
+        print(redacted(str(error)), file=sys.stderr)
+        return error.exit_status if fault is None else fault
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED_BY_KEY
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except BrokenPipeError:
+        # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        if not were_revealed():
+            raise
+        # As Python prints it, but for what must not be shown.
+        print(redacted(traceback.format_exc()), file=sys.stderr, end="")
+        return 1
 
 
 @contextmanager
@@ -123,7 +197,7 @@ def lost_streams() -> list[Outlived]:
 
 
 def _outlived(stream: TextIO | None, name: str, nowhere: TextIO) -> TextIO:
-    if isinstance(stream, Outlived):
+    if type(cast(object, stream)) is Outlived:
         return cast(TextIO, stream)
     if stream is not None:
         return cast(TextIO, Outlived(stream, name))

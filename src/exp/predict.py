@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import exit_status
-from exp.output import outliving_output
+from exp.output import exit_status, outliving_output
 
 HELP = """Predict with the weights that a run saved.
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.config.freeze import make_exclusively
-from exp.errors import MissingExtraError, RunError, exit_status
+from exp.errors import MissingExtraError, RunError
 from exp.files import write_whole
+from exp.output import exit_status
 from exp.signals import heed
 from exp.spelling import nearest
 from exp.sweeps.report_page import page, progress_line

@@ -32,7 +32,7 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.forward import forward_by_name
-from exp.engine.runtime import block_launches, set_threads
+from exp.engine.runtime import block_launches, set_threads, threads_of
 from exp.errors import ExpError, NonFiniteError, RunError
 from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
@@ -96,6 +96,7 @@ def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
     settings = plain["launch"]
     if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
         return run(directory, decided=decided, resume=start)
+    threads = threads_of(plain["runtime"]["threads"], operator=decided.operator)
     del decided  # with its data, which the ranks read themselves
     ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
@@ -103,7 +104,7 @@ def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
             directory,
             placement=placement,
             max_restarts=settings["max_restarts"],
-            threads=plain["runtime"]["threads"],
+            threads=threads,
             grace_seconds=settings["grace_seconds"],
             resume=start,
             allow=plain["security"]["allow"],
@@ -156,6 +157,8 @@ def run(
     block_launches(resolved.plain["runtime"]["cuda_blocking"])
     ongoing = Ongoing(directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size)
     parts = None
+    # Of ranks it is known where their launcher has looked at the network.
+    operator = None if decided is None else decided.operator
     is_again = resolved.plain["runtime"]["autoresume"] or requeues is not None
     if resume is None and is_again:
         # torchrun and SLURM start the ranks of the same directory again.
@@ -168,6 +171,7 @@ def run(
             if join is not None:
                 join(decided)
             parts = build(decided, directory, rank=rank, resume=resume)
+            set_threads(threads_of(decided.plain["runtime"]["threads"], operator=operator))
             _prepare(decided, parts, directory, rank=rank, resume=resume)
             while (lost := _watched_work(decided, parts, resume, ongoing=ongoing, rank=rank)) is not None:
                 rewinds = parts.lower_rates.rewinds + 1
@@ -218,11 +222,8 @@ def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
 
 
 def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:
-    """What comes before the first step: threads, what loggers show of the run, precision.report."""
-    plain, data = decided.plain, parts.data
-    # Of loaders of the user's own nobody knows how large their batches are.
-    share = -(-plain["data"]["batch_size"] // data.world_size) if isinstance(data, StagedData) else None
-    set_threads(plain["runtime"]["threads"], operator=None if share is None else decided.operator(samples=share))
+    """What comes before the first step: what loggers show of the run, precision.report."""
+    plain = decided.plain
     _describe(decided, parts, directory)
     if rank.is_first and plain["train"] and plain["precision"]["report"]:
         _report_precision(decided, parts, directory, resume)

@@ -23,8 +23,9 @@ from exp.config.groups import AXIS, MANY, ONE
 from exp.config.search_path import search_places
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, RunError, exit_status
+from exp.errors import ConfigError, RunError
 from exp.files import write_whole
+from exp.output import exit_status
 
 FOLDER = Path(".exp", "schema")
 MODELINE = "# yaml-language-server: $schema="

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault, exit_status
+from exp.errors import ConfigError, Fault
 from exp.export import OF_A_RUN, keys_of_a_run, options_of_a_run, words_of_a_run
-from exp.output import outliving_output
+from exp.output import exit_status, outliving_output
 from exp.signals import heeding
 
 if TYPE_CHECKING:

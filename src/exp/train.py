@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from exp.errors import ConfigError, Fault, exit_status
-from exp.output import outliving_output
+from exp.errors import ConfigError, Fault
+from exp.output import exit_status, outliving_output
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,8 @@ from exp.config.module_key import REPLACED, has_module
 from exp.config.reading import UNKNOWN, is_node, read
 from exp.config.resolution import is_interpolation, steps_of
 from exp.config.yaml_files import split
-from exp.errors import ConfigError, ExpError, Fault, exit_status
+from exp.errors import ConfigError, ExpError, Fault
+from exp.output import exit_status
 from exp.secrets import covered, redacted
 from exp.spelling import among, nearest, show
 

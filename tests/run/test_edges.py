@@ -61,9 +61,8 @@ def test_torchrun_is_told_what_to_start(monkeypatch, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("answer", ["raise", "raise ValueError('made of another') from None"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, commands, signum, answer):
+def signalling(tmp_path, signum, *, answer, forward="pass"):
+    """A model of the user's own that signals itself as the run builds it: what it answers, and does in its forward."""
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
     (tmp_path / "slow.py").write_text(
@@ -71,14 +70,21 @@ def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, comman
         "class Slow(torch.nn.Linear):\n"
         "    def __init__(self):\n"
         "        super().__init__(64, 10)\n"
-        "        if list(pathlib.Path().glob('outputs/*/*/*/config.yaml')):\n"
-        "            try:\n"
-        f"                os.kill(os.getpid(), {int(signum)})\n"
-        "            except Exception:\n"
-        f"                {answer}\n"
+        "        self.is_run = bool(list(pathlib.Path().glob('outputs/*/*/*/config.yaml')))\n"
+        "        try:\n"
+        f"            if self.is_run: os.kill(os.getpid(), {int(signum)})\n"
+        "        except Exception:\n"
+        f"            {answer}\n"
         "    def forward(self, x):\n"
+        f"        if self.is_run: {forward}\n"
         "        return super().forward(x.flatten(1))\n"
     )
+
+
+@pytest.mark.parametrize("answer", ["raise", "raise ValueError('made of another') from None"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, commands, signum, answer):
+    signalling(tmp_path, signum, answer=answer)
     done = commands.run("model=slow", cwd=tmp_path)
     (directory,) = tmp_path.glob("outputs/train/*/*")
     assert done.returncode == 128 + signum, done.stderr
@@ -87,22 +93,7 @@ def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, comman
 
 
 def test_an_error_behind_a_signal_that_the_users_code_swallowed_is_told(tmp_path, commands):
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
-    (tmp_path / "slow.py").write_text(
-        "import os, pathlib, signal, torch\n"
-        "class Slow(torch.nn.Linear):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(64, 10)\n"
-        "        self.is_run = bool(list(pathlib.Path().glob('outputs/*/*/*/config.yaml')))\n"
-        "        try:\n"
-        "            if self.is_run: os.kill(os.getpid(), signal.SIGINT)\n"
-        "        except Exception:\n"
-        "            pass\n"
-        "    def forward(self, x):\n"
-        "        if self.is_run: raise ZeroDivisionError('a bug')\n"
-        "        return super().forward(x.flatten(1))\n"
-    )
+    signalling(tmp_path, signal.SIGINT, answer="pass", forward="raise ZeroDivisionError('a bug')")
     done = commands.run("model=slow", cwd=tmp_path)
     assert done.returncode == 1
     assert "ZeroDivisionError: a bug" in done.stderr

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, RunError, exit_status
+from exp.errors import ConfigError, RunError
+from exp.output import exit_status
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan

@@ -215,19 +215,21 @@ class Plan:
         """The network on the meta device and its one traced forward."""
         return _examine_shapes(self, self.phases)
 
-    def operator(self, *, samples: int) -> float | None:
-        """The multiply-adds of an operator in the forward of so many samples, in the mean over multiply-adds.
+    @functools.cached_property
+    def operator(self) -> float | None:
+        """The multiply-adds of an operator in the forward of a rank's batch, in the mean over multiply-adds.
 
-        Of a module of the user's own, and of what cannot be traced, a bound; None where not even the network is known.
+        Of a module of the user's own, and of what cannot be traced, a bound; None where nobody knows the network, or
+        how large the batches of loaders of the user's own are.
         """
-        sizes = (
-            [size for trace in self.shapes.traces.values() for size in trace.multiply_adds] if self.own is None else []
-        )
+        network = self.network
+        if network is None or self.data_module is not None:
+            return None
+        samples: int = -(-self.plain["data"]["batch_size"] // self.placement.data_ranks)
+        traces = self.shapes.traces.values() if self.own is None else ()
+        sizes = [size for trace in traces for size in trace.multiply_adds]
         if sizes:
             return samples * sum(size**2 for size in sizes) / sum(sizes)
-        network = self.network
-        if network is None:
-            return None
         from exp.engine.runtime import operator_at_most
 
         return samples * operator_at_most(network, positions=self.spec.positions)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError, exit_status
-from exp.output import outliving_output, unwritable
+from exp.errors import ConfigError, Fault, RunError
+from exp.output import exit_status, outliving_output, unwritable
 
 if TYPE_CHECKING:
     import numpy as np

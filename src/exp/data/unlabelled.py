@@ -358,8 +358,8 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     if place.suffix.lower() == ".csv":
         sheet = sheet_of(place)
         return [place.parent / str(text) for text in sheet.texts(sheet.column(picture, key="dataset.path"))]
-    held = [file for file in place.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
-    found = [place] if place.is_file() else sorted(held)
+    below = [file for file in place.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
+    found = [place] if place.is_file() else sorted(below)
     if not found:
         raise data_fault("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
     return found

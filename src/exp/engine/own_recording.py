@@ -28,7 +28,7 @@ from exp.engine.observer import WHOLE_STEP, Turn
 from exp.engine.overhead import lighten
 from exp.engine.own_module import OwnModule, as_numbers
 from exp.engine.recording import LATEST, STATE, StepRecording
-from exp.engine.runtime import operator_at_most, set_threads
+from exp.engine.runtime import operator_at_most, set_threads, threads_of
 from exp.engine.step_hooks import Found
 from exp.errors import RunError
 from exp.hooks.hook import Hook
@@ -111,7 +111,8 @@ class OwnRecording(StepRecording):
         if self._chooses_threads:
             self._chooses_threads = False
             positions = max((one.numel() // max(share.size, 1) for one in tensors_in(batch)), default=1)
-            set_threads(None, operator=share.size * operator_at_most(pl_module, positions=positions))
+            most = share.size * operator_at_most(pl_module, positions=positions)
+            set_threads(threads_of(None, operator=most))
         self._size += share.global_size
         self._step_hooks.start_batch(share, batch_idx, index=self._index + 1)
 

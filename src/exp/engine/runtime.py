@@ -75,19 +75,20 @@ def _laid_out(value: object) -> object:
     return value
 
 
-def set_threads(requested: int | None, *, operator: float | None) -> int:
-    """Set how many threads an operator takes on a CPU, and return the number.
+def threads_of(requested: int | None, *, operator: float | None) -> int | None:
+    """How many threads an operator takes on a CPU; None leaves torch's choice, OMP_NUM_THREADS or the cores.
 
-    requested: None takes one thread for a network of small operators, and leaves torch's choice otherwise
-        (OMP_NUM_THREADS or the cores; a rank's launcher has shared them out).
-    operator: the multiply-adds of an operator in the forward of this process's share of a batch, in the mean over
+    requested: None takes one thread for a network of small operators.
+    operator: the multiply-adds of an operator in the forward of a process's share of a batch, in the mean over
         multiply-adds, or a bound on it; None where nobody knows.
     """
-    if requested is not None:
-        torch.set_num_threads(requested)
-    elif operator is not None and operator < SMALL_OPERATOR:
-        torch.set_num_threads(1)
-    return torch.get_num_threads()
+    return 1 if requested is None and operator is not None and operator < SMALL_OPERATOR else requested
+
+
+def set_threads(count: int | None) -> None:
+    """Let this process's operators take so many threads; see `threads_of`."""
+    if count is not None:
+        torch.set_num_threads(count)
 
 
 def operator_at_most(network: nn.Module, *, positions: int) -> float:

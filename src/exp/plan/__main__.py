@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault, RunError, exit_status
-from exp.output import outliving_output, unwritable
+from exp.errors import ConfigError, Fault, RunError
+from exp.output import exit_status, outliving_output, unwritable
 from exp.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:

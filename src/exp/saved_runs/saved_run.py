@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exp.check.plan import Resolved, frozen
+from omegaconf import DictConfig
+
+from exp.check.plan import Resolved
 from exp.config.found_run import lost_keys
 from exp.config.freeze import from_text, read_frozen, refuse_untrusted
 from exp.construct import plain_config
@@ -62,7 +64,8 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     """
     path = Path(path)
     if path.is_dir():
-        return SavedRun(directory=_run_directory(path, allow=allow).absolute(), checkpoint=None, resolved=frozen(path))
+        config = _config_of(path, allow=allow)
+        return SavedRun(directory=path.absolute(), checkpoint=None, resolved=_resolved(config))
     if not path.is_file():
         raise RunError(f"{path} is not there; expected {WHERE}")
     state = read_checkpoint(path, map_location="cpu")
@@ -74,11 +77,15 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     return SavedRun(
         directory=holder if (holder / "config.yaml").is_file() else None,
         checkpoint=path.absolute(),
-        resolved=Resolved(config=config, plain=plain_config(config)),
+        resolved=_resolved(config),
     )
 
 
-def _run_directory(path: Path, *, allow: Sequence[str]) -> Path:
+def _resolved(config: DictConfig) -> Resolved:
+    return Resolved(config=config, plain=plain_config(config))
+
+
+def _config_of(path: Path, *, allow: Sequence[str]) -> DictConfig:
     if not (path / "config.yaml").is_file():
         jobs = sorted((found.parent for found in path.glob("*/config.yaml")), key=natural)
         if not jobs:
@@ -91,4 +98,4 @@ def _run_directory(path: Path, *, allow: Sequence[str]) -> Path:
     lost = lost_keys(config)
     if lost:
         raise RunError(f"{source} has no {among(lost)}: a part of it is lost. Take the file as exp wrote it")
-    return path
+    return config

@@ -65,8 +65,7 @@ def is_faster(decided: Plan, *, members: int) -> bool:
     """Whether so many jobs like this one take less time in a stack than one after the other, on one thread."""
     if decided.plain["runtime"]["compile"]:
         return True  # which takes many times what a job does, and is done once for all of them
-    operator = decided.operator(samples=decided.plain["data"]["batch_size"])
-    if operator is None or operator >= LARGE_OPERATOR:
+    if decided.operator is None or decided.operator >= LARGE_OPERATOR:
         return False
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -45,7 +45,7 @@ from exp.engine.forward import forward_by_name
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import kinds_by_design, refuse_lost
 from exp.engine.progress import Position, fit_loop_state
-from exp.engine.runtime import set_threads
+from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, one_line
 from exp.launch.launcher import last_checkpoint
 from exp.nested import mapped
@@ -363,7 +363,7 @@ class Stack:
 
     def _begin(self, position: Position) -> None:
         decided, plain = self._decided, self._decided.plain
-        set_threads(plain["runtime"]["threads"], operator=decided.operator(samples=plain["data"]["batch_size"]))
+        set_threads(threads_of(plain["runtime"]["threads"], operator=decided.operator))
         self._step = self._first = position.step
         self._batches_done = position.batches
         for member in self._members:

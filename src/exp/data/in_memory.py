@@ -128,6 +128,7 @@ class Selection(Dataset[Entries]):
         self.source = source
         self.indices = indices
         self.num_classes: int | None = getattr(source, "num_classes", None)
+        self.num_outputs: int | None = getattr(source, "num_outputs", None)
 
     @property
     def value_names(self) -> ValueNames:

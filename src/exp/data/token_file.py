@@ -29,11 +29,12 @@ class TokenFile(Dataset[object]):
 
     What a batch needs is read, and no more. The parts are contiguous, in the order of the file.
 
-    path: a file of numbers and nothing else, .bin as nanoGPT and others write it; or .npy, `[N]`. Relative to the current
-        folder, or else to directory.
+    path: a file of numbers and nothing else, .bin as nanoGPT and others write it; or .npy, `[N]`. Relative to the
+        current folder, or else to directory.
     dtype: of the numbers in a .bin; a .npy says its own.
     vocabulary_size: how many tokens there are, V; None where a tokenizer says it.
-    tokenizer: the tokenizer.json of the package tokenizers that made them, for people to read them; found as the file is.
+    tokenizer: the tokenizer.json of the package tokenizers that made them, for people to read them; found as the file
+        is.
     block_size: tokens of a sample, T.
 
     Raises: ConfigError for a file that is not there or holds something else, and where nobody says V.
@@ -131,8 +132,15 @@ class FileBlocks(TextBlocks):
 
     def __reduce__(self) -> tuple[object, ...]:
         # A worker maps the file itself.
-        values = {"file": self._file, "start": self._start, "stop": self._stop}
-        return functools.partial(FileBlocks, **values, block_size=self.block_size, vocabulary=self.vocabulary), ()
+        made = functools.partial(
+            FileBlocks,
+            file=self._file,
+            start=self._start,
+            stop=self._stop,
+            block_size=self.block_size,
+            vocabulary=self.vocabulary,
+        )
+        return made, ()
 
 
 class TokenNumbers:

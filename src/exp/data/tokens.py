@@ -78,7 +78,11 @@ class Tokens(Dataset[object]):
 
     def fit(self) -> Fitted:
         """The tokenizer: that of the file, or one that is trained on this part."""
-        return {FITTED: (_trained(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)).to_str()}
+        return {
+            FITTED: (
+                _trained(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)
+            ).to_str()
+        }
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
         """Encodes this part by the tokenizer.

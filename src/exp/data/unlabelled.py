@@ -98,7 +98,9 @@ class UnlabelledTable(Dataset[object]):
         if place is not None:
             row, name = place[0], told["numbers"][place[1]]
             raise sheet.bad(row, sheet.column(name, key="dataset.path"), f"{numbers[name][row]:g}", held(torch.float32))
-        return table.prepare(fitted)
+        prepared = table.prepare(fitted)
+        assert isinstance(prepared, Tensors)  # nothing is packed
+        return prepared
 
     def _numbers(self, sheet: Sheet, column: int, name: str) -> np.ndarray:
         found = sheet.days(column, self.dates[name]) if name in self.dates else sheet.numbers(column)

@@ -241,7 +241,6 @@ class Parser:
         # A number that stands for a missing one is none, which NumPy cannot know.
         missing = filter(_is_number, sheet.dialect.missing_values)
         self._is_plain = bool(plain) and not any(math.isfinite(float(text)) for text in missing)
-        self._plain = list(plain)
         self._rows = 0
 
     def pieces(self) -> Iterator[tuple[np.ndarray, float]]:
@@ -257,7 +256,7 @@ class Parser:
                 next(filter(None, header))
                 line = header.line_num
             while lines := self._lines(text, line):
-                found = None if any('"' in one for one in lines) else self._parsed(lines)
+                found = None if '"' in "".join(lines) else self._parsed(lines)
                 taken = len(lines)
                 if found is None:
                     found, taken = self._by_row(lines, text, line)
@@ -267,19 +266,26 @@ class Parser:
                     yield found, min(1.0, sum(map(len, lines)) / size)
 
     def _lines(self, text: TextIO, line: int) -> list[str]:
-        lines: list[str] = []
         try:
-            for one in islice(text, LINES):
-                lines.append(one)
+            return list(islice(text, LINES))
         except UnicodeDecodeError as error:
-            raise self.sheet.unreadable(error, line + len(lines)) from error
-        return lines
+            raise self.sheet.unreadable(error, self._decoded(line)) from error
+
+    def _decoded(self, line: int) -> int:
+        """The last line that is UTF-8, of those behind one that is."""
+        with self.sheet.file.open("rb") as lines:
+            for number, content in enumerate(lines, 1):
+                try:
+                    content.decode()
+                except UnicodeDecodeError:
+                    return max(line, number - 1)
+        return line
 
     def _parsed(self, lines: Sequence[str]) -> np.ndarray | None:
         """The numbers of whole lines; None where one of them cannot be read so."""
         if self._is_plain:
             found = self._loaded(lines, self._by_numpy)
-            if found is not None and np.isfinite(found[:, self._plain]).all():
+            if found is not None and np.isfinite(found).all():
                 return found
             self._is_plain = False  # mostly, where one value is missing, others are
         return self._loaded(lines, self._by_function)
@@ -356,20 +362,22 @@ class Block:
 
     def __init__(self, *, columns: Sequence[int], dtype: type[np.generic] = np.float64, packed: bool = False) -> None:
         self.columns = list(columns)
+        first = self.columns[0] if self.columns else 0
+        run = slice(first, first + len(self.columns))
+        # What lies side by side is taken without a copy.
+        self._places = run if self.columns == list(range(first, run.stop)) else self.columns
         self._offsets = np.zeros(len(columns)) if packed else None
         self._length = 0
         self.held = np.empty((0, len(columns)), dtype=np.float32 if packed else dtype)
 
     def append(self, rows: np.ndarray, share: float) -> None:
         """Takes over its columns of more rows. share: of the file, which says how many there may be in all."""
-        taken = rows[:, self.columns]
-        if self._offsets is not None:
-            if not self._length:
-                # Of values that lie far from 0, as of dates, float32 would not tell neighbours apart.
-                finite = np.isfinite(taken)
-                first = taken[finite.argmax(0), range(len(self.columns))]
-                self._offsets = np.where(finite.any(0), first, 0.0)
-            taken = taken - self._offsets
+        taken = rows[:, self._places]
+        if self._offsets is not None and not self._length:
+            # Of values that lie far from 0, as of dates, float32 would not tell neighbours apart.
+            finite = np.isfinite(taken)
+            first = taken[finite.argmax(0), range(len(self.columns))]
+            self._offsets = np.where(finite.any(0), first, 0.0)
         stop = self._length + len(rows)
         if stop > len(self.held):
             # Asked for at once, by what the first rows say, so that nothing is copied; untouched it takes no memory.
@@ -377,7 +385,10 @@ class Block:
             grown = np.empty((wanted, len(self.columns)), dtype=self.held.dtype)
             grown[: self._length] = self.held[: self._length]
             self.held = grown
-        self.held[self._length : stop] = taken
+        if self._offsets is None:
+            self.held[self._length : stop] = taken
+        else:
+            np.subtract(taken, self._offsets, out=self.held[self._length : stop], casting="same_kind")
         self._length = stop
 
     def done(self) -> np.ndarray | Packed:

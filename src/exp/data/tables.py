@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -154,8 +153,13 @@ class Table(Tensors):
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
-            found["fills"] = self._fills()
-            found["means"], found["deviations"] = moments_of(lambda: self._filled(found["fills"].numpy()))
+            if self._offsets and self.impute is None:
+                # Nothing is missing.
+                found["means"], found["deviations"] = moments_of(self._pieces("numbers"))
+                found["fills"] = found["means"]
+            else:
+                found["fills"] = self._fills()
+                found["means"], found["deviations"] = moments_of(self._filled(found["fills"].numpy()))
         if self.words:
             counts = {
                 name: self._counts("words", place, len(column.names))
@@ -166,7 +170,7 @@ class Table(Tensors):
             }
             found["words"] = {name: self._held(self.words[name].names, mine) for name, mine in counts.items()}
         figures = [name for name in self._targets if name not in self.classes]
-        scales = {name: moments_of(partial(self._pieces, f"target.{name}")) for name in figures}
+        scales = {name: moments_of(self._pieces(f"target.{name}")) for name in figures}
         found["target_means"] = {name: mean for name, (mean, _) in scales.items()}
         found["target_deviations"] = {name: deviation for name, (_, deviation) in scales.items()}
         if self.standardise:
@@ -287,7 +291,9 @@ class Table(Tensors):
 
         Raises: ConfigError for a column without a single number.
         """
-        known = sum((~np.isnan(piece)).sum(0) for piece in self._pieces("numbers"))
+        known, total = 0, 0.0
+        for piece in self._pieces("numbers"):
+            known, total = known + (~np.isnan(piece)).sum(0), total + np.nansum(piece, 0)
         if not np.all(known):
             name = self.columns[int(np.argmin(known))]
             raise data_fault(
@@ -296,8 +302,8 @@ class Table(Tensors):
                 expected="columns with a number to fill the others with",
                 cure=f"Leave it out with data.dataset.ignore=[{name}]",
             )
-        if self._offsets and self.impute in (None, "mean"):
-            return torch.from_numpy(sum(np.nansum(piece, 0) for piece in self._pieces("numbers")) / known)
+        if self._offsets and self.impute == "mean":
+            return torch.from_numpy(total / known)
         columns = (
             np.concatenate([piece[:, place] for piece in self._pieces("numbers")]) for place in range(len(self.columns))
         )
@@ -442,20 +448,30 @@ DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6
 
 def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each column of float64 `[N, F]`, see moments_of."""
-    return moments_of(lambda: [values])
+    return moments_of([values])
 
 
-def moments_of(pieces: Callable[[], Iterable[np.ndarray]]) -> tuple[Tensor, Tensor]:
+def moments_of(pieces: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each column of float64 `[N, F]`, by which a column that never changes becomes 0.
 
     The deviation of such a column is 1: what rounding leaves of it is no spread (scikit-learn's StandardScaler has the
-    same bound).
+    same bound). Pieces are joined as Chan, Golub and LeVeque do (Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances, 1979).
 
-    pieces: gives the rows, some at a time, as often as it is called.
+    pieces: the rows, some at a time.
     """
-    count = sum(map(len, pieces()))
-    mean = sum(piece.sum(0) for piece in pieces()) / count
-    spread = sum(np.square(piece - mean).sum(0) for piece in pieces()) / count
+    count, mean, squares = 0, np.zeros(0), np.zeros(0)
+    for piece in pieces:
+        own, its_mean = len(piece), piece.mean(0)
+        its_squares = np.square(piece - its_mean).sum(0)
+        if not count:
+            count, mean, squares = own, its_mean, its_squares
+            continue
+        apart = its_mean - mean
+        squares = squares + its_squares + np.square(apart) * count * own / (count + own)
+        mean = mean + apart * own / (count + own)
+        count += own
+    spread = squares / count
     roundings = count * np.finfo(np.float64).eps
     is_constant = spread <= roundings * spread + (roundings * mean) ** 2
     return torch.from_numpy(mean), torch.from_numpy(np.where(is_constant, 1.0, np.sqrt(spread)))

@@ -1,17 +1,19 @@
 """What large data cost: python benchmarks/large_data.py [csv pictures tokens] [--rows 10_000_000] [--pairs 3]
 
 A CSV file, a folder of pictures and a file of tokens are made in a temporary folder (--folder keeps them), and read by
-exp's loader and by a DataLoader as a good engineer writes one for these very data, in turns, each in a process of its own:
+exp's loader and by a DataLoader as a good engineer writes one for these very data, in turns, each in a process of its
+own, on one thread beside two workers for pictures:
 
-    first    seconds from the start of the process to the first batch
-    memory   MiB at the peak, imports included; of tokens those that are the process's own, without the mapped file, and of
-             pictures what all its processes hold
-    data     the same less what is held once everything is imported
-    rate     samples a second, behind the first batch
+    first      seconds from the start of the process to the first batch
+    memory     MiB at the peak, imports included; of tokens those that are the process's own, without the mapped file,
+               and of pictures what all its processes hold
+    data       the same less what is held once everything is imported
+    rate       samples a second, behind the first batch
+    processor  the same two by the processor's clock, of all processes: seconds, and microseconds a sample
 
-A ratio is the median of those of neighbours, exp over by hand: of seconds and memory, less is better; of rates, more is.
---cold asks the system to forget the file of tokens before each process. --step adds whole runs of `exp.train`: seconds and
-memory at the end of the first optimizer step.
+A ratio is the median of those of neighbours, exp over by hand: less is better, but of rates. --cold asks the system to
+forget the file of tokens before each process. --step adds whole runs of `exp.train`: seconds and memory at the end of
+the first optimizer step.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def held():
 def measure(batches, size_of, *, peak, imported):
     batches = iter(batches)
     next(batches)
-    first = time.time() - START
+    first, busy = time.time() - START, processor()
     count, begun = 0, time.perf_counter()
     while time.perf_counter() < begun + SECONDS:
         batch = next(batches, None)
@@ -57,9 +59,16 @@ def measure(batches, size_of, *, peak, imported):
             break
         count += size_of(batch)
     rate = count / (time.perf_counter() - begun)
-    memory = peak()
-    print(json.dumps({"first": first, "memory": memory, "data": memory - imported, "rate": rate}), flush=True)
+    found = {"first": first, "first, processor": busy, "memory": peak(), "rate": rate}
+    found |= {"data": found["memory"] - imported, "us, processor": 1e6 * (processor() - busy) / count}
+    print(json.dumps(found), flush=True)
     os._exit(0)
+
+def processor():
+    import psutil
+    me = psutil.Process()
+    times = [one.cpu_times() for one in [me, *me.children(recursive=True)]]
+    return sum(one.user + one.system for one in times)
 
 def own():
     return status("RssAnon")
@@ -171,7 +180,9 @@ from exp.train import main
 sys.exit(main(sys.argv[1:] + ["trainer.max_steps=1"]))
 """
 WORDS = {
-    "csv": ["data=csv_regression", "data.dataset.target=target", "data.dataset.categorical=[kind]", "data.batch_size=256"],
+    "csv": [
+        "data=csv_regression", "data.dataset.target=target", "data.dataset.categorical=[kind]", "data.batch_size=256",
+    ],
     "pictures": ["data=images", "data.dataset.mode=RGB", "data.batch_size=64"],
     "tokens": [
         "data=token_file", "data.dataset.vocabulary_size=50257", "data.dataset.block_size=1024", "data.batch_size=2",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from exp.data.randomness import permutation, seed_for
 
-# Samples whose order is drawn at once, as a tensor of 128 MiB; the order of more is computed where it is read.
-LISTED = 2**24
+# Samples whose order is drawn at once, as a tensor of 32 MiB; the order of more is computed where it is read.
+LISTED = 2**22
 # Positions that are computed together: enough that Python's share is nothing, 512 KiB of indices.
 PAGE = 2**16
 # Half a round mixes one half of a number by the other. Six are what a shuffle needs; four let neighbours show.

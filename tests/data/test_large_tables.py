@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -81,6 +82,20 @@ def test_parts_of_a_packed_table_share_its_rows(homes):
     sources = [data.part(stage).source.table.entries["numbers"] for stage in ("train", "val", "test")]
     assert len({tensor.data_ptr() for tensor in sources}) == 1
     assert sources[0].dtype == torch.float32
+
+
+def test_a_file_is_read_in_less_memory_than_it_has_bytes(tmp_path):
+    path = tmp_path / "long.csv"
+    row = "0.12345678,1.2345678,12.345678,123.45678,1234.5678,red,0.87654321\n"
+    path.write_text("a,b,c,d,e,colour,target\n" + row * 100_000)
+    tracemalloc.start()
+    made = Csv(path=str(path), target="target", task="regression", categorical=["colour"], packed=True)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(made) == 100_000
+    # Six numbers and a word, 4 bytes each; while it is read, a piece of text and what becomes of it beside.
+    assert held < 1.2 * 100_000 * 7 * 4
+    assert peak < path.stat().st_size + 8 * 2**20
 
 
 def test_a_file_is_packed_by_its_size(homes, monkeypatch):

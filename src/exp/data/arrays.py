@@ -8,7 +8,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -111,14 +110,13 @@ def _map_folder(folder: Path) -> dict[str, np.ndarray]:
     return {file.stem: map_file(file) for file in files}
 
 
-def map_file(file: Path, *, mode: Literal["r", "c"] = "r") -> np.ndarray:
+def map_file(file: Path) -> np.ndarray:
     """A .npy file's array, read where it is looked at.
 
-    mode: numpy.memmap's, for reading, or for copying what is written to.
     Raises: ConfigError where it is no array of numbers.
     """
     try:
-        mapped: np.ndarray = np.load(file, mmap_mode=mode, allow_pickle=False)
+        mapped: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise data_fault("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
     _require_rows(mapped, f"{file}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -106,7 +107,7 @@ class MappedTokens:
     def _mapped(self) -> Tensor:
         key = "dataset.path"
         if self.file.suffix == ".npy":
-            held = map_file(self.file, mode="c")
+            held = map_file(self.file)
             if held.ndim != 1 or held.dtype.kind not in "iu":
                 got = f"{self.file} of shape {list(held.shape)} and {held.dtype}"
                 raise data_fault(key, got=got, expected="whole numbers in a row, [N]")
@@ -118,9 +119,11 @@ class MappedTokens:
                     got=f"{self.file} of {size} bytes",
                     expected=f"numbers of {each} bytes each, data.dataset.dtype={self.dtype}",
                 )
-            held = np.memmap(self.file, dtype=self.dtype, mode="c")
-        # Mapped for copying on write, which nobody does: torch has no tensors that cannot be written.
-        return torch.from_numpy(held)
+            held = np.memmap(self.file, dtype=self.dtype, mode="r")
+        with warnings.catch_warnings():
+            # Nobody writes. Mapped for writing, a file larger than memory would be refused by the system.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(held)
 
 
 class FileBlocks(TextBlocks):

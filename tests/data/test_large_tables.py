@@ -15,6 +15,7 @@ from exp.data import delimited, tables
 from exp.data.data import Data
 from exp.data.delimited import Csv, read_sheet
 from exp.data.in_memory import Selection, Tensors
+from exp.data.windows import Windows
 from exp.errors import ConfigError
 
 SETTINGS = {
@@ -96,6 +97,18 @@ def test_a_file_is_read_in_less_memory_than_it_has_bytes(tmp_path):
     # Six numbers and a word, 4 bytes each; while it is read, a piece of text and what becomes of it beside.
     assert held < 1.2 * 100_000 * 7 * 4
     assert peak < path.stat().st_size + 8 * 2**20
+
+
+def test_a_file_is_passed_over_once_for_all_of_its_columns(homes, monkeypatch):
+    passes = []
+    pieces = delimited.Parser.pieces
+    monkeypatch.setattr(delimited.Parser, "pieces", lambda parser: passes.append(parser) or pieces(parser))
+    Csv(path=str(homes), **SETTINGS)
+    assert len(passes) == 1
+    series = homes.with_name("series.csv")
+    series.write_text("a,b,c,d\n" + "1,2,3,4\n" * 50)
+    Windows(path=str(series), targets=["c", "d"], length=4)
+    assert len(passes) == 2
 
 
 def test_a_file_is_packed_by_its_size(homes, monkeypatch):

@@ -225,6 +225,7 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     """
     sheet = read_sheet(file, delimiter=",", header=True)
     column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
+    sheet.load(numbers=(), days={}, words=[column] if task == "regression" else [column, wanted])
     texts = sheet.texts(column)
     sheet.complete(column, texts, cure="Leave the row out")
     files = [os.path.join(file.parent, str(text)) for text in texts]

@@ -139,7 +139,8 @@ def epoch_end(bench: Bench, options: argparse.Namespace) -> None:
             print(f"    {name:24}{processor:8.2f} ms of the processor{wall:8.2f} ms wall")
         for clock, title in ((1, "processor"), (0, "wall")):
             ratios = sorted(turn["exp"][clock] / turn["by hand"][clock] for turn in turns)
-            print(f"    exp is, {title:16}{statistics.median(ratios):8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+            middle = statistics.median(ratios)
+            print(f"    exp is, {title:16}{middle:8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
 
 
 def seconds_of_an_end(bench: Bench, command: Sequence[str], without: Sequence[str]) -> tuple[float, float]:

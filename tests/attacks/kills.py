@@ -7,9 +7,10 @@ a new directory that goes on from what is there, `resume=` it or `resume=auto` b
 that is killed as well: while it reads, sweeps, brings along, trains, saves or prunes. How many of the best are kept,
 whether a thread writes and what makes a save due is drawn anew for each chain.
 --full: two ranks, fp16 with its scaler, two workers, accumulation over 3 batches, averaged weights, phases; the kill
-hits the launching process or one of its ranks. --by-thread: a thread writes in every chain. Counted are checkpoints that cannot be read, chains whose checkpoints
-differ from the unbroken run's by a bit, files half written that a later run left, sets of the best that are not what
-last.ckpt says, and runs that failed. tests/attacks/test_kills.py does the same with 34 kills.
+hits the launching process or one of its ranks. --by-thread: a thread writes in every chain.
+Counted are checkpoints that cannot be read, chains whose checkpoints differ from the unbroken run's by a bit, files
+half written that a later run left, sets of the best that are not what last.ckpt says, and runs that failed.
+tests/attacks/test_kills.py does the same with 34 kills.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ MANIFEST, FORMAT = "exp_manifest", 2
 SHOWN = 3
 CONTAINER = ("a mapping of ", "a list of ")
 NESTED = (Tensor, Mapping, list, tuple, Set)
+NUMBERS = frozenset({bool, int, float, type(None)})
 # A state of at most so many bytes becomes the bytes of its file in one go, some 1 ms a MB.
 PACKED_BYTES = 16 * 2**20
 # Where nobody says whether a thread writes: the largest state that is copied for it, of which two may wait.
@@ -253,13 +254,17 @@ def _has_bytes(value: object) -> TypeGuard[Tensor]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return zlib.crc32(whole.view(torch.uint8).numpy().data)
+    whole = tensor.detach()
+    if not (whole.is_cpu and whole.is_contiguous()) or whole.is_complex() or whole.is_neg():
+        whole = whole.cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy())
 
 
 def _entries(value: object, key: str) -> Iterator[tuple[str, str, object]]:
     """Every value by its dotted key, in a few words, and itself; a mapping or a list before what it holds."""
-    if isinstance(value, Tensor):
+    if type(value) in NUMBERS:  # most of them, and of the others abstract classes are asked
+        yield key, _in_words(value), value
+    elif isinstance(value, Tensor):
         yield key, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}", value
     elif isinstance(value, Mapping):
         yield key, f"{CONTAINER[0]}{len(value)}", value
@@ -272,11 +277,15 @@ def _entries(value: object, key: str) -> Iterator[tuple[str, str, object]]:
     elif isinstance(value, Set):
         yield key, f"a set of {len(value)}", value
     else:
-        text = repr(value)
-        is_short = len(text) <= 60
-        # A long one by its end and its checksum: a config, the history of a callback.
-        long = f"{text[:40]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
-        yield key, text if is_short else long, value
+        yield key, _in_words(value), value
+
+
+def _in_words(value: object) -> str:
+    text = repr(value)
+    if len(text) <= 60:
+        return text
+    # A long one by its beginning and its checksum: a config, the history of a callback.
+    return f"{text[:40]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
 
 
 def _require_unchanged(path: str | os.PathLike[str], checkpoint: State) -> None:
@@ -362,7 +371,7 @@ def require_plain(value: object, *, key: str = "", cure: str = "Keep it out of s
     key: of the value, dotted. cure: what to do about one that will not be.
     Raises: RunError naming the entry that is neither a tensor nor a plain value.
     """
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
+    if type(value) in NUMBERS or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
         return
     if isinstance(value, torch.device):
         return

@@ -257,7 +257,7 @@ def _checksum(tensor: Tensor) -> int:
     whole = tensor.detach()
     if not (whole.is_cpu and whole.is_contiguous()) or whole.is_complex() or whole.is_neg():
         whole = whole.cpu().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data)
 
 
 def _entries(value: object, key: str) -> Iterator[tuple[str, str, object]]:

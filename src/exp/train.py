@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, Fault
-from exp.output import exit_status, outliving_output
+from exp.output import exit_status, outliving_output, passing_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,14 +141,18 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
     from exp.config.command import print_tree
 
-    config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-    _leave_where_cold_is_wanted(config)
-    refuse_early(config)
-    _refuse_sweep_settings(arguments.overrides)
+    # Said at once, for it is what the seconds before the first step are.
+    with contextlib.nullcontext() if "torch" in sys.modules else passing_line("loading torch"):
+        config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+        _leave_where_cold_is_wanted(config)
+        refuse_early(config)
+        _refuse_sweep_settings(arguments.overrides)
+
+        from exp import run
     if config.print_config:
         print_tree(config)
 
-    report = fit(config)
+    report = run.fit(config)
 
     from exp.run_report import print_report
 

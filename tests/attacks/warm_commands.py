@@ -164,8 +164,8 @@ ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.start
 TIMES = re.compile(
     rb"\d{4}-\d\d-\d\d[ /T_]\d\d[-:]\d\d[-:]\d\d(?:[.,]\d+)?(?:[+-]\d\d:?\d\d)?"
     rb"|[\d.,]+ (?:ms|us|s|min|h|MiB|GiB|KiB|kB|MB)\b|[\d.]+ ?it/s|0x[0-9a-f]+|events\.out\.tfevents\.\S+|\d+\.\d+ ?%"
-    rb"|[\d.]+ steps/s|\d+\.\d +\xe2\x94\x82 +\d+ +\xe2\x94\x82"
-    rb"|\d+:\d\d(?::\d\d)?|process \d+|pid[=: ]\d+|Thread [0-9a-f]+|tmp\w{8}|\.launch-\w+"
+    rb"|[\d.]+ steps/s|\d+\.\d +\xe2\x94\x82(?: +\d+ +\xe2\x94\x82)?"
+    rb"|\d+:\d\d(?::\d\d)?|process \d+|line \d+: +\d+ |pid[=: ]\d+|Thread [0-9a-f]+|tmp\w{8}|\.launch-\w+"
 )
 
 
@@ -279,7 +279,7 @@ def run(command: Command, place: Path, runtime: Path) -> Seen:
         while not (place / "here").exists() and process.poll() is None and time.monotonic() < ends:
             time.sleep(0.01)
         process.send_signal(signum)
-        time.sleep(0.3)
+        time.sleep(1.0)  # on its way to the run
         (place / "sent").touch()
     output, errors = process.communicate(timeout=300)
     if command.signals and command.signals[0] == signal.SIGKILL:

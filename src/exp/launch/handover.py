@@ -212,14 +212,17 @@ def hand_over(module: str) -> None:
         return
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     ignored = {signum for signum in sorted(signal.valid_signals()) if signal.getsignal(signum) == signal.SIG_IGN}
-    # One that is ignored would wait, and not fall away, while it is blocked.
-    passed_on = signal.valid_signals() - OWN_SIGNALS - ignored - blocked
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    passed_on = signal.valid_signals() - OWN_SIGNALS - blocked
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGIO})
+    # Those that are ignored, too, for which a run may have handlers.
+    restored = ignored & (passed_on | {signal.SIGIO})
+    for signum in restored:
+        signal.signal(signum, signal.SIG_DFL)
     if _is_taken(connection, module, under, inherited, ignored=ignored, blocked=blocked):
         _follow(connection, passed_on, inherited)
     connection.close()
-    signal.signal(signal.SIGIO, signal.SIG_IGN if signal.SIGIO in ignored else signal.SIG_DFL)
+    for signum in restored:
+        signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
@@ -309,7 +312,7 @@ def _follow(connection: socket.socket, passed_on: set[signal.Signals], inherited
     try:
         while True:
             with suppress(BlockingIOError):
-                _obey(*_said(connection))
+                _obey(connection, *_said(connection))
                 continue
             came = signal.sigtimedwait([*passed_on, signal.SIGIO], 60.0)
             if came is not None and came.si_signo != signal.SIGIO:
@@ -320,7 +323,7 @@ def _follow(connection: socket.socket, passed_on: set[signal.Signals], inherited
     os._exit(1)
 
 
-def _obey(kind: int, number: int) -> None:
+def _obey(connection: socket.socket, kind: int, number: int) -> None:
     if kind == Reply.ENDED:
         os._exit(number)
     if kind == Reply.KILLED:
@@ -329,6 +332,9 @@ def _obey(kind: int, number: int) -> None:
         os._exit(128 + number)
     if kind == Reply.STOPPED:
         _meet(number)
+        # A process whose group nobody would continue is not stopped by a terminal, and the run is not to be, either.
+        if signal.SIGCONT not in signal.sigpending():
+            connection.sendall(MESSAGE.pack(False, signal.SIGCONT))
 
 
 def _meet(signum: int) -> None:

@@ -165,7 +165,8 @@ TIMES = re.compile(
     rb"\d{4}-\d\d-\d\d[ /T_]\d\d[-:]\d\d[-:]\d\d(?:[.,]\d+)?(?:[+-]\d\d:?\d\d)?"
     rb"|[\d.,]+ (?:ms|us|s|min|h|MiB|GiB|KiB|kB|MB)\b|[\d.]+ ?it/s|0x[0-9a-f]+|events\.out\.tfevents\.\S+|\d+\.\d+ ?%"
     rb"|[\d.]+ steps/s|\d+\.\d +\xe2\x94\x82(?: +\d+ +\xe2\x94\x82)?"
-    rb"|\d+:\d\d(?::\d\d)?|process \d+|line \d+: +\d+ |pid[=: ]\d+|Thread [0-9a-f]+|tmp\w{8}|\.launch-\w+"
+    rb"|\d+:\d\d(?::\d\d)?|process \d+|\d+ +(?=Killed|Segm|Abort|Quit)"
+    rb"|pid[=: ]\d+|Thread [0-9a-f]+|tmp\w{8}|\.launch-\w+"
 )
 
 
@@ -360,7 +361,7 @@ def attack(place: Path, *, commands: int, seed: int, tell: Callable[[str], objec
             told = differences(cold, warm)
             if told:
                 found.append(f"{command}\n{told}")
-            tell(f"{number + 1}: {'differs' if told else 'same'} ({cold.status}) {command}")
+            tell(f"{number + 1}: {'differs' if told else 'same'} ({cold.status}) {command}{told and chr(10)}{told}")
         count = int(re.search(r"(\d+) command", ask("status"))[1])
         if count != expected:
             found.append(f"{count} commands were handed over, and not {expected}")

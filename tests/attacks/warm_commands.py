@@ -256,7 +256,8 @@ def drawn(draw: random.Random) -> Command:
     words = draw.choice(((*SHORT, "callbacks=[own]", "callbacks.own.what=says_where"), ("--help",)))
     if draw.random() < 0.5:
         return Command(words=words, shell=draw.choice(COLD_SHELLS), is_handed_over=False)
-    return Command(words=words, flags=draw.choice(FLAGS), is_handed_over=False)
+    flags = draw.choice(FLAGS)
+    return Command(words=words, flags=flags, is_handed_over=flags == ("-u",))
 
 
 def run(command: Command, place: Path, runtime: Path) -> Seen:
@@ -293,6 +294,8 @@ def plain(text: bytes) -> bytes:
 
     Spaces and rules are as wide as the figures among them, and jobs side by side end in any order.
     """
+    # How far it has come is told when so much time has gone by.
+    text = re.sub(rb"(?m)^.*\bepoch \d+/\d+  step \d+ .*\n", b"", text)
     jobs = sorted(re.findall(rb"(?m)^job \d+ .*\n", text))
     text = b"".join(jobs) + re.sub(rb"(?m)^job \d+ .*\n", b"", text)
     # Where a process crashes, all frames are told, those below the command too, and what is imported in its order.

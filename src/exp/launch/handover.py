@@ -267,6 +267,8 @@ def _is_taken(
         "argv": list(sys.argv),
         "orig_argv": list(sys.orig_argv),
         "environment": dict(os.environ),
+        # Of python -u, which is no flag that can be asked for.
+        "unbuffered": bool(getattr(sys.stdout, "write_through", False)),
         "umask": umask,
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "limits": {kind: resource.getrlimit(kind) for kind in _limits()},

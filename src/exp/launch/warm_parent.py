@@ -446,7 +446,7 @@ class Run:
             for kind, limit in request["limits"].items():
                 if resource.getrlimit(kind) != limit:
                     resource.setrlimit(kind, limit)
-            _open_streams()
+            _open_streams(is_unbuffered=request["unbuffered"])
             _take_words(request)
             imported.set_variables()
             _answer_signals(request["ignored"])
@@ -517,12 +517,11 @@ def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], connec
     return channel
 
 
-def _open_streams() -> None:
+def _open_streams(*, is_unbuffered: bool) -> None:
     """Make sys.stdin, stdout and stderr as a fresh interpreter makes them for what they are now.
 
     The same objects, for handlers of the log and others hold them.
     """
-    is_unbuffered = "-u" in sys.orig_argv or "PYTHONUNBUFFERED" in os.environ
     for number, (stream, mode) in enumerate(((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb"))):
         assert isinstance(stream, io.TextIOWrapper)
         buffer: Any = open(number, mode, buffering=0 if is_unbuffered and number else -1, closefd=False)  # noqa: SIM115

@@ -190,6 +190,22 @@ def outliving_output() -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
+@contextmanager
+def passing_line(words: str) -> Iterator[None]:
+    """Show words on a terminal while this goes on, to be written over; where standard error is none, nothing."""
+    stream = cast("TextIO | None", sys.stderr)
+    if stream is None or not stream.isatty():
+        yield
+        return
+    stream.write(f"{words}\r")
+    stream.flush()
+    try:
+        yield
+    finally:
+        stream.write(f"{' ' * len(words)}\r")
+        stream.flush()
+
+
 def lost_streams() -> list[Outlived]:
     """Return those of standard output and error that are written to no longer."""
     streams = (cast(object, stream) for stream in (sys.stdout, sys.stderr))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    # A command that a warm process runs imports no more than this: python -m exp.warm.
+    from exp.launch.handover import hand_over
+
+    hand_over("exp.train")
+
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, Fault
-from exp.output import exit_status, outliving_output
+from exp.output import exit_status, outliving_output, passing_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +75,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from exp.sweeps.sweep import compose_sweep, sweep
 
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    _leave_where_cold_is_wanted(master.config)
 
     # What starts processes comes in after the faults of the composition.
     from exp.sweeps.job import JobProcesses
@@ -133,18 +141,33 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
     from exp.config.command import print_tree
 
-    config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-    refuse_early(config)
-    _refuse_sweep_settings(arguments.overrides)
+    # Said at once, for it is what the seconds before the first step are.
+    with contextlib.nullcontext() if "torch" in sys.modules else passing_line("loading torch"):
+        config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+        _leave_where_cold_is_wanted(config)
+        refuse_early(config)
+        _refuse_sweep_settings(arguments.overrides)
+
+        from exp import run
     if config.print_config:
         print_tree(config)
 
-    report = fit(config)
+    report = run.fit(config)
 
     from exp.run_report import print_report
 
     print_report(report)
     return 0 if report.status == "completed" else 1
+
+
+def _leave_where_cold_is_wanted(config: DictConfig) -> None:
+    """A YAML may say runtime.warm=false, which is known only now; of the command line it was seen at the start."""
+    from omegaconf import OmegaConf
+
+    from exp.launch.handover import begin_again_cold
+
+    if OmegaConf.select(config, "runtime.warm") is False:
+        begin_again_cold()
 
 
 def _refuse_sweep_settings(overrides: Sequence[str]) -> None:

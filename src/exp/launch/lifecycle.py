@@ -49,14 +49,18 @@ def leave(status: int) -> NoReturn:
     """End this process by os._exit, with what libraries do at the exit of one that did well (an upload, a flush)."""
     try:
         if status == 0:
-            # Private to Python, and tested (3.11).
-            atexit._run_exitfuncs()
+            run_exit_functions()
     finally:
         logging.shutdown()
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def run_exit_functions() -> None:
+    """Do what was registered for the exit of this process."""
+    atexit._run_exitfuncs()  # private to Python, and tested (3.11)
 
 
 def _status_of(body: Callable[[Rank], None]) -> int:

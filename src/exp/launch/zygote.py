@@ -97,7 +97,7 @@ class Zygote:
         is_first, self._home = self._pid == 0, os.getpid()
         self._running = {}
         ours, theirs = multiprocessing.Pipe()
-        if is_first and _is_single_threaded():
+        if is_first and is_single_threaded():
             self._pid = _forked(theirs, self._modules, other=ours)
         else:
             self._interpreter = _spawned(theirs, self._modules)
@@ -281,11 +281,8 @@ class _Signal:
     signum: int
 
 
-def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:
-    """The zygote's life: it starts jobs and tells of their ends, until whoever started it is gone."""
-    # A cluster signals every process, and the jobs are to save before this one ends. Blocked, and not ignored: one that
-    # is passed on to a job which has just begun waits until that can answer it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+def preload(modules: Sequence[str]) -> None:
+    """Import what is to be there in every process that is forked from this one, and make such forks cheap."""
     for name in modules:
         importlib.import_module(name)
     versions()  # once for all jobs
@@ -294,6 +291,14 @@ def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:
         finalizer.atexit = False
     gc.collect()
     gc.freeze()  # what is collected in a job would be copied into it first
+
+
+def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:
+    """The zygote's life: it starts jobs and tells of their ends, until whoever started it is gone."""
+    # A cluster signals every process, and the jobs are to save before this one ends. Blocked, and not ignored: one that
+    # is passed on to a job which has just begun waits until that can answer it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    preload(modules)
     # The end of a job is a byte to read: only a signal with a handler of Python's writes it.
     wakes, woken = socket.socketpair()
     woken.setblocking(False)
@@ -341,7 +346,7 @@ def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:
 def _started(start: _Start, descriptor: int, others: Sequence[Connection | socket.socket]) -> int:
     """The process id of a new job. others: what of the zygote's a job must not have."""
     zygote = os.getpid()
-    if not _may_fork():
+    if not may_fork():
         os.set_inheritable(descriptor, True)
         command = [sys.executable, "-P", "-m", "exp.launch.zygote", "job", str(descriptor), str(zygote)]
         command += [] if start.output is None else [start.output]
@@ -357,7 +362,7 @@ def _started(start: _Start, descriptor: int, others: Sequence[Connection | socke
     return pid
 
 
-def _may_fork() -> bool:
+def may_fork() -> bool:
     """Whether a job can be a fork of this process: elsewhere than on Linux the system's own libraries forbid it, and
     CUDA does where it is initialised."""
     torch = sys.modules.get("torch")
@@ -478,7 +483,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
 
 
-def _is_single_threaded() -> bool:
+def is_single_threaded() -> bool:
+    """Whether a fork of this process would lose no thread."""
     if sys.platform == "linux":
         return len(os.listdir("/proc/self/task")) == 1
     return False  # elsewhere the system's own libraries forbid a fork without an exec

@@ -7,6 +7,7 @@ import tarfile
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -114,12 +115,12 @@ def test_files_that_are_read_in_larger_pieces_have_no_index(tmp_path):
         made(tmp_path, "npz")
 
 
-def test_a_file_that_has_been_cut_since_is_told(tmp_path):
+def test_a_file_that_was_cut_since_is_told(tmp_path):
     write(tmp_path, "csv")
     data = made(tmp_path, "csv", shuffle=False)
     lines = (tmp_path / "part-1.csv").read_text().splitlines(keepends=True)
     (tmp_path / "part-1.csv").write_text("".join(lines[: len(lines) // 2]))
-    with pytest.raises(ExpError, match=r"part-1.csv, which cannot be read at sample \d+: it has been cut"):
+    with pytest.raises(ExpError, match=r"part-1.csv, which cannot be read at sample \d+: it has changed"):
         list(data.loader("train"))
 
 
@@ -163,3 +164,29 @@ def test_workers_started_anew_find_the_files_themselves(tmp_path):
     write(tmp_path, "jsonl")
     data = made(tmp_path, "jsonl", num_workers=1, multiprocessing_context="spawn")
     assert numbers(data.loader("train")) == numbers(made(tmp_path, "jsonl").loader("train"))
+
+
+def test_forked_workers_read_an_archive_without_moving_each_other(tmp_path):
+    """Values larger than what a file's buffer holds, so that each is a read of its own."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(300):
+            content = io.BytesIO()
+            np.save(content, np.full(5000, number, dtype=np.float32))
+            for ending, held in (("number.npy", content.getvalue()), ("kind.cls", b"1")):
+                member = tarfile.TarInfo(f"{number:04}.{ending}")
+                member.size = len(held)
+                archive.addfile(member, io.BytesIO(held))
+    data = made(tmp_path, "tar", num_workers=2, multiprocessing_context="fork")
+    for _ in range(3):
+        rows = torch.cat([batch.data[0] for batch in data.loader("train")])
+        assert (rows == rows[:, :1]).all()
+        assert sorted(rows[:, 0].int().tolist()) == list(range(300))
+
+
+def test_a_file_that_was_written_anew_since_is_told(tmp_path):
+    write(tmp_path, "csv")
+    data = made(tmp_path, "csv")
+    for path in tmp_path.glob("*.csv"):
+        path.write_text(path.read_text().replace('"', '"0'))
+    with pytest.raises(ExpError, match="it has changed since it was indexed"):
+        list(data.loader("train"))

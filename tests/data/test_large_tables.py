@@ -30,7 +30,7 @@ SETTINGS = {
 @pytest.fixture
 def homes(tmp_path, monkeypatch):
     """A table with holes, read and looked at a few rows at a time."""
-    monkeypatch.setattr(delimited, "LINES", 32)
+    monkeypatch.setattr(delimited, "CHARACTERS", 1500)
     monkeypatch.setattr(tables, "PIECE", 50)
     generator = np.random.default_rng(0)
     text = io.StringIO()
@@ -183,3 +183,49 @@ def test_what_numpy_parses_is_what_python_would(tmp_path, cells, ending):
             read_sheet(path, delimiter=",", header=True).numbers(0)
         return
     np.testing.assert_array_equal(read_sheet(path, delimiter=",", header=True).numbers(0), wanted)
+
+
+def write_column(folder, values, *, name="far"):
+    path = folder / "numbers.csv"
+    path.write_text(f"{name},target\n" + "".join(f"{value},{place % 5}\n" for place, value in enumerate(values)))
+    return str(path)
+
+
+@pytest.mark.parametrize("values", [[1e9, 1, 2, 3, 4, 5] * 20, [0, *(1_764_000_000 + second for second in range(600))]])
+def test_one_number_far_from_the_others_takes_nothing_from_them(tmp_path, values):
+    path = write_column(tmp_path, values)
+    whole, packed = (
+        Csv(path=path, target="target", task="regression", standardise=False, packed=one) for one in (False, True)
+    )
+    found = np.concatenate(list(packed._pieces("numbers")))
+    expected = np.concatenate(list(whole._pieces("numbers")))
+    middle = np.median(expected)
+    np.testing.assert_allclose(found - middle, expected - middle, rtol=2.0**-23)
+
+
+def test_numbers_that_packing_would_lose_are_refused_with_the_key_that_keeps_them(tmp_path):
+    path = write_column(tmp_path, [1e39, *range(50)])
+    with pytest.raises(ConfigError, match=r"(?s)beyond float32 in column far, line 2 .*data.dataset.packed=false"):
+        Csv(path=path, target="target", task="regression", packed=True)
+    # The first rows are all of one kind, and the others so near each other that float32 has one number for them.
+    path = write_column(tmp_path, [0.5] * 200_000 + [1e9 + 0.01 * number for number in range(1_000_000)])
+    with pytest.raises(ConfigError, match=r"(?s)column far, whose numbers are nearer .*data.dataset.packed=false"):
+        Csv(path=path, target="target", task="regression", packed=True)
+
+
+def test_words_alone_are_packed_too(tmp_path):
+    path = tmp_path / "words.csv"
+    path.write_text("a,b,kind\n" + "".join(f"w{n % 30},v{n % 7},k{n % 3}\n" for n in range(300)))
+    choices = {"path": str(path), "target": "kind", "categorical": ["a", "b"]}
+    whole, packed = (Data(dataset=Csv(**choices, packed=one), parts={"train": 1.0}) for one in (False, True))
+    assert not isinstance(packed.part("train"), Tensors)
+    for one, other in zip(
+        whole.loader("train", rank=0, world_size=1), packed.loader("train", rank=0, world_size=1), strict=True
+    ):
+        assert all(map(torch.equal, one.data, other.data))
+
+
+def test_between_spaces_values_are_those_of_the_csv_module(tmp_path):
+    path = tmp_path / "spaces.csv"
+    path.write_text("a b\n" + "1  2\n" * 5)
+    assert read_sheet(path, delimiter=" ", header=True).numbers(1).tolist() == [2.0] * 5

@@ -51,7 +51,8 @@ def test_parts_are_contiguous_and_in_the_order_of_the_file(tokens):
     for stage, start, count in (("val", 800, 6), ("test", 900, 6)):
         inputs = torch.cat([batch.data[0] for batch in data.loader(stage)])
         assert inputs.flatten().tolist() == list(range(start, start + count * 16))
-    assert len(made(tokens, parts={"train": 10, "val": 3}).part("train")) == 9
+    counted = made(tokens, parts={"train": 10, "val": 3, "test": 1})
+    assert [len(counted.part(stage)) for stage in counted.stages] == [10, 3, 1]
 
 
 def test_workers_started_anew_map_the_file_themselves(tokens):
@@ -86,17 +87,18 @@ def test_a_file_larger_than_memory_is_opened_and_resumed_without_reading_it(tmp_
         (b"123", {}, r"tokens.bin of 3 bytes; expected numbers of 2 bytes each, data.dataset.dtype=uint16"),
         (b"", {}, r"tokens.bin of 0 bytes"),
         (bytes(80), {"vocabulary_size": None}, r"data.dataset.vocabulary_size: null, without a tokenizer"),
+        (b"\x93NUMPY" + bytes(80), {"path": "tokens.pt"}, r"tokens.pt; expected a .npy, or a .bin of numbers"),
         (bytes(80), {"block_size": 40}, r"data.dataset.block_size: 40, and a part of 40 tokens; expected 39 at most"),
     ],
 )
 def test_faults_of_a_file(tmp_path, content, choices, message):
-    (tmp_path / "tokens.bin").write_bytes(content)
-    settings = {"vocabulary_size": 5, "block_size": 4, **choices}
+    settings = {"path": "tokens.bin", "vocabulary_size": 5, "block_size": 4, **choices}
+    (tmp_path / settings["path"]).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        Data(dataset=TokenFile(path="tokens.bin", directory=str(tmp_path), **settings), parts={"train": 1.0})
+        Data(dataset=TokenFile(directory=str(tmp_path), **settings), parts={"train": 1.0})
 
 
-@pytest.mark.parametrize("array", [np.zeros((4, 4), dtype=np.int64), np.zeros(40)])
+@pytest.mark.parametrize("array", [np.zeros((4, 4), dtype=np.int64), np.zeros(40), np.zeros(40, dtype=">u2")])
 def test_an_array_of_something_else_is_refused(tmp_path, array):
     np.save(tmp_path / "tokens.npy", array)
     with pytest.raises(ConfigError, match=r"tokens.npy of shape .*; expected whole numbers in a row"):

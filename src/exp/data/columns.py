@@ -29,7 +29,12 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Sheet(ABC):
-    """The columns of a file. file: where it is. names: of the columns, in order."""
+    """The columns of a file.
+
+    file: where it is. names: of the columns, in order. packed: an attribute, whether its columns of numbers are Packed.
+    """
+
+    packed = False
 
     def __init__(self, *, file: Path, names: Sequence[str]) -> None:
         self.file, self.names = file, tuple(names)
@@ -196,6 +201,7 @@ class SheetTable(Table):
             standardise=standardise,
             impute=impute,
             encoding=encoding,
+            packed=sheet.packed,
         )
 
 

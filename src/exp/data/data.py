@@ -147,6 +147,9 @@ class Data:
         self._steps |= {key: callables(one, key, self._form.names, is_batch=True) for key, one in batch.items()}
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
+        if shuffle_block is not None and (sampler is not None or not shuffle):
+            got = f"{shuffle_block}, and {'a sampler, which chooses the order' if shuffle else 'data.shuffle=false'}"
+            raise data_fault("shuffle_block", got=got, expected="null, or an order that is shuffled here")
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self.fitted = fit(raw, earlier=earlier or (lambda: None))
         self._parts = prepare(raw, self.fitted)
@@ -349,7 +352,7 @@ class Data:
             drop_last=self.drop_last and train,
             seed=self.seed,
             draw=draw,
-            block=self.shuffle_block or getattr(self._parts[stage], "block", None),
+            block=self.shuffle_block or block_of(self._parts[stage]),
             window=self.shuffle_window,
         )
 
@@ -465,6 +468,12 @@ class Data:
             raise self._empty_stream(stage)
         read = apply_transforms(sample, transforms)
         return self._collate([plain_tensors(read) if self._collate is default_collate else read])
+
+
+def block_of(part: object) -> int | None:
+    """How many samples that follow each other a data set reads best together, by its attribute `block`."""
+    block = getattr(part, "block", None)  # a data set of the user's own need not have one, or means another thing
+    return block if isinstance(block, int) else None
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 # Bytes of a file from which on its numbers are packed: below, they are kept as they stand, in double.
 PACKED = 64 * 2**20
-# Lines that are parsed together, about a megabyte.
-LINES = 2**14
+# Characters of the lines that are parsed together.
+CHARACTERS = 2**20
+# Rows that are looked at, and what float32 rounds away of a number.
+SAMPLED, FLOAT32 = 2**16, 2.0**-24
 MISSING_VALUES = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 
 
@@ -128,6 +130,7 @@ class CsvSheet(Sheet):
             for block in (*blocks, coded):
                 block.append(rows, share)
         for block in blocks:
+            self._refuse_lost(block)
             whole = block.done()
             for place, column in enumerate(block.columns):
                 found = whole.column(place) if isinstance(whole, Packed) else whole[:, place]
@@ -180,6 +183,19 @@ class CsvSheet(Sheet):
     def unreadable(self, error: Exception, line: int) -> ConfigError:
         """The error of what is no CSV. line: the last one that was read."""
         return data_fault("dataset.path", got=f"{self.file}, near line {line + 1}: {error}", expected="CSV in UTF-8")
+
+    def _refuse_lost(self, block: Block) -> None:
+        """Reject numbers of which packing would lose something. Raises: ConfigError."""
+        if not self.packed:
+            return
+        cure = "Write data.dataset.packed=false, which takes twice the memory"
+        if block.overflow is not None:
+            row, column = block.overflow
+            got = f"a number beyond float32 in column {self.names[column]}, {self.place(row)}, of packed numbers"
+            raise data_fault("dataset.packed", got=got, expected="numbers below 3.4e38", cure=cure)
+        if (coarse := block.coarse()) is not None:
+            got = f"the column {self.names[coarse]}, whose numbers are nearer to each other than float32 can tell"
+            raise data_fault("dataset.packed", got=got, expected="columns that float32 holds", cure=cure)
 
     def _read(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
         key = (column, days.get(column, False))
@@ -267,7 +283,7 @@ class Parser:
 
     def _lines(self, text: TextIO, line: int) -> list[str]:
         try:
-            return list(islice(text, LINES))
+            return text.readlines(CHARACTERS)
         except UnicodeDecodeError as error:
             raise self.sheet.unreadable(error, self._decoded(line)) from error
 
@@ -293,7 +309,8 @@ class Parser:
     def _loaded(
         self, lines: Sequence[str], converters: Mapping[int | str, Callable[[str], float]]
     ) -> np.ndarray | None:
-        if not lines[0].strip():
+        # Between spaces NumPy and the csv module do not find the same values.
+        if not lines[0].strip() or self.sheet.dialect.delimiter == " ":
             return None
         try:
             found: np.ndarray = np.loadtxt(
@@ -358,6 +375,7 @@ class Block:
     """Some columns that are read together, `[N, K]`, in memory that grows. columns: of the file.
 
     packed: whether they are numbers less an offset each, in float32. dtype: else.
+    overflow: an attribute, row and column of a number that is beyond float32; None where there is none.
     """
 
     def __init__(self, *, columns: Sequence[int], dtype: type[np.generic] = np.float64, packed: bool = False) -> None:
@@ -366,6 +384,7 @@ class Block:
         run = slice(first, first + len(self.columns))
         # What lies side by side is taken without a copy.
         self._places = run if self.columns == list(range(first, run.stop)) else self.columns
+        self.overflow: tuple[int, int] | None = None
         self._offsets = np.zeros(len(columns)) if packed else None
         self._length = 0
         self.held = np.empty((0, len(columns)), dtype=np.float32 if packed else dtype)
@@ -374,10 +393,9 @@ class Block:
         """Takes over its columns of more rows. share: of the file, which says how many there may be in all."""
         taken = rows[:, self._places]
         if self._offsets is not None and not self._length:
-            # Of values that lie far from 0, as of dates, float32 would not tell neighbours apart.
-            finite = np.isfinite(taken)
-            first = taken[finite.argmax(0), range(len(self.columns))]
-            self._offsets = np.where(finite.any(0), first, 0.0)
+            # Of values that lie far from 0, as of dates, float32 would not tell neighbours apart. The median, for the
+            # first value may be another one's stand-in; one of them, so that whole numbers stay whole.
+            self._offsets = np.array([_middle(column[np.isfinite(column)]) for column in taken.T])
         stop = self._length + len(rows)
         if stop > len(self.held):
             # Asked for at once, by what the first rows say, so that nothing is copied; untouched it takes no memory.
@@ -388,13 +406,38 @@ class Block:
         if self._offsets is None:
             self.held[self._length : stop] = taken
         else:
-            np.subtract(taken, self._offsets, out=self.held[self._length : stop], casting="same_kind")
+            new = self.held[self._length : stop]
+            with np.errstate(over="ignore"):
+                np.subtract(taken, self._offsets, out=new, casting="same_kind")
+            lost = np.isinf(new) & np.isfinite(taken)
+            if self.overflow is None and lost.any():
+                row, place = np.argwhere(lost)[0].tolist()
+                self.overflow = self._length + row, self.columns[place]
         self._length = stop
+
+    def coarse(self) -> int | None:
+        """A packed column whose numbers float32 would not tell apart; None where there is none.
+
+        Half of a sample of its numbers lie nearer to each other than a thousand times what float32 rounds away.
+        """
+        sampled = self.held[: self._length : max(1, self._length // SAMPLED)]
+        for place, column in enumerate(self.columns):
+            known = sampled[:, place][np.isfinite(sampled[:, place])]
+            if len(known):
+                low, high = np.quantile(known.astype(np.float64), [0.25, 0.75]).tolist()
+                if high > low and max(abs(low), abs(high)) * FLOAT32 > 1e-3 * (high - low):
+                    return column
+        return None
 
     def done(self) -> np.ndarray | Packed:
         """All of them."""
         self.held = self.held[: self._length]
         return self.held if self._offsets is None else Packed(values=self.held, offsets=self._offsets)
+
+
+def _middle(values: np.ndarray) -> float:
+    """The one in the middle; 0 of none."""
+    return float(np.partition(values, len(values) // 2)[len(values) // 2]) if len(values) else 0.0
 
 
 def are_numbers(names: Sequence[str]) -> bool:

@@ -24,11 +24,12 @@ KEPT = 130
 
 @dataclass(frozen=True)
 class Index:
-    """Where every 256th record of a file begins, and how many it holds."""
+    """Where every 256th record of a file begins, and how many it holds. state: of the file then, by `_state`."""
 
     file: ShardFile
     marks: Sequence[Mark]
     length: int
+    state: tuple[int, int]
 
 
 class IndexedShards(Dataset[object]):
@@ -85,9 +86,9 @@ class IndexedShards(Dataset[object]):
             self._kept.move_to_end(key)
             return self._kept[key]
         index = self.indices[file]
+        if _state(index.file) != index.state:
+            raise index.file.damaged(place * STRETCH, "it has changed since it was indexed, as the run began")
         records = list(islice(index.file.records(index.marks[place]), STRETCH))
-        if len(records) < min(STRETCH, index.length - place * STRETCH):
-            raise index.file.damaged(place * STRETCH + len(records), "it has been cut since it was indexed")
         self._kept[key] = records
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
@@ -99,9 +100,16 @@ def index_of(file: ShardFile) -> Index:
 
     Raises: SampleError where it breaks off; ConfigError for a kind of file without a way to begin in the middle.
     """
+    state = _state(file)
     marks, length = list[Mark](), 0
     for mark in file.marks():
         if length % STRETCH == 0:
             marks.append(mark)
         length += 1
-    return Index(file=file, marks=marks, length=length)
+    return Index(file=file, marks=marks, length=length, state=state)
+
+
+def _state(file: ShardFile) -> tuple[int, int]:
+    """Size and time of the last change of a file."""
+    found = file.file.stat()
+    return found.st_size, found.st_mtime_ns

@@ -407,8 +407,8 @@ class TarShard(ShardFile):
     def _read(self, name: str, record: Record) -> object:
         opened, held = record.held
         offset, size = held[name]
-        opened.raw.seek(offset)
-        content = opened.raw.read(size)
+        # Without a position, which the workers of a loader that are forks share with each other.
+        content = os.pread(opened.raw.fileno(), size, offset)
         if len(content) < size:
             raise self.damaged(record.number, f"{name} breaks off")
         return self._decoded(name, content, record)

@@ -42,7 +42,8 @@ class Words:
 class Packed:
     """Columns of numbers in half the memory, as differences from a number each: `values + offsets`.
 
-    A network is given float32, so that nothing it could see is lost: a difference is as exact as the column is wide.
+    A network is given float32, so that nothing it could see is lost: a difference from the number in the middle is as
+    exact as the column is wide. Columns of which that does not hold are refused where they are read.
 
     values: float32 `[N, K]`, nan where one is missing. offsets: float64 `[K]`. whole, place: of one column out of
     several that are in one array, those, and which it is.
@@ -112,6 +113,7 @@ class Table(Tensors):
         standardise: bool = True,
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
+        packed: bool = False,
     ) -> None:
         self.columns, self.words = tuple(numbers), dict(words or {})
         self.classes = {name: target.names for name, target in targets.items() if isinstance(target, Words)}
@@ -125,8 +127,10 @@ class Table(Tensors):
         self._offsets = {
             name: torch.from_numpy(block.offsets) for name, block in held.items() if isinstance(block, Packed)
         }
+        self._is_packed = packed or bool(self._offsets)
         self._rows: Tensor | None = None
-        entries = {name: _tensor(block, is_packed=bool(self._offsets)) for name, block in held.items()}
+        self._lookups: Mapping[str, Tensor] = {}
+        entries = {name: _tensor(block, is_packed=self._is_packed) for name, block in held.items()}
         only = next(iter(targets)) if len(targets) == 1 else None
         classes = len(self.classes[only]) if only in self.classes else None
         super().__init__(entries=entries, num_classes=classes)
@@ -136,7 +140,7 @@ class Table(Tensors):
 
     def select(self, indices: Tensor) -> Self:
         """These rows as a table of their own; of packed ones without a copy."""
-        if not self._offsets:
+        if not self._is_packed:
             return super().select(indices)
         part = copy.copy(self)
         part._rows = indices if self._rows is None else self._rows[indices]
@@ -153,7 +157,7 @@ class Table(Tensors):
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
-            if self._offsets and self.impute is None:
+            if self._is_packed and self.impute is None:
                 # Nothing is missing.
                 found["means"], found["deviations"] = moments_of(self._pieces("numbers"))
                 found["fills"] = found["means"]
@@ -188,7 +192,7 @@ class Table(Tensors):
             raise data_fault("", got=f"a part with the columns {mine}", expected=f"those of training, {theirs}")
         for name in self.classes:
             self._refuse_unknown(name, told)
-        if self._offsets:
+        if self._is_packed:
             rows = EncodedRows(table=self, fitted=fitted)
             return rows if self._rows is None else Selection(source=rows, indices=self._rows)
         num_classes, num_outputs = self.sizes(told)
@@ -208,12 +212,17 @@ class Table(Tensors):
         entries = {**self._inputs(told), **{name: self._target(name, told) for name in self._targets}}
         return tuple(entries.values()) if list(entries) == ["input", TARGET] else entries
 
-    def unpacked(self, indices: Tensor) -> Self:
-        """Some rows of a packed table, in double."""
+    def unpacked(self, indices: Tensor, *, lookups: Mapping[str, Tensor]) -> Self:
+        """Some rows of a packed table, in double. lookups: of `lookups_for`."""
         part = copy.copy(self)
         part.entries = {name: self._doubles(name, indices) for name in self._raw}
-        part._offsets, part._rows = {}, None
+        part._offsets, part._rows, part._is_packed, part._lookups = {}, None, False, lookups
         return part
+
+    def lookups_for(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What training calls the words of each column, and the classes of each target, by their codes here."""
+        classes = {f"target.{name}": self._numbers_of_classes(name, told) for name in self.classes}
+        return {**{name: self._numbers_of_words(name, told) for name in self.words}, **classes}
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
         """The inputs by name, numbers in float64: `input` `[N, F]` and, encoded as an index, `categories` `[N, C]`."""
@@ -257,12 +266,15 @@ class Table(Tensors):
 
     def _coded(self, column: str, told: Mapping[str, Any]) -> Tensor:
         """Which of training's words each row has, int64 `[N]`, from 1; 0 for another one."""
+        numbers = self._lookups[column] if self._lookups else self._numbers_of_words(column, told)
+        codes = self._raw["words"][:, list(self.words).index(column)]
+        return numbers[codes]  # the last one is that of -1
+
+    def _numbers_of_words(self, column: str, told: Mapping[str, Any]) -> Tensor:
         place = {word: number for number, word in enumerate(told["words"][column], 1)}
         names = self.words[column].names
         missing = told["most_frequent"][column] if self.impute == "most_frequent" else MISSING
-        numbers = [place.get(name, 0) for name in (*names, missing)]
-        codes = self._raw["words"][:, list(self.words).index(column)]
-        return torch.tensor(numbers)[codes]  # the last one is that of -1
+        return torch.tensor([place.get(name, 0) for name in (*names, missing)])
 
     def _target(self, name: str, told: Mapping[str, Any]) -> Tensor:
         values = self._targets[name]
@@ -270,15 +282,19 @@ class Table(Tensors):
             if self.standardise:
                 values = (values - told["target_means"][name]) / told["target_deviations"][name]
             return values.float()
+        numbers = self._lookups[f"target.{name}"] if self._lookups else self._numbers_of_classes(name, told)
+        return numbers[values]
+
+    def _numbers_of_classes(self, name: str, told: Mapping[str, Any]) -> Tensor:
         order = {word: number for number, word in enumerate(told["classes"].get(name, ()))}
-        return torch.tensor([order.get(word, 0) for word in self.classes[name]])[values]
+        return torch.tensor([order.get(word, 0) for word in self.classes[name]])
 
     def _refuse_unknown(self, name: str, told: Mapping[str, Any]) -> None:
         mine, theirs = self.classes[name], list(told["classes"].get(name, ()))
         counts = self._counts(f"target.{name}", 0, len(mine))[1:]
         unknown = [number for number in np.flatnonzero(counts).tolist() if mine[number] not in theirs]
         if unknown:
-            codes = np.concatenate([piece[:, 0] for piece in self._pieces(f"target.{name}")])
+            codes = self._column(f"target.{name}", 0)
             row = int((codes == unknown[0]).argmax())
             raise data_fault(
                 "",
@@ -302,11 +318,9 @@ class Table(Tensors):
                 expected="columns with a number to fill the others with",
                 cure=f"Leave it out with data.dataset.ignore=[{name}]",
             )
-        if self._offsets and self.impute == "mean":
+        if self._is_packed and self.impute == "mean":
             return torch.from_numpy(total / known)
-        columns = (
-            np.concatenate([piece[:, place] for piece in self._pieces("numbers")]) for place in range(len(self.columns))
-        )
+        columns = (self._column("numbers", place) for place in range(len(self.columns)))
         return torch.tensor([_fill(column[~np.isnan(column)], self.impute) for column in columns], dtype=torch.float64)
 
     def _filled(self, fills: np.ndarray) -> Iterator[np.ndarray]:
@@ -315,7 +329,7 @@ class Table(Tensors):
 
     def _pieces(self, name: str) -> Iterator[np.ndarray]:
         """The rows of an entry, `[n, K]`: of packed ones some at a time, else all of them."""
-        if not self._offsets:
+        if not self._is_packed:
             yield np.atleast_2d(self._raw[name].numpy().T).T
             return
         for start in range(0, len(self), PIECE):
@@ -330,10 +344,16 @@ class Table(Tensors):
 
     def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
         """How often a column of words has none, and each of them, int64 `[size + 1]`."""
-        found = np.zeros(size + 1, dtype=np.int64)
-        for piece in self._pieces(entry):
-            found += np.bincount(piece[:, place] + 1, minlength=size + 1)
-        return found
+        return np.bincount(self._column(entry, place) + 1, minlength=size + 1)
+
+    def _column(self, entry: str, place: int) -> np.ndarray:
+        """One column of an entry, `[N]`: numbers float64, codes int64."""
+        values = self._raw[entry] if self._raw[entry].dim() == 1 else self._raw[entry][:, place]
+        if not self._is_packed:
+            return values.numpy()
+        values = values if self._rows is None else values[self._rows]
+        found = values.double() + self._offsets[entry][place] if entry in self._offsets else values.long()
+        return found.numpy()
 
     def _held(self, names: tuple[str, ...], counts: np.ndarray) -> list[str]:
         """The words that these rows have, in order; a missing one, where it is one of them, last."""
@@ -359,6 +379,7 @@ class EncodedRows(Dataset[Entries]):
         self.table = table
         self._told = fitted_entry(fitted, FITTED, part=table)
         self.num_classes, self.num_outputs = table.sizes(self._told)
+        self._lookups = table.lookups_for(self._told)
 
     @property
     def value_names(self) -> ValueNames:
@@ -371,7 +392,7 @@ class EncodedRows(Dataset[Entries]):
         return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
     def gather(self, indices: Tensor) -> Entries:
-        return self.table.unpacked(indices).samples(self._told)
+        return self.table.unpacked(indices, lookups=self._lookups).samples(self._told)
 
 
 class ShippedTable(Table):

@@ -44,8 +44,9 @@ class Characters(Dataset[object]):
 
         sizes: fractions of the characters, or whole numbers of blocks.
         """
+        # The target of a block's last character is one further on.
         counts = lengths(
-            {name: size * self.block_size if isinstance(size, int) else size for name, size in sizes.items()},
+            {name: size * self.block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()},
             len(self.codes),
         )
         parts: dict[Stage, Characters] = {}

@@ -64,8 +64,9 @@ class TokenFile(Dataset[object]):
 
         sizes: fractions of the tokens, or whole numbers of blocks.
         """
+        # The target of a block's last token is one further on.
         counts = lengths(
-            {name: size * self.block_size if isinstance(size, int) else size for name, size in sizes.items()},
+            {name: size * self.block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()},
             len(self._file),
             unit="tokens",
         )
@@ -106,11 +107,17 @@ class MappedTokens:
 
     def _mapped(self) -> Tensor:
         key = "dataset.path"
-        if self.file.suffix == ".npy":
+        kind = self.file.suffix.lower()
+        if kind not in (".npy", ".bin"):
+            raise data_fault(key, got=str(self.file), expected="a .npy, or a .bin of numbers and nothing else")
+        if kind == ".npy":
             held = map_file(self.file)
-            if held.ndim != 1 or held.dtype.kind not in "iu":
-                got = f"{self.file} of shape {list(held.shape)} and {held.dtype}"
-                raise data_fault(key, got=got, expected="whole numbers in a row, [N]")
+            if held.ndim != 1 or held.dtype.kind not in "iu" or not held.dtype.isnative:
+                got = f"{self.file} of shape {list(held.shape)} and {held.dtype.str}"
+                cure = "Write array.astype('uint16') into it" if not held.dtype.isnative else None
+                raise data_fault(
+                    key, got=got, expected="whole numbers in a row, [N], in this machine's order", cure=cure
+                )
         else:
             size, each = self.file.stat().st_size, np.dtype(self.dtype).itemsize
             if size % each or not size:

@@ -12,6 +12,7 @@ from exp.data.data import Data
 from exp.data.loader import GlobalBatches, ShareSampler
 from exp.data.orders import Listed, Permuted, PermutedBlocks, shuffled, shuffled_blocks
 from exp.data.randomness import permutation
+from exp.errors import ConfigError
 
 made = st.one_of(
     st.builds(Permuted, length=st.integers(1, 300), seed=st.integers(0, 2**64 - 1)),
@@ -136,3 +137,10 @@ def test_a_resumed_loader_reads_its_own_samples_alone(choices):
     loader.set_position(0, 20)
     assert [batch.data[0].flatten().tolist() for batch in loader] == whole[20:]
     assert data.part("train").read == [int(index) for batch in whole[20:] for index in batch]
+
+
+@pytest.mark.parametrize("choices", [{"sampler": "balanced"}, {"shuffle": False}])
+def test_blocks_that_nothing_would_come_of_are_refused(choices):
+    dataset = [(torch.zeros(2), place % 2) for place in range(20)]
+    with pytest.raises(ConfigError, match=r"data.shuffle_block: 4, and .*; expected null"):
+        Data(dataset=dataset, parts={"train": 1.0}, num_classes=2, shuffle_block=4, **choices)

@@ -147,9 +147,6 @@ class Data:
         self._steps |= {key: callables(one, key, self._form.names, is_batch=True) for key, one in batch.items()}
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
-        if shuffle_block is not None and (sampler is not None or not shuffle):
-            got = f"{shuffle_block}, and {'a sampler, which chooses the order' if shuffle else 'data.shuffle=false'}"
-            raise data_fault("shuffle_block", got=got, expected="null, or an order that is shuffled here")
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self.fitted = fit(raw, earlier=earlier or (lambda: None))
         self._parts = prepare(raw, self.fitted)
@@ -364,6 +361,10 @@ class Data:
 
     def _choose(self, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
         """Let samplers choose the samples and the batches, now that it is known what they are made of."""
+        if self.shuffle_block is not None and (sampler is not None or not self.shuffle):
+            why = "a sampler, which chooses the order" if self.shuffle else "data.shuffle=false"
+            expected = "null, or an order that is shuffled here"
+            raise data_fault("shuffle_block", got=f"{self.shuffle_block}, and {why}", expected=expected)
         if sampler is not None:
             self._drawn = self._sampled(sampler)
         if batch_sampler is not None:

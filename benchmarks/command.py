@@ -1,10 +1,12 @@
 """What a whole command costs, imports and end included: exp beside a script by hand, Lightning and its template.
 
-    python benchmarks/command.py [costs shares] [--epochs 1,10,60,300] [--networks mlp,lenet] [--repetitions 3]
-        [--threads 1]
+    python benchmarks/command.py [costs shares epoch_end] [--epochs 1,10,60,300] [--networks mlp,lenet]
+        [--repetitions 3] [--threads 1]
 
-    costs    processor seconds and wall clock of each, in turns, and exp's ratio to each of the others
-    shares   which part of exp's processor seconds goes into what, of each network and number of epochs
+    costs      processor seconds and wall clock of each, in turns, and exp's ratio to each of the others
+    shares     which part of exp's processor seconds goes into what, of each network and number of epochs
+    epoch_end  what a validation of five batches and a save of last and best take at an epoch's end, of exp and by
+               hand: commands of 300 epochs of two steps less the same without ends, in turns
 
 All train the same network on digits with AdamW for the same epochs of 20 steps, validate and save the last and the best
 state at each, write event files and test the best at the end. exp is as it comes: gradient norms of each parameter,
@@ -24,7 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sweep import NETWORKS, Bench, Cost, Grid
+from sweep import NETWORKS, PROGRAMS, Bench, Cost, Grid
 
 TITLES = {
     "exp": "exp as it comes",
@@ -32,6 +34,11 @@ TITLES = {
     "plain": "Hydra and Lightning",
     "template": "the form of lightning-hydra-template",
 }
+ENDS, STEPS_BETWEEN = 300, 2
+WITHOUT_ENDS = [
+    *("trainer.limit_val_batches=0", "monitor=loss/train"),
+    *("checkpoint.save_last=false", "checkpoint.save_best=false"),
+]
 # Prints the processor seconds of each part as JSON; what a part calls of another is the other's.
 SHARES = """
 import sys, time
@@ -79,8 +86,7 @@ count("build", exp.run, "build")
 count("steps", Trainer, "fit")
 count("test", Trainer, "test")
 count("validation", _EvaluationLoop, "run")
-for name in ("on_validation_end", "on_train_epoch_end"):
-    count("checkpoints", Checkpointing, name)
+count("checkpoints", Checkpointing, "_write")
 status = main(sys.argv[1:])
 turn_to(None)
 import json
@@ -115,6 +121,34 @@ def cost(bench: Bench, name: str, *, network: str, epochs: int) -> Cost:
     return bench.other(name, Grid(rates=[1e-3], seeds=[0]), network=network, epochs=epochs)[0]
 
 
+def epoch_end(bench: Bench, options: argparse.Namespace) -> None:
+    for network in options.networks:
+        own = [sys.executable, "-m", "exp.train", *NETWORKS[network], f"trainer.max_epochs={ENDS}", "test=false"]
+        own += [f"trainer.limit_train_batches={STEPS_BETWEEN}", "optimizer.lr=0.001"]
+        hand = [sys.executable, str(PROGRAMS / "bare.py"), "--data", str(bench.data), "--network", network, "--save"]
+        hand += ["--events", "--epochs", str(ENDS), "--batches", str(STEPS_BETWEEN), "--rates", "1e-3", "--seeds", "0"]
+        hand += ["--threads", "1"]
+        commands = {"exp": (own, WITHOUT_ENDS), "by hand": (hand, ["--without-ends"])}
+        turns = []
+        for turn in range(options.repetitions):
+            names = list(commands) if turn % 2 == 0 else list(commands)[::-1]
+            turns.append({name: seconds_of_an_end(bench, *commands[name]) for name in names})
+        print(f"\n{network}, the end of an epoch, {options.repetitions} repetitions in turn")
+        for name in commands:
+            wall, processor = (1000 * statistics.median(turn[name][clock] for turn in turns) for clock in (0, 1))
+            print(f"    {name:24}{processor:8.2f} ms of the processor{wall:8.2f} ms wall")
+        for clock, title in ((1, "processor"), (0, "wall")):
+            ratios = sorted(turn["exp"][clock] / turn["by hand"][clock] for turn in turns)
+            middle = statistics.median(ratios)
+            print(f"    exp is, {title:16}{middle:8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+
+
+def seconds_of_an_end(bench: Bench, command: Sequence[str], without: Sequence[str]) -> tuple[float, float]:
+    """Wall clock and processor. without: what leaves ends out."""
+    none, all_of_them = bench.timed([*command, *without]), bench.timed(command)
+    return (all_of_them[0] - none[0]) / ENDS, (all_of_them[1] - none[1]) / ENDS
+
+
 def shares(folder: Path, *, network: str, epochs: int, repetitions: int) -> None:
     command = [sys.executable, "-c", SHARES, *NETWORKS[network], f"trainer.max_epochs={epochs}"]
     found: list[dict[str, float]] = []
@@ -145,6 +179,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         if "costs" in options.sections:
             costs(Bench(Path(place), threads=options.threads), options)
+        if "epoch_end" in options.sections:
+            epoch_end(Bench(Path(place), threads=options.threads), options)
         if "shares" in options.sections:
             for network in options.networks:
                 for epochs in options.epochs:

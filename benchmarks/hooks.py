@@ -1,10 +1,11 @@
-"""What the hooks gradients and memory cost of a step of a GPT of 10 million parameters on a CPU.
+"""What the default hooks cost of a step on a CPU, of ready models, small and widened to more than a million parameters.
 
-    python benchmarks/hooks.py [--steps 200] [--batch-size 8]
+    python benchmarks/hooks.py [gpt-10M mlp-3M mlp lenet ...] [--steps 200]
 
 Two runs in two processes take turns, one step each, so that whatever else the machine does meets both alike: one with
-the two hooks as they are by default (norms every step, memory every 50, histograms, ratios and shares every 100), one
-with none. The times are of whole steps: what is written to TensorBoard is in them. One thread each.
+the hooks gradients, memory and throughput as they are by default (norms every step, memory every 50, histograms, ratios
+and shares every 100), one with none. The times are of whole steps: what is written to TensorBoard is in them. One
+thread each.
 
 Steps are compared by kind, since one with a histogram is rare and costs most: the median difference of each kind, times
 its share of a hundred steps.
@@ -13,6 +14,7 @@ its share of a hundred steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,10 +27,30 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import exp
 
 SKIPPED = 3
+HOOKS = "gradients,memory,throughput"
+DATA_OF_GPT = ("model=gpt", "data=text", "data.batch_size=8")
+MODELS = {
+    "gpt-10M": (
+        *DATA_OF_GPT,
+        *("model.layers.blocks.repeat=8", "model.constants.width=320", "model.constants.hidden=1280"),
+        "model.constants.heads=5",
+    ),
+    "mlp-2.2M": ("model=mlp", "model.constants.width=1024"),
+    "transformer-1.6M": ("model=transformer", "model.constants.width=256", "model.constants.hidden=1024"),
+    "resnet-1.3M": ("model=resnet", "model.constants.width=80", "model.constants.width2=160"),
+    "gpt": DATA_OF_GPT,
+    "resnet": ("model=resnet",),
+    "transformer": ("model=transformer",),
+    "mlp": ("model=mlp",),
+    "sequential": ("model=sequential",),
+    "lenet": ("model=lenet",),
+    "branches": ("model=branches",),
+    "parameter_dict": ("model=parameter_dict",),
+}
 Times = list[tuple[float, float]]
 
 
-def overrides(place: Path, *, name: str, steps: int, batch_size: int) -> list[str]:
+def overrides(place: Path, *, name: str, steps: int, model: str) -> list[str]:
     """Of one of the two runs: `with` or `without`."""
     other = "without" if name == "with" else "with"
     turns = {
@@ -41,19 +63,19 @@ def overrides(place: Path, *, name: str, steps: int, batch_size: int) -> list[st
     }
     return [
         f"hydra.run.dir={place}/run_{name}",
-        *("data=text", f"data.batch_size={batch_size}", "model.layers.blocks.repeat=8"),
-        *("model.constants.width=320", "model.constants.hidden=1280", "model.constants.heads=5"),
+        *MODELS[model],
         *("trainer.max_epochs=null", f"trainer.max_steps={steps}", "trainer.limit_val_batches=0", "test=false"),
         *("metrics=[]", "monitor=loss/train", "checkpoint.save_last=false", "checkpoint.save_best=false"),
         *("runtime.threads=1", "strategy=single", "launch.accelerator=cpu", "trainer.enable_progress_bar=false"),
-        *("security.allow=[hook_turns]", f"hooks=[{'gradients,memory' if name == 'with' else ''}]"),
+        *("security.allow=[hook_turns]", f"hooks=[{HOOKS if name == 'with' else ''}]"),
         f"+hooks.turns={{{', '.join(f'{key}: {value}' for key, value in turns.items())}}}",
     ]
 
 
-def train(place: Path, name: str, steps: int, batch_size: int) -> None:
+def train(place: Path, name: str, steps: int, model: str) -> None:
     os.chdir(place)
-    exp.fit(exp.compose(overrides(place, name=name, steps=steps, batch_size=batch_size)))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        exp.fit(exp.compose(overrides(place, name=name, steps=steps, model=model)))
 
 
 def kind_of(index: int) -> str:
@@ -75,17 +97,22 @@ def compare(ours: Times, bare: Times, *, clock: int) -> None:
     for kind, indices in kinds.items():
         difference = statistics.median(ours[index - 1][clock] - bare[index - 1][clock] for index in indices)
         cost += difference * share[kind] / 100
-        print(f"  {kind:36} {len(indices):4} pairs  {1000 * difference:9.2f} ms more, the median")
+        print(f"  {kind:36} {len(indices):4} pairs  {1000 * difference:9.3f} ms more, the median")
     total = sum(time[clock] for time in ours[SKIPPED:]) / sum(time[clock] for time in bare[SKIPPED:])
-    print(f"  a step without hooks {1000 * step:8.1f} ms; with them {100 * cost / step:5.2f} per cent more", end="")
+    print(f"  a step without hooks {1000 * step:8.2f} ms; with them {100 * cost / step:5.2f} per cent more", end="")
     print(f" (sum over sum: {100 * (total - 1):5.2f})", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("models", nargs="*", default=list(MODELS), choices=list(MODELS))
     arguments = parser.parse_args()
+    for model in arguments.models:
+        measure(model, arguments.steps)
+
+
+def measure(model: str, steps: int) -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=".", prefix="hooks-") as folder:
         place = Path(folder).resolve()
@@ -93,16 +120,14 @@ def main() -> None:
         names = ("with", "without")
         for name in names:
             os.mkfifo(place / name)
-        processes = [
-            context.Process(target=train, args=(place, name, arguments.steps, arguments.batch_size)) for name in names
-        ]
+        processes = [context.Process(target=train, args=(place, name, steps, model)) for name in names]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         ours, bare = (json.loads((place / f"{name}.json").read_text()) for name in names)
     for clock, title in enumerate(("wall clock", "processor time")):
-        print(f"{title}, {arguments.steps} steps, batch {arguments.batch_size} of 64 characters")
+        print(f"{model}, {title}, {steps} steps")
         compare(ours, bare, clock=clock)
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 import json
 import math
@@ -140,12 +141,18 @@ class Bench:
 
     def __init__(self, folder: Path, *, threads: int) -> None:
         self._folder, self._threads, self._count = folder, threads, 0
-        self._data = folder / "digits.pt"
+
+    @functools.cached_property
+    def data(self) -> Path:
+        """A file with the parts of digits, for the programs that do not know exp."""
+        path = self._folder / "digits.pt"
+        write_digits(path)
+        return path
 
     def exp(self, words: Sequence[str], *, jobs: int | None = None) -> Cost:
         """A sweep of so many jobs; None: a single run."""
         many = [] if jobs is None else ["-m"]
-        wall, processor, place = self._timed([sys.executable, "-m", "exp.train", *many, *words])
+        wall, processor, place = self.timed([sys.executable, "-m", "exp.train", *many, *words])
         reports = reports_of(place)
         if len(reports) != (jobs or 1):
             raise SystemExit(f"{place}: {len(reports)} reports of {jobs or 1} jobs that were completed")
@@ -160,10 +167,8 @@ class Bench:
 
     def other(self, name: str, grid: Grid, *, network: str, epochs: int) -> tuple[Cost, float]:
         """A sweep of another contender; and the seconds of it that are before the first job and behind the last."""
-        if not self._data.is_file():
-            write_digits(self._data)
         if name.startswith("bare"):
-            words = ["--data", str(self._data), "--network", network, "--epochs", str(epochs)]
+            words = ["--data", str(self.data), "--network", network, "--epochs", str(epochs)]
             words += ["--rates", ",".join(map(str, grid.rates)), "--seeds", ",".join(map(str, grid.seeds))]
             words += ["--threads", str(self._threads)] * (self._threads > 0) + ["--save"] * (name != "bare")
             words += ["--events"] * (name == "bare_events")
@@ -172,13 +177,13 @@ class Bench:
             threads = [f"threads={self._threads}"] * (self._threads > 0)
             many = ["-m"] * (grid.jobs > 1)
             if name == "plain":
-                words = [*many, f"data={self._data}", f"network={network}", f"epochs={epochs}", *threads]
+                words = [*many, f"data={self.data}", f"network={network}", f"epochs={epochs}", *threads]
                 words += grid.words("lr", "seed")
             else:
-                words = [*many, f"data.path={self._data}", f"model.network={network}", *threads]
+                words = [*many, f"data.path={self.data}", f"model.network={network}", *threads]
                 words += [f"trainer.max_epochs={epochs}", *grid.words("model.optimizer.lr", "seed")]
             program = f"{name}.py"
-        wall, processor, place = self._timed([sys.executable, str(PROGRAMS / program), *words])
+        wall, processor, place = self.timed([sys.executable, str(PROGRAMS / program), *words])
         lines = [json.loads(line) for line in (place / "results.jsonl").read_text().splitlines()]
         if len(lines) != grid.jobs:
             raise SystemExit(f"{place}: {len(lines)} results of {grid.jobs} jobs")
@@ -191,7 +196,7 @@ class Bench:
         )
         return cost, wall - (lines[-1]["ended"] - lines[0]["began"])
 
-    def _timed(self, command: Sequence[str]) -> tuple[float, float, Path]:
+    def timed(self, command: Sequence[str]) -> tuple[float, float, Path]:
         """Wall seconds, processor seconds, and the folder in which it ran."""
         self._count += 1
         place = self._folder / str(self._count)

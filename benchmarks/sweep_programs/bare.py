@@ -1,10 +1,11 @@
 """A sweep by hand: one process, a PyTorch loop for each job after the other, no framework.
 
     python bare.py --data digits.pt --network mlp --epochs 10 --rates 1e-3,3e-3 --seeds 0,1 [--save] [--events]
-        [--threads 1]
+        [--threads 1] [--batches 2] [--without-ends]
 
 --save: write last.pt and best.pt of each job, last at each epoch and best where it got better. --events: write loss and
 gradient norm of each step, and loss and accuracy of each validation, for TensorBoard; else nothing is logged.
+--batches: of an epoch; all where it is not given. --without-ends: neither validate nor save at an epoch's end.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def train(options: argparse.Namespace, rate: float, seed: int, folder: Path) -> 
     best, best_weights = math.inf, net.state_dict()
     writer, step = events(folder) if options.events else None, 0
     for _ in range(options.epochs):
-        for inputs, target in training:
+        for inputs, target in itertools.islice(training, options.batches):
             optimizer.zero_grad()
             loss_of_step = functional.cross_entropy(net(inputs), target)
             loss_of_step.backward()
@@ -68,6 +69,8 @@ def train(options: argparse.Namespace, rate: float, seed: int, folder: Path) -> 
                 writer.add_scalar("gradient_norm", norm.item(), step)
             optimizer.step()
             step += 1
+        if options.without_ends:
+            continue
         loss, right = evaluate(net, validation)
         if writer is not None:
             writer.add_scalar("loss/val", loss, step)
@@ -95,6 +98,8 @@ def main() -> None:
     parser.add_argument("--rates", required=True)
     parser.add_argument("--seeds", required=True)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--batches", type=int)
+    parser.add_argument("--without-ends", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--events", action="store_true")
     options = parser.parse_args()

@@ -26,7 +26,7 @@ from exp.construct import (
     build_starting_network,
     construct,
 )
-from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
+from exp.engine.checkpoint import LARGEST_COPY, AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.console import progress
 from exp.engine.datamodule import PlainData, RunData
@@ -281,7 +281,7 @@ def _trainer(
     # Loaders of the user's own know no ranks: Lightning has each take its part.
     placed["use_distributed_sampler"] = plan.data_module is not None
     runtime = plan.plain["runtime"]
-    checkpoint_io = ThreadedCheckpointIO() if plan.plain["checkpoint"]["async"] else AtomicCheckpointIO()
+    checkpoint_io = _checkpoint_io(plan.plain["checkpoint"]["async"])
     loggers = _loggers(plan, directory)
     # The bar is ours, for Lightning's redraws at every batch, unless the config names another.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
@@ -300,6 +300,12 @@ def _trainer(
     # Now that Lightning knows the rank: on others than the first a store is not opened.
     trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
     return trainer
+
+
+def _checkpoint_io(by_thread: bool | None) -> AtomicCheckpointIO:
+    if by_thread is False:
+        return AtomicCheckpointIO()
+    return ThreadedCheckpointIO(largest=None if by_thread else LARGEST_COPY)
 
 
 def _loggers(plan: Plan, directory: Path) -> dict[str, Logger]:

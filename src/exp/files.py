@@ -40,7 +40,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     """
     partial = beside(path)
     try:
-        with _held(partial) as file:
+        with _held(partial) as file, not_inherited(file):
             yield file
             file.flush()
             if is_synced:
@@ -109,6 +109,17 @@ def holding(path: Path, *, alone: bool = False) -> Iterator[None]:
     finally:
         _held_here.discard(descriptor)
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def not_inherited(file: BinaryIO) -> Iterator[None]:
+    """Close a file in every process that another thread forks meanwhile, a loader's worker: it would keep its lock."""
+    descriptor = file.fileno()
+    _held_here.add(descriptor)
+    try:
+        yield
+    finally:
+        _held_here.discard(descriptor)
 
 
 def _is_held_elsewhere(descriptor: int) -> bool:

@@ -1,15 +1,16 @@
 """kill -9 at random moments of a run, again and again, until it is done; then it is held against the unbroken one.
 
-    python tests/attacks/kills.py [--kills 1000] [--full] [--seed 0]
+    python tests/attacks/kills.py [--kills 1000] [--full] [--seed 0] [--by-thread]
 
 A run validates at every step and saves so often that most moments are inside a save. Each kill is followed by a run in
 a new directory that goes on from what is there, `resume=` it or `resume=auto` by draw, as a person would type it, and
 that is killed as well: while it reads, sweeps, brings along, trains, saves or prunes. How many of the best are kept,
 whether a thread writes and what makes a save due is drawn anew for each chain.
 --full: two ranks, fp16 with its scaler, two workers, accumulation over 3 batches, averaged weights, phases; the kill
-hits the launching process or one of its ranks. Counted are checkpoints that cannot be read, chains whose checkpoints
-differ from the unbroken run's by a bit, files half written that a later run left, sets of the best that are not what
-last.ckpt says, and runs that failed. tests/attacks/test_kills.py does the same with 34 kills.
+hits the launching process or one of its ranks. --by-thread: a thread writes in every chain.
+Counted are checkpoints that cannot be read, chains whose checkpoints differ from the unbroken run's by a bit, files
+half written that a later run left, sets of the best that are not what last.ckpt says, and runs that failed.
+tests/attacks/test_kills.py does the same with 34 kills.
 """
 
 from __future__ import annotations
@@ -83,14 +84,21 @@ class Unbroken:
 
 
 def attack(
-    commands: Any, place: Path, overrides: tuple[str, ...], *, kills: int, seed: int, tell: int | None = None
+    commands: Any,
+    place: Path,
+    overrides: tuple[str, ...],
+    *,
+    kills: int,
+    seed: int,
+    by_thread: bool = False,
+    tell: int | None = None,
 ) -> Found:
     """commands: of tests/conftest.py. place: an empty folder. tell: after how many kills the counts are printed."""
     draws, found, began = random.Random(seed), Found(), time.monotonic()
     unbroken: dict[int, Unbroken] = {}
     while found.kills < kills:
         found.chains += 1
-        keep, is_threaded = draws.choice(KEPT), draws.random() < 0.5
+        keep, is_threaded = draws.choice(KEPT), draws.random() < 0.5 or by_thread
         drawn = (f"checkpoint.keep={keep}", f"checkpoint.async={str(is_threaded).lower()}", draws.choice(DUE))
         if keep not in unbroken:
             unbroken[keep] = _unbroken(commands, place, (*overrides, drawn[0]), keep)
@@ -273,6 +281,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--by-thread", action="store_true")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     spec = importlib.util.spec_from_file_location("warm", Path(__file__).parents[1] / "conftest.py")
@@ -287,7 +296,15 @@ def main() -> None:
         place = Path(name).resolve()
         commands = warm.Commands(place)
         overrides = FULL if arguments.full else PLAIN
-        found = attack(commands, place, overrides, kills=arguments.kills, seed=arguments.seed, tell=50)
+        found = attack(
+            commands,
+            place,
+            overrides,
+            kills=arguments.kills,
+            seed=arguments.seed,
+            by_thread=arguments.by_thread,
+            tell=50,
+        )
         commands.close()
     print(_counts(found))
     for told in _faults(found):

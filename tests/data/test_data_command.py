@@ -582,6 +582,7 @@ def _files(place: Path) -> dict[str, list[str]]:
         (place / "idx" / f"{part}-labels-idx1-ubyte").write_bytes(
             struct.pack(">4BI", 0, 0, 8, 1, count) + labels.tobytes()
         )
+    draws.integers(0, 9, 400).astype(np.uint16).tofile(place / "tokens.bin")
     (place / "shards").mkdir()
     for number in range(2):
         rows = [f"{number},{index},{'ab'[index % 2]}" for index in range(9)]
@@ -595,12 +596,13 @@ def _files(place: Path) -> dict[str, list[str]]:
         "csv_regression": ["data.dataset.path=b.csv", "data.dataset.target=[y,z]"],
         "images": ["data.dataset.path=pets"],
         "mnist": ["data.dataset.path=idx"],
+        "token_file": ["data.dataset.path=tokens.bin", "data.dataset.vocabulary_size=9", "data.dataset.block_size=4"],
         "windows": ["data.dataset.path=b.csv", "data.dataset.targets=[y]", "data.dataset.length=4"],
     }  # fmt: skip
 
 
 SHIPPED = ("breast_cancer", "wine", "diabetes", "digits", "digit_domains", "text", "letter_names")
-WITH_FILES = ("stream", "tensors", "npy", "csv", "csv_regression", "images", "mnist", "windows")
+WITH_FILES = ("stream", "tensors", "npy", "csv", "csv_regression", "images", "mnist", "token_file", "windows")
 # Each with the package that it needs.
 EXTRAS = {"parquet": "pyarrow", "tokens": "tokenizers", "hf": "datasets"}
 

@@ -126,7 +126,7 @@ def test_what_pythons_own_writer_writes_is_read_back(tmp_path, rows):
     assert sheet.numbers(0).tolist() == [row[0] for row in rows]
     assert sheet.texts(1) == [row[1] for row in rows]
     assert sheet.numbers(2).tolist() == [row[2] for row in rows]
-    assert len(sheet.lines) == len(rows)
+    assert len(sheet) == len(rows)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -39,7 +41,7 @@ def test_a_sample_is_its_pixels_and_the_class_of_its_folder(pets):
         with Image.open(part.files[index]) as picture:
             expected = np.asarray(picture)
         assert np.array_equal((pixels * 255).round().permute(1, 2, 0).numpy(), expected)
-        assert part.files[index].parent.name == list(COLOURS)[int(target)]
+        assert Path(part.files[index]).parent.name == list(COLOURS)[int(target)]
 
 
 def test_resized_cropped_and_normalised(pets):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
@@ -72,6 +73,9 @@ class Seen(Callback):
                 trainer.fit_loop._should_accumulate(),
                 loop._batches_that_stepped,
                 dataclasses.asdict(loop.batch_progress),
+                dataclasses.asdict(loop.val_loop.batch_progress),
+                module.training,
+                torch.is_grad_enabled(),
                 dataclasses.asdict(loop.scheduler_progress),
                 dataclasses.asdict(loop.automatic_optimization.optim_progress),
                 [group["lr"] for group in trainer.optimizers[0].param_groups],
@@ -260,6 +264,51 @@ def test_a_stream_of_unknown_length_ends_where_it_ends(tmp_path: Path, small_run
     assert_equal(*runs)
 
 
+class Watching(Callback):
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.batches.append(batch_idx)
+        module.log("seen/val", float(batch_idx), batch_size=1)
+
+
+def test_what_acts_at_a_batch_of_validation_keeps_lightnings_own_validation_and_the_log_says_why(
+    tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it logs there goes to callbacks, as in Lightning's own loop."""
+    watching = Watching()
+    with caplog.at_level(logging.INFO, logger="exp.engine.lean_loop"):
+        small = small_run.Small(tmp_path, max_epochs=2, callbacks=(watching,))
+        small.fit()
+    assert is_lean(small)  # its steps
+    said = [record.message for record in caplog.records if record.name == "exp.engine.lean_loop"]
+    assert said == [
+        "each batch of a validation goes through Lightning's own loop: the callback Watching acts at every batch of a "
+        "validation, in on_validation_batch_end"
+    ]
+    batches = len(watching.batches) // 2
+    assert watching.batches == [*range(batches)] * 2
+    assert float(small.trainer.callback_metrics["seen/val"]) == (batches - 1) / 2
+
+
+def test_a_callback_may_log_at_the_end_of_a_lean_validation(tmp_path: Path, small_run: ModuleType) -> None:
+    class Ending(Callback):
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            module.log("epoch/val", float(trainer.current_epoch))
+
+    runs = []
+    for count in (None, 1):
+        small = small_run.Small(tmp_path / str(count), max_epochs=2, callbacks=(Ending(),), steps_per_execution=count)
+        small.fit()
+        runs.append(small)
+    assert float(runs[0].trainer.callback_metrics["epoch/val"]) == 1.0
+    assert [value for (tag, _), value in runs[0].values.seen.items() if tag == "epoch/val"] == [0.0, 1.0]
+    assert_equal(*runs)
+
+
 class Refusing(Hook):
     needs = frozenset({"one_step_a_call"})
 
@@ -299,6 +348,12 @@ def test_lightnings_loop_has_what_the_adapter_leans_on(tmp_path: Path, small_run
     for name in ("on_run_start", "advance", "on_advance_end", "teardown", "_should_check_val_epoch", "global_step"):
         assert name in vars(_TrainingEpochLoop)
     assert set(loop.state_dict()) == set(_TrainingEpochLoop(small.trainer).state_dict())
+    own = vars(_TrainingEpochLoop(small.trainer).val_loop)
+    assert own.keys() == vars(loop.val_loop).keys() - {"_lean", "_told"}
+    assert (own["_stage"], own["_trainer_fn"]) == (loop.val_loop._stage, loop.val_loop._trainer_fn)
+    for name in ("run", "on_run_start", "_evaluation_step", "_on_evaluation_model_eval", "_on_evaluation_start"):
+        assert name in vars(_EvaluationLoop)
+    assert "_on_evaluation_epoch_start" in vars(_EvaluationLoop)
     assert list(dataclasses.asdict(loop.batch_progress)) == ["total", "current", "is_last_batch"]
     combined = CombinedLoader([1, 2], "max_size_cycle")
     fetcher = _PrefetchDataFetcher()

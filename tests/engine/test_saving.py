@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from exp.engine import checkpoint
-from exp.engine.checkpoint import ThreadedCheckpointIO, on_host, read_checkpoint
+from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO, on_host, read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")
 ALWAYS = 1e-9
@@ -140,19 +141,37 @@ def test_a_kill_between_the_last_and_the_best_loses_neither(
 # --- by a thread ---
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+    """Call something before each file that is written, in the thread that writes it."""
+    own = AtomicCheckpointIO.write
+
+    def write(io: AtomicCheckpointIO, content: Any, path: Path) -> None:
+        before()
+        own(io, content, path)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "write", write)
+
+
+@pytest.fixture(params=["packed", "copied"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small state is packed, and a large one copied."""
+    if request.param == "copied":
+        monkeypatch.setattr(checkpoint, "PACKED_BYTES", 0)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("more", [{}, {"callbacks": ("ema",)}, {"word": "fp16"}, {"phases": True}])
 def test_a_thread_writes_what_the_run_would_have_written(
-    tmp_path: Path, small_run: ModuleType, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_run: ModuleType, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Slowly, so that the steps go on meanwhile."""
-    own, threads = torch.save, set()
+    threads = set()
 
-    def slowly(*arguments: Any) -> None:
+    def slowly() -> None:
         threads.add(threading.current_thread().name.partition("_")[0])
         time.sleep(0.02)
-        own(*arguments)
 
-    monkeypatch.setattr(checkpoint.torch, "save", slowly)
+    slow_down(monkeypatch, slowly)
     runs = {}
     for threaded in (False, True):
         small = small_run.Small(tmp_path / str(threaded), threaded=threaded, every_n_steps=1, max_epochs=2, **more)
@@ -177,24 +196,29 @@ def test_a_killed_run_with_a_thread_goes_on_exactly(tmp_path: Path, elsewhere: A
     torch.testing.assert_close(torch.load(tmp_path / "parts" / "weights.0.pt"), whole.weights(), rtol=0, atol=0)
 
 
-def test_at_most_two_are_held_and_they_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, gate, written = torch.save, threading.Semaphore(0), []
+def test_at_most_two_are_held_and_they_are_written_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    own, gate, written = AtomicCheckpointIO.write, threading.Semaphore(0), []
 
-    def save(value: Any, file: Any) -> None:
+    def write(io: AtomicCheckpointIO, content: Any, path: Path) -> None:
         gate.acquire()
-        own(value, file)
-        written.append(int(value["epoch"]))
+        own(io, content, path)
+        written.append(read_checkpoint(path)["epoch"])
 
-    monkeypatch.setattr(checkpoint.torch, "save", save)
+    monkeypatch.setattr(AtomicCheckpointIO, "write", write)
     io = ThreadedCheckpointIO()
     weight = torch.zeros(3)
-    for epoch in range(2):
+
+    def save(epoch: int) -> None:
         weight.fill_(epoch)
-        io.save_checkpoint({"state_dict": {"w": weight}, "epoch": epoch}, tmp_path / "last.ckpt")
+        with io.in_background():
+            io.save_checkpoint({"state_dict": {"w": weight}, "epoch": epoch}, tmp_path / "last.ckpt")
+
+    save(0)
+    save(1)
     io.copy_checkpoint(tmp_path / "last.ckpt", tmp_path / "best.ckpt")
-    third = threading.Thread(
-        target=io.save_checkpoint, args=({"state_dict": {"w": weight}, "epoch": 2}, tmp_path / "last.ckpt")
-    )
+    third = threading.Thread(target=save, args=(2,))
     third.start()
     third.join(0.2)
     assert third.is_alive()  # it waits for a place
@@ -208,23 +232,89 @@ def test_at_most_two_are_held_and_they_are_written_in_order(tmp_path: Path, monk
 
 
 def test_what_a_thread_cannot_write_ends_the_run_and_the_older_file_stands(
-    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    own, count = torch.save, [0]
+    own, count = os.fsync, [0]
 
-    def save(value: Any, file: Any) -> None:
-        count[0] += 1
+    def fsync(descriptor: int) -> None:
+        count[0] += os.readlink(f"/proc/self/fd/{descriptor}").endswith(".partial")
         if count[0] == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        own(value, file)
+        own(descriptor)
 
-    monkeypatch.setattr(checkpoint.torch, "save", save)
+    monkeypatch.setattr(os, "fsync", fsync)
     small = small_run.Small(tmp_path, threaded=True, every_n_steps=1, max_epochs=1)
     with pytest.raises(OSError, match="No space left on device") as caught:
         small.fit()
     assert caught.value.filename == str(small.last)
     assert read_checkpoint(small.last)["global_step"] == 2
     assert count[0] == 3
+
+
+def test_what_a_callback_saves_is_there_when_it_has_saved_it(
+    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind what waits, which is written first."""
+    slow_down(monkeypatch, lambda: time.sleep(0.05))
+    steps = []
+
+    class Saving(small_run.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "own.ckpt")
+            steps.append([read_checkpoint(path)["global_step"] for path in (tmp_path / "own.ckpt", small.last)])
+
+    small = small_run.Small(
+        tmp_path, threaded=True, every_n_steps=1, max_epochs=1, limit_train_batches=3, callbacks=(Saving(),)
+    )
+    small.trainer.callbacks.reverse()  # of hooks at one point, ours before theirs
+    small.last.parent.mkdir()
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "global_step": 0}, small.last)
+    small.fit()
+    assert steps == [[1, 0], [2, 1], [3, 2]]
+
+
+def test_a_state_that_is_too_large_for_a_copy_is_written_before_the_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    slow_down(monkeypatch, lambda: threads.append(threading.current_thread().name.partition("_")[0]))
+    io = ThreadedCheckpointIO(largest=40)
+    with io.in_background():
+        for size in (10, 11):
+            io.save_checkpoint({"state_dict": {"w": torch.zeros(size)}}, tmp_path / "last.ckpt")
+    io.settle()
+    assert threads == ["checkpoints", "MainThread"]
+
+
+def test_a_worker_that_is_forked_while_a_thread_writes_keeps_no_lock_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the copy of the best would wait for the worker's end, and the worker is told to end behind it."""
+    own, writing, forked = os.fsync, threading.Event(), threading.Event()
+
+    def fsync(descriptor: int) -> None:
+        writing.set()
+        assert forked.wait(20)
+        own(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    io = ThreadedCheckpointIO()
+    with io.in_background():
+        io.save_checkpoint({"state_dict": {"w": torch.zeros(3)}}, tmp_path / "last.ckpt")
+    assert writing.wait(20)
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    forked.set()
+    io.copy_checkpoint(tmp_path / "last.ckpt", tmp_path / "best.ckpt")
+    settling = threading.Thread(target=io.settle)
+    settling.start()
+    settling.join(20)
+    is_waiting = settling.is_alive()
+    worker.kill()
+    worker.join()
+    settling.join()
+    assert not is_waiting
+    assert (tmp_path / "best.ckpt").samefile(tmp_path / "last.ckpt")
 
 
 def test_a_copy_keeps_tied_weights_tied_and_its_own_numbers() -> None:

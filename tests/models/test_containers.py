@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import inspect
 import io
 import pickle
@@ -275,6 +276,33 @@ def test_layers_without_a_program_are_called_in_order() -> None:
     assert torch.equal(SequentialModel(layers=layers)(x), expected)
     assert torch.equal(ModuleListModel(layers=layers)(x), expected)
     assert torch.equal(ModuleDictModel(layers=layers)(x), expected)
+
+
+def test_a_thousand_layers_are_called_in_order() -> None:
+    many = SequentialModel(
+        layers={
+            "first": [nn.Linear(2, 2) for _ in range(500)],
+            **{f"layer_{place}": nn.Linear(2, 2) for place in range(500)},
+        }
+    )
+    x = torch.randn(3, 2, dtype=torch.float64)
+    by_hand = nn.Sequential(
+        *many.get_submodule("first").children(), *[many.get_submodule(f"layer_{n}") for n in range(500)]
+    )
+    many.double()
+    assert torch.equal(many(x), by_hand(x))
+
+
+def test_the_work_of_making_a_network_grows_as_its_layers() -> None:
+    """Counted in calls of functions: each of 4,000 layers used to look at all of them."""
+
+    def calls(layers: int) -> int:
+        profile, held = cProfile.Profile(), {"many": [nn.Linear(2, 2) for _ in range(layers)]}
+        profile.runcall(SequentialModel, layers=held)
+        return sum(one.callcount for one in profile.getstats())
+
+    calls(10)
+    assert calls(400) < 2.2 * calls(200)
 
 
 def test_a_program_keeps_no_activation_longer_than_by_hand() -> None:

@@ -305,15 +305,16 @@ def test_a_picture_that_cannot_be_drawn_is_told_once_for_its_tag(monkeypatch: py
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     from exp.engine import checkpoint
 
-    own, calls = checkpoint.torch.save, []
+    own, calls = os.fsync, []
 
-    def save(state: Any, file: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        own(state, file)
+    def fsync(descriptor: int) -> None:
+        if "/.last.ckpt." in os.readlink(f"/proc/self/fd/{descriptor}"):
+            calls.append(1)
+            if len(calls) == 2:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        own(descriptor)
 
-    monkeypatch.setattr(checkpoint.torch, "save", save)
+    monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(exp.RunError) as caught:
         exp.fit(exp.compose(["trainer.max_epochs=2", "trainer.limit_train_batches=4", "checkpoint.every_n_steps=1"]))
     message = str(caught.value)

@@ -49,12 +49,12 @@ class TooFast(nn.Module):
 
 class SlowDisk(Callback):
     def setup(self, trainer, pl_module, stage):
-        write = AtomicCheckpointIO.save_checkpoint
-        def slowly(io, checkpoint, *arguments):
-            if checkpoint["global_step"] == 5:
+        write = AtomicCheckpointIO.write
+        def slowly(io, content, path):
+            if trainer.global_step <= 5:
                 time.sleep(2)
-            write(io, checkpoint, *arguments)
-        AtomicCheckpointIO.save_checkpoint = slowly
+            write(io, content, path)
+        AtomicCheckpointIO.write = slowly
 '''
 SHORT = [
     "security.allow=[too_fast]", "data=digits", "data.batch_size=256", "trainer.max_epochs=4",

@@ -138,7 +138,7 @@ SCHEMA: dict[str, Any] = {
         "every_n_steps": Count | None,
         "every_n_minutes": Positive | None,
         "keep": Count,
-        "async": bool,
+        "async": bool | None,
         "save_best": bool,
         "save_last": bool,
     },

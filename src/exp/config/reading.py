@@ -6,7 +6,6 @@ A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, s
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,11 +140,12 @@ def are_referred(paths: Iterable[KeyPath], raw: Any) -> bool:
 
 
 def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """A copy of a plain tree with other values, of paths that are there."""
-    found = copy.deepcopy(dict(plain))
+    """A plain tree with other values, of paths that are there; what lies beside the paths is shared with the other."""
+    found = dict(plain)
     for (*path, last), value in values.items():
         node = found
         for name in path:
+            node[name] = dict(node[name]) if isinstance(node[name], Mapping) else list(node[name])
             node = node[name]
         node[last] = value
     return found

@@ -13,14 +13,15 @@ import numpy as np
 
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, name_cure
-from exp.data.tables import Encoding, Impute, Table, Words
+from exp.data.tables import Encoding, Impute, Packed, Table, Words, beside
 from exp.errors import ConfigError, Fault
 
 Task = Literal["classification", "regression"]
 # A column by its name, or by its number from 0 where columns have no names.
 Name: TypeAlias = str | int
 Value = TypeVar("Value")
-Column = TypeVar("Column", bound=Iterable[object])
+Values: TypeAlias = "Iterable[object] | Packed | Words"
+Column = TypeVar("Column", bound=Values)
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
 MANY_LABELS = 20
 NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
@@ -42,6 +43,15 @@ class Sheet(ABC):
             return self.names.index(str(name))
         raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
 
+    def load(  # noqa: B027 - most sheets are at hand
+        self, *, numbers: Sequence[Sequence[int]], days: Mapping[int, str | None], words: Sequence[int]
+    ) -> None:
+        """Reads columns together, of a file that is else read once for each.
+
+        numbers: groups of columns of numbers and dates that become one block each. days: the dates among them, and how
+        they are written. words: columns of words and of classes.
+        """
+
     @abstractmethod
     def texts(self, column: int) -> list[str | None]:
         """A column of words; None where one is missing."""
@@ -60,12 +70,20 @@ class Sheet(ABC):
         Raises: ConfigError for what is no such date.
         """
 
-        def wrong(row: int, text: str) -> ConfigError:
-            expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
-            cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
-            return self.bad(row, column, repr(text), expected, cure)
+        return self.read(
+            column, lambda text: days_since_1970(text, form), lambda row, text: self.no_date(row, column, text, form)
+        )
 
-        return self.read(column, lambda text: days_since_1970(text, form), wrong)
+    def words(self, column: int) -> Words:
+        """A column of words, coded."""
+        return words_of(self.texts(column))
+
+    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
+        """A column of numbers, or where `days` names it of dates, as a table takes it: float64 `[N]`, or Packed.
+
+        Raises: as numbers and days.
+        """
+        return self.days(column, days[column]) if column in days else self.numbers(column)
 
     def read(
         self, column: int, number_of: Callable[[str], float], wrong: Callable[[int, str], ConfigError]
@@ -89,9 +107,16 @@ class Sheet(ABC):
     def place(self, row: int) -> str:
         """A row in words."""
 
-    def complete(self, column: int, values: Iterable[object], *, cure: str) -> None:
+    def complete(self, column: int, values: Values, *, cure: str) -> None:
         """Raises: ConfigError where one of the values is missing. cure: against it."""
-        missing = [row for row, value in enumerate(values) if value is None or value != value]
+        if isinstance(values, Packed):
+            missing = np.flatnonzero(np.isnan(values.values).any(1)).tolist()
+        elif isinstance(values, np.ndarray):
+            missing = np.flatnonzero(np.isnan(values)).tolist()
+        elif isinstance(values, Words):
+            missing = np.flatnonzero(values.codes < 0).tolist()
+        else:
+            missing = [row for row, value in enumerate(values) if value is None or value != value]
         if missing:
             many = f" there and in {len(missing) - 1} more rows," if missing[1:] else ""
             raise self.bad(missing[0], column, f"no value{many}", "one in every row", cure)
@@ -100,6 +125,11 @@ class Sheet(ABC):
         """The error of one value."""
         place = f"{self.place(row)}, column {self.names[column]}"
         return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure)
+
+    def no_date(self, row: int, column: int, text: str, form: str | None) -> ConfigError:
+        expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
+        cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
+        return self.bad(row, column, repr(text), expected, cure)
 
     def no_number(self, row: int, column: int, text: str) -> ConfigError:
         name = self.names[column]
@@ -148,19 +178,20 @@ class SheetTable(Table):
                 sheet.complete(column, values, cure=cure)
             return values
 
-        def number(column: int) -> np.ndarray:
-            return whole(column, sheet.days(column, days[column]) if column in days else sheet.numbers(column))
-
-        numbers = _each(sheet, [one for one in features if one not in words], number, faults)
-        texts = _each(
-            sheet, [one for one in features if one in words], lambda one: whole(one, sheet.texts(one)), faults
-        )
-        wanted = dict(_targets(sheet, targets, _tasks(task, targets), faults))
+        figures = [column for column in features if column not in words]
+        words = [column for column in features if column in words]
+        tasks = _tasks(task, targets)
+        regressions = [columns for name, columns in targets.items() if tasks[name] == "regression"]
+        classes = [columns[0] for name, columns in targets.items() if tasks[name] != "regression" and columns]
+        sheet.load(numbers=[figures, *regressions], days=days, words=[*words, *classes])
+        numbers = _each(sheet, figures, lambda one: whole(one, sheet.feature(one, days)), faults)
+        texts = _each(sheet, words, lambda one: whole(one, sheet.words(one)), faults)
+        wanted = dict(_targets(sheet, targets, tasks, faults))
         if faults:
             raise ConfigError(faults)
         super().__init__(
             numbers=numbers,
-            words={name: words_of(values) for name, values in texts.items()},
+            words=texts,
             targets=wanted,
             standardise=standardise,
             impute=impute,
@@ -170,12 +201,20 @@ class SheetTable(Table):
 
 def words_of(values: Sequence[str | None]) -> Words:
     """A column of words: in the order of numbers where all of them are, else of the alphabet."""
-    names = sorted({value for value in values if value is not None})
+    names = list(dict.fromkeys(value for value in values if value is not None))
+    places: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
+    return words_in_order(np.array([places[value] for value in values], dtype=np.int64), names)
+
+
+def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
+    """A column of words that are numbered in any order, `[N]`, -1 for a missing one, as `words_of` has them."""
+    names = sorted(words)
     numbers = [number for name in names if (number := _number(name)) is not None]
     if len(numbers) == len(names):
         names = [name for _, name in sorted(zip(numbers, names, strict=True))]
-    order: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
-    return Words(codes=np.array([order[value] for value in values], dtype=np.int64), names=tuple(names))
+    order = {name: number for number, name in enumerate(names)}
+    places = np.array([*(order[word] for word in words), -1], dtype=codes.dtype)
+    return Words(codes=places[codes], names=tuple(names))
 
 
 def labels_in(sheet: Sheet, column: int) -> Words:
@@ -183,9 +222,8 @@ def labels_in(sheet: Sheet, column: int) -> Words:
 
     Raises: ConfigError where one is missing, and for numbers that look like a regression's.
     """
-    texts = sheet.texts(column)
-    sheet.complete(column, texts, cure=NO_ANSWER)
-    labels = words_of(texts)
+    labels = sheet.words(column)
+    sheet.complete(column, labels, cure=NO_ANSWER)
     numbers = [number for name in labels.names if (number := _number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
@@ -239,15 +277,15 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
 
 def _targets(
     sheet: Sheet, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], faults: list[Fault]
-) -> Iterator[tuple[str, np.ndarray | Words]]:
+) -> Iterator[tuple[str, np.ndarray | Packed | Words]]:
     for name, columns in targets.items():
         if not columns:
             faults += data_fault("dataset.target", got="no column", expected="one to predict, or several").faults
         elif tasks[name] == "regression":
-            read = _each(sheet, columns, sheet.numbers, faults)
+            read = _each(sheet, columns, lambda one: sheet.feature(one, {}), faults)
             faults += _incomplete(sheet, read)
             if len(read) == len(columns):
-                yield name, np.stack(list(read.values()), 1)
+                yield name, beside(list(read.values()))
         elif len(columns) > 1:
             got = f"{len(columns)} columns in a classification"
             cured = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
@@ -259,7 +297,7 @@ def _targets(
                 faults += error.faults
 
 
-def _incomplete(sheet: Sheet, columns: Mapping[str, Iterable[object]]) -> Iterator[Fault]:
+def _incomplete(sheet: Sheet, columns: Mapping[str, np.ndarray | Packed]) -> Iterator[Fault]:
     for name, values in columns.items():
         try:
             sheet.complete(sheet.names.index(name), values, cure=NO_ANSWER)

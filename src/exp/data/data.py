@@ -66,6 +66,9 @@ class Data:
     num_workers, prefetch_factor, persistent_workers, multiprocessing_context: DataLoader's own.
     pin_memory: None means where there is a CUDA device.
     shuffle_buffer: samples among which the order of a stream is random.
+    shuffle_block: of data that are slow to read here and there, how many samples that follow each other are read
+        together; None means what the data set says in its `block`, else each by itself. shuffle_window: blocks whose
+        samples are shuffled together.
     tv_tensors: what entries of a sample are to torchvision's v2 transforms, such as {input: image, target: mask}.
     transforms: applied in turn to the input of each sample, or to the entries that their parameters name.
         train_transforms: the same before them, in training only. batch_transforms, train_batch_transforms: the same on
@@ -88,6 +91,9 @@ class Data:
     Raises: ConfigError that names the key.
     """
 
+    rounded: Sequence[str] = ()
+    _drawn: SampledOrder | None = None
+
     def __init__(
         self,
         *,
@@ -108,6 +114,8 @@ class Data:
         persistent_workers: bool = True,
         multiprocessing_context: StartMethod | None = None,
         shuffle_buffer: Annotated[int, Ge(0)] = 1000,
+        shuffle_block: Annotated[int, Ge(1)] | None = None,
+        shuffle_window: Annotated[int, Ge(1)] = 64,
         tv_tensors: Mapping[str, Any] | None = None,
         transforms: Transforms = None,
         train_transforms: Transforms = None,
@@ -128,6 +136,7 @@ class Data:
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self.shuffle_buffer, self.input_mean, self.input_std = shuffle_buffer, input_mean, input_std
+        self.shuffle_block, self.shuffle_window = shuffle_block, shuffle_window
         dtypes = [input_dtype, *(one["dtype"] for one in (inputs or {}).values())]
         self._form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
         self._collate = collate_of(collate, inputs=self._form.names)
@@ -141,13 +150,10 @@ class Data:
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
         self.fitted = fit(raw, earlier=earlier or (lambda: None))
         self._parts = prepare(raw, self.fitted)
-        self._drawn: SampledOrder | None = None
         self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
         self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
-        self.rounded: list[str] = []
         self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
-        self._labels = replace(self._labels, classes=self.spec.num_classes)
         self._check_labels()
         self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
 
@@ -343,6 +349,8 @@ class Data:
             drop_last=self.drop_last and train,
             seed=self.seed,
             draw=draw,
+            block=self.shuffle_block or getattr(self._parts[stage], "block", None),
+            window=self.shuffle_window,
         )
 
     @property
@@ -418,6 +426,7 @@ class Data:
 
     def _check_labels(self) -> None:
         """Data in memory is looked at whole; other labels as they are read."""
+        self._labels = replace(self._labels, classes=self.spec.num_classes)
         for stage, part in self._parts.items():
             if not isinstance(part, Tensors):
                 continue

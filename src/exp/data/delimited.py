@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import numpy as np
 from annotated_types import Len
 
-from exp.data.columns import Name, Sheet, SheetTable, Task
+from exp.data.columns import Name, Sheet, SheetTable, Task, days_since_1970, words_in_order
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault
-from exp.data.tables import Encoding, Impute
+from exp.data.tables import Encoding, Impute, Packed, Words
+from exp.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _csv import Reader
+
+# Bytes of a file from which on its numbers are packed: below, they are kept as they stand, in double.
+PACKED = 64 * 2**20
+# Lines that are parsed together, about a megabyte.
+LINES = 2**14
 MISSING_VALUES = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 
 
@@ -34,6 +45,8 @@ class Csv(SheetTable):
     ignore: columns to leave out.
     missing_values: texts that stand for a missing value. impute: what to take for one, see Table; None refuses them.
     encoding: of words, "one_hot" or "index"; see Table. standardise: see Table.
+    packed: whether numbers are kept in half the memory and samples are encoded where a batch needs them, see Table;
+        None means for a file of 64 MiB or more.
 
     Raises: ConfigError for a file or a column that is not there, and with its line for a value that is none of what its
         column holds.
@@ -55,10 +68,11 @@ class Csv(SheetTable):
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
+        packed: bool | None = None,
     ) -> None:
         file = data_file(path, directory=directory)
         super().__init__(
-            sheet=read_sheet(file, delimiter=delimiter, header=header, missing_values=missing_values),
+            sheet=read_sheet(file, delimiter=delimiter, header=header, missing_values=missing_values, packed=packed),
             target=target,
             task=task,
             categorical=categorical,
@@ -70,78 +84,367 @@ class Csv(SheetTable):
         )
 
 
-class CsvSheet(Sheet):
-    """The rows of a CSV file as text, and the line on which each ends."""
+@dataclass(frozen=True)
+class Dialect:
+    """How a CSV file is written. missing_values: texts that stand for a missing value."""
 
-    def __init__(
-        self,
-        *,
-        file: Path,
-        names: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        lines: Sequence[int],
-        missing_values: Sequence[str],
-    ) -> None:
+    delimiter: str
+    header: bool
+    missing_values: frozenset[str]
+
+
+class CsvSheet(Sheet):
+    """The columns of a CSV file, read in one pass over it for all that are asked for together, a megabyte at a time.
+
+    packed: whether columns of numbers are Packed.
+    """
+
+    def __init__(self, *, file: Path, names: Sequence[str], dialect: Dialect, packed: bool) -> None:
         super().__init__(file=file, names=names)
-        self.rows, self.lines, self.missing_values = rows, lines, frozenset(missing_values)
+        self.dialect, self.packed = dialect, packed
+        self._rows = 0
+        self._numbers: dict[tuple[int, str | bool | None], np.ndarray | Packed | ConfigError] = {}
+        self._words: dict[int, Words] = {}
+
+    def __len__(self) -> int:
+        """The rows, once a column was read."""
+        return self._rows
+
+    def load(self, *, numbers: Sequence[Sequence[int]], days: Mapping[int, str | None], words: Sequence[int]) -> None:
+        figures = set(chain.from_iterable(numbers))
+        # What is both, such as a class that is also a number to predict, is read again when its words are asked for.
+        words = [column for column in words if column not in figures]
+        readers: dict[int, Callable[[str], float]] = {}
+        for column in figures:
+            readers[column] = self._reader(days.get(column), is_day=column in days)
+        codes = {column: WordCodes(self.dialect.missing_values) for column in words}
+        readers |= {column: code.__getitem__ for column, code in codes.items()}
+        parser = Parser(sheet=self, readers=readers, plain=[one for one in readers if one not in {*days, *codes}])
+        blocks = [Block(columns=group, packed=self.packed) for group in numbers]
+        coded = Block(columns=list(codes), dtype=np.int32)
+        self._rows = 0
+        for rows, share in parser.pieces():
+            self._rows += len(rows)
+            for block in (*blocks, coded):
+                block.append(rows, share)
+        for block in blocks:
+            whole = block.done()
+            for place, column in enumerate(block.columns):
+                found = whole.column(place) if isinstance(whole, Packed) else whole[:, place]
+                self._numbers[column, days.get(column, False)] = self._fault(parser, column, days) or found
+        self._words |= {
+            column: words_in_order(coded.held[: self._rows, place], code.words)
+            for place, (column, code) in enumerate(codes.items())
+        }
 
     def texts(self, column: int) -> list[str | None]:
-        texts = [row[column].strip() for row in self.rows]
-        return [None if text in self.missing_values else text for text in texts]
+        words = self.words(column)
+        names = (*words.names, None)
+        return [names[code] for code in words.codes.tolist()]
+
+    def words(self, column: int) -> Words:
+        if column not in self._words:
+            self.load(numbers=(), days={}, words=[column])
+        return self._words[column]
 
     def numbers(self, column: int) -> np.ndarray:
-        return self.read(column, float, lambda row, text: self.no_number(row, column, text))
+        return np.asarray(self._read(column, {}))
+
+    def days(self, column: int, form: str | None) -> np.ndarray:
+        return np.asarray(self._read(column, {column: form}))
+
+    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
+        return self._read(column, days)
 
     def place(self, row: int) -> str:
-        return f"line {self.lines[row]} of {self.file}"
+        with self.file.open(newline="", encoding="utf-8-sig") as text:
+            reader = self.rows_in(text)
+            rows = filter(None, reader)
+            next(islice(rows, row + self.dialect.header, None))
+            return f"line {reader.line_num} of {self.file}"
+
+    def rows_in(self, lines: Iterator[str] | TextIO) -> Reader:
+        """What the csv module makes of lines."""
+        return csv.reader(lines, delimiter=self.dialect.delimiter, strict=True, skipinitialspace=True)
+
+    def uneven(self, row: Sequence[str], line: int) -> ConfigError:
+        """The error of a row with another number of values than there are columns. line: on which it ends."""
+        told = f"The delimiter is {self.dialect.delimiter!r}; data.dataset.delimiter sets another"
+        return data_fault(
+            "dataset.path",
+            got=f"{len(row)} values in line {line} of {self.file}",
+            expected=f"{len(self.names)}, as in its first line",
+            cure=told if len(row) == 1 else None,
+        )
+
+    def unreadable(self, error: Exception, line: int) -> ConfigError:
+        """The error of what is no CSV. line: the last one that was read."""
+        return data_fault("dataset.path", got=f"{self.file}, near line {line + 1}: {error}", expected="CSV in UTF-8")
+
+    def _read(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
+        key = (column, days.get(column, False))
+        if key not in self._numbers:
+            self.load(numbers=[[column]], days={one: form for one, form in days.items() if one == column}, words=())
+        found = self._numbers[key]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def _reader(self, form: str | None, *, is_day: bool) -> Callable[[str], float]:
+        missing = self.dialect.missing_values
+
+        def read(text: str) -> float:
+            text = text.strip()
+            if text in missing:
+                return math.nan
+            value = days_since_1970(text, form) if is_day else float(text)
+            if not math.isfinite(value):
+                raise ValueError("not finite")
+            return value
+
+        return read
+
+    def _fault(self, parser: Parser, column: int, days: Mapping[int, str | None]) -> ConfigError | None:
+        if column not in parser.unread:
+            return None
+        row, text = parser.unread[column]
+        try:
+            float(text)
+        except ValueError:
+            is_number = False
+        else:
+            is_number = column not in days
+        if is_number:
+            return self.bad(row, column, text, "a finite number")
+        return self.no_date(row, column, text, days[column]) if column in days else self.no_number(row, column, text)
+
+
+class Parser:
+    """Turns the lines of a file into numbers, float64 `[n, columns of the file]`, piece by piece.
+
+    NumPy parses what it can, six times as fast as the csv module and Python's float. Where that fails, the same lines
+    are read with a function for each value, and where that fails, too, or a text stands in quotes, by the csv module,
+    which finds the value that is wrong.
+
+    readers: what makes a number of a text, by column; other columns are not looked at. plain: those of them that NumPy
+    may read itself.
+    unread: an attribute, of each column that holds what its reader does not take, the first such row, and the text.
+    """
+
+    def __init__(self, *, sheet: CsvSheet, readers: Mapping[int, Callable[[str], float]], plain: Sequence[int]) -> None:
+        self.sheet, self.readers = sheet, readers
+        self.unread: dict[int, tuple[int, str]] = {}
+        self._by_function: dict[int | str, Callable[[str], float]] = {
+            column: readers.get(column, _nothing) for column in range(len(sheet.names))
+        }
+        self._by_numpy = {column: read for column, read in self._by_function.items() if column not in plain}
+        # A number that stands for a missing one is none, which NumPy cannot know.
+        missing = filter(_is_number, sheet.dialect.missing_values)
+        self._is_plain = bool(plain) and not any(math.isfinite(float(text)) for text in missing)
+        self._rows = 0
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, float]]:
+        """The pieces in their order, and with each about which share of the file it is.
+
+        Raises: ConfigError for rows of unequal length, and for what is no CSV in UTF-8.
+        """
+        size = self.sheet.file.stat().st_size
+        line = 0
+        with self.sheet.file.open(newline="", encoding="utf-8-sig") as text:
+            if self.sheet.dialect.header:
+                header = self.sheet.rows_in(text)
+                next(filter(None, header))
+                line = header.line_num
+            while lines := self._lines(text, line):
+                found = None if '"' in "".join(lines) else self._parsed(lines)
+                taken = len(lines)
+                if found is None:
+                    found, taken = self._by_row(lines, text, line)
+                line += taken
+                self._rows += len(found)
+                if len(found):
+                    yield found, min(1.0, sum(map(len, lines)) / size)
+
+    def _lines(self, text: TextIO, line: int) -> list[str]:
+        try:
+            return list(islice(text, LINES))
+        except UnicodeDecodeError as error:
+            raise self.sheet.unreadable(error, self._decoded(line)) from error
+
+    def _decoded(self, line: int) -> int:
+        """The last line that is UTF-8, of those behind one that is."""
+        with self.sheet.file.open("rb") as lines:
+            for number, content in enumerate(lines, 1):
+                try:
+                    content.decode()
+                except UnicodeDecodeError:
+                    return max(line, number - 1)
+        return line
+
+    def _parsed(self, lines: Sequence[str]) -> np.ndarray | None:
+        """The numbers of whole lines; None where one of them cannot be read so."""
+        if self._is_plain:
+            found = self._loaded(lines, self._by_numpy)
+            if found is not None and np.isfinite(found).all():
+                return found
+            self._is_plain = False  # mostly, where one value is missing, others are
+        return self._loaded(lines, self._by_function)
+
+    def _loaded(
+        self, lines: Sequence[str], converters: Mapping[int | str, Callable[[str], float]]
+    ) -> np.ndarray | None:
+        if not lines[0].strip():
+            return None
+        try:
+            found: np.ndarray = np.loadtxt(
+                lines,
+                dtype=np.float64,
+                delimiter=self.sheet.dialect.delimiter,
+                comments=None,
+                converters={**converters},
+                encoding=None,
+                ndmin=2,
+            )
+        except (ValueError, TypeError, OverflowError):
+            return None
+        return found if found.shape[1] == len(self.sheet.names) else None
+
+    def _by_row(self, lines: Sequence[str], behind: TextIO, line: int) -> tuple[np.ndarray, int]:
+        """The numbers of lines, and how many lines that were: the last row may go on behind them."""
+        rows = self.sheet.rows_in(chain(lines, behind))
+        found: list[list[float]] = []
+        last = line
+        try:
+            while rows.line_num < len(lines) and (row := next(rows, None)) is not None:
+                if not row:
+                    continue
+                last = line + rows.line_num
+                if len(row) != len(self.sheet.names):
+                    raise self.sheet.uneven(row, last)
+                found.append([self._value(column, text, len(found)) for column, text in enumerate(row)])
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise self.sheet.unreadable(error, last) from error
+        return np.array(found, dtype=np.float64).reshape(len(found), len(self.sheet.names)), rows.line_num
+
+    def _value(self, column: int, text: str, row: int) -> float:
+        try:
+            return self._by_function[column](text)
+        except (ValueError, OverflowError):
+            self.unread.setdefault(column, (self._rows + row, text.strip()))
+            return math.nan
+
+
+class WordCodes(dict[str, int]):
+    """A number for each text as it stands in a file: of a word, from 0 on in the order of their coming; -1 if missing.
+
+    words: an attribute, the words by number.
+    """
+
+    def __init__(self, missing_values: frozenset[str]) -> None:
+        super().__init__(dict.fromkeys(missing_values, -1))
+        self.words: list[str] = []
+
+    def __missing__(self, text: str) -> int:
+        word = text.strip()
+        if word == text:
+            self[text] = len(self.words)
+            self.words.append(word)
+        else:
+            self[text] = self[word]
+        return self[text]
+
+
+class Block:
+    """Some columns that are read together, `[N, K]`, in memory that grows. columns: of the file.
+
+    packed: whether they are numbers less an offset each, in float32. dtype: else.
+    """
+
+    def __init__(self, *, columns: Sequence[int], dtype: type[np.generic] = np.float64, packed: bool = False) -> None:
+        self.columns = list(columns)
+        first = self.columns[0] if self.columns else 0
+        run = slice(first, first + len(self.columns))
+        # What lies side by side is taken without a copy.
+        self._places = run if self.columns == list(range(first, run.stop)) else self.columns
+        self._offsets = np.zeros(len(columns)) if packed else None
+        self._length = 0
+        self.held = np.empty((0, len(columns)), dtype=np.float32 if packed else dtype)
+
+    def append(self, rows: np.ndarray, share: float) -> None:
+        """Takes over its columns of more rows. share: of the file, which says how many there may be in all."""
+        taken = rows[:, self._places]
+        if self._offsets is not None and not self._length:
+            # Of values that lie far from 0, as of dates, float32 would not tell neighbours apart.
+            finite = np.isfinite(taken)
+            first = taken[finite.argmax(0), range(len(self.columns))]
+            self._offsets = np.where(finite.any(0), first, 0.0)
+        stop = self._length + len(rows)
+        if stop > len(self.held):
+            # Asked for at once, by what the first rows say, so that nothing is copied; untouched it takes no memory.
+            wanted = int(max(stop * 1.25, 1.05 * len(rows) / share if not self._length else 0))
+            grown = np.empty((wanted, len(self.columns)), dtype=self.held.dtype)
+            grown[: self._length] = self.held[: self._length]
+            self.held = grown
+        if self._offsets is None:
+            self.held[self._length : stop] = taken
+        else:
+            np.subtract(taken, self._offsets, out=self.held[self._length : stop], casting="same_kind")
+        self._length = stop
+
+    def done(self) -> np.ndarray | Packed:
+        """All of them."""
+        self.held = self.held[: self._length]
+        return self.held if self._offsets is None else Packed(values=self.held, offsets=self._offsets)
 
 
 def are_numbers(names: Sequence[str]) -> bool:
     """Whether what is read as a header is a row of numbers, some of which may be missing."""
-
-    def is_number(text: str) -> bool:
-        try:
-            float(text)
-        except ValueError:
-            return False
-        return True
-
     told = [name for name in names if name not in MISSING_VALUES]
-    return bool(told) and all(map(is_number, told))
+    return bool(told) and all(map(_is_number, told))
 
 
-def read_sheet(file: Path, *, delimiter: str, header: bool, missing_values: Sequence[str] = MISSING_VALUES) -> CsvSheet:
-    """The rows of a file. Empty lines are left out.
-
-    Raises: ConfigError for rows of unequal length, names that are there twice, and a file without rows.
-    """
-    rows, lines = [], []
+def _is_number(text: str) -> bool:
     try:
-        with file.open(newline="", encoding="utf-8-sig") as text:
-            reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
-            for row in reader:
-                if row:
-                    rows.append(row)
-                    lines.append(reader.line_num)
-    except (csv.Error, UnicodeDecodeError) as error:
-        line = lines[-1] + 1 if lines else 1
-        raise data_fault("dataset.path", got=f"{file}, near line {line}: {error}", expected="CSV in UTF-8") from error
-    names = tuple(name.strip() for name in rows[0]) if header and rows else ()
-    first = 1 if header else 0
-    if len(rows) <= first:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _nothing(text: str) -> float:
+    return 0.0
+
+
+def read_sheet(
+    file: Path,
+    *,
+    delimiter: str,
+    header: bool,
+    missing_values: Sequence[str] = MISSING_VALUES,
+    packed: bool | None = False,
+) -> CsvSheet:
+    """The columns of a file, of which its names are read at once. Empty lines are left out.
+
+    packed: of Csv.
+    Raises: ConfigError for names that are there twice, and a file without rows; where a column is read, for rows of
+        unequal length.
+    """
+    dialect = Dialect(delimiter=delimiter, header=header, missing_values=frozenset(missing_values))
+    is_packed = file.stat().st_size >= PACKED if packed is None else packed
+    sheet = CsvSheet(file=file, names=(), dialect=dialect, packed=is_packed)
+    with file.open(newline="", encoding="utf-8-sig") as text:
+        rows = sheet.rows_in(text)
+        try:
+            first = next(filter(None, rows), None)
+            second = next(filter(None, rows), None) if header else first
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise sheet.unreadable(error, max(0, rows.line_num - 1)) from error
+    if first is None or second is None:
         raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one below the header")
-    names = names or tuple(map(str, range(len(rows[0]))))
-    for row, line in zip(rows[first:], lines[first:], strict=True):
-        if len(row) != len(names):
-            raise data_fault(
-                "dataset.path",
-                got=f"{len(row)} values in line {line} of {file}",
-                expected=f"{len(names)}, as in its first line",
-                cure=f"The delimiter is {delimiter!r}; data.dataset.delimiter sets another" if len(row) == 1 else None,
-            )
-    twice = sorted({name for name in names if names.count(name) > 1})
+    sheet.names = tuple(name.strip() for name in first) if header else tuple(map(str, range(len(first))))
+    twice = sorted({name for name in sheet.names if sheet.names.count(name) > 1})
     if twice:
-        cure = "Its first line is taken for their names: write them above it" if are_numbers(names) else None
+        cure = "Its first line is taken for their names: write them above it" if are_numbers(sheet.names) else None
         got = f"{file} with {', '.join(twice)} twice"
         raise data_fault("dataset.path", got=got, expected="a name for each column", cure=cure)
-    return CsvSheet(file=file, names=names, rows=rows[first:], lines=lines[first:], missing_values=missing_values)
+    return sheet

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import operator
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -105,27 +107,27 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.form.read(self.files[index], named=str(self.files[index])), self.targets[index]
+        return self.form.read(self.files[index], named=self.files[index]), self.targets[index]
 
     def _look(self) -> None:
         """Raises: ConfigError for what the beginnings of the files say: no pictures, modes, sizes."""
         looked = self.files[:: -(-len(self.files) // LOOKED_AT)]
-        modes: dict[str, list[Path]] = {}
-        sizes: dict[tuple[int, int], list[Path]] = {}
+        modes: dict[str, list[str]] = {}
+        sizes: dict[tuple[int, int], list[str]] = {}
         for file in looked:
             try:
                 with Image.open(file) as picture:
                     modes.setdefault(picture.mode, []).append(file)
                     sizes.setdefault(self.form.size_of(picture), []).append(file)
             except UNREADABLE as error:
-                raise ConfigError([broken(str(file), error)]) from error
-        faults = [deep(str(files[0]), mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
+                raise ConfigError([broken(file, error)]) from error
+        faults = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
         faults += [] if faults else _mode_faults(modes, self.form.mode)
         faults += self._size_faults(sizes)
         if faults:
             raise ConfigError(faults)
 
-    def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[Path]]) -> Iterator[Fault]:
+    def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Fault]:
         if self.form.crop is not None:
             height, width = self.form.crop
             small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
@@ -177,13 +179,24 @@ class RandomCrop:
         return picture[:, top : top + self.height, left : left + self.width]
 
 
-def _in_folders(folder: Path) -> tuple[list[Path], Tensor, tuple[str, ...]]:
+def pictures_below(folder: str | Path) -> Iterator[str]:
+    """The pictures in a folder, at any depth, by name. Links to folders are not followed."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=operator.attrgetter("name")):
+            # By what the folder itself says: asking for each file would take as long as the rest.
+            if entry.is_dir(follow_symlinks=False):
+                yield from pictures_below(entry.path)
+            elif (dot := entry.name.rfind(".")) > 0 and entry.name[dot:].lower() in ENDINGS:
+                yield entry.path
+
+
+def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """The pictures of a folder for each class, each one's class, and their names by the alphabet.
 
     Raises: ConfigError for a class without a picture, and where there are no two classes.
     """
     folders = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
-    found = {one.name: sorted(file for file in one.rglob("*") if file.suffix.lower() in ENDINGS) for one in folders}
+    found = {one.name: list(pictures_below(one)) for one in folders}
     empty = [name for name, files in found.items() if not files]
     if empty:
         raise data_fault(
@@ -205,18 +218,19 @@ def _in_folders(folder: Path) -> tuple[list[Path], Tensor, tuple[str, ...]]:
     return files, torch.tensor(targets), tuple(found)
 
 
-def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[Path], Tensor, tuple[str, ...]]:
+def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """The pictures that a CSV file lists, their targets, and the names of the classes.
 
     Raises: ConfigError for a picture that is not there, and where there are no two classes.
     """
     sheet = read_sheet(file, delimiter=",", header=True)
     column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
+    sheet.load(numbers=(), days={}, words=[column] if task == "regression" else [column, wanted])
     texts = sheet.texts(column)
     sheet.complete(column, texts, cure="Leave the row out")
-    files = [file.parent / str(text) for text in texts]
+    files = [os.path.join(file.parent, str(text)) for text in texts]
     for row, one in enumerate(files):
-        if not one.is_file():
+        if not os.path.isfile(one):
             raise sheet.bad(
                 row, column, f"{one}, which is not there", "a picture", "Paths start at the CSV file's folder"
             )
@@ -230,7 +244,7 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     return files, torch.from_numpy(labels.codes), labels.names
 
 
-def _mode_faults(modes: Mapping[str, Sequence[Path]], wanted: Mode | None) -> Iterator[Fault]:
+def _mode_faults(modes: Mapping[str, Sequence[str]], wanted: Mode | None) -> Iterator[Fault]:
     if wanted is not None or (len(modes) == 1 and next(iter(modes)) in KEPT):
         return
     counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()

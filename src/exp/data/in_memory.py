@@ -128,6 +128,7 @@ class Selection(Dataset[Entries]):
         self.source = source
         self.indices = indices
         self.num_classes: int | None = getattr(source, "num_classes", None)
+        self.num_outputs: int | None = getattr(source, "num_outputs", None)
 
     @property
     def value_names(self) -> ValueNames:
@@ -182,26 +183,28 @@ class IndexedLoader(Loader):
         full = self.batches.length // self.batches.batch_size
         world_size, size = self.sampler.world_size, self.batches.batch_size
         mine = self.sampler.share_of(size)
-        grid = order[: full * size].view(full, size)[:, mine.start : mine.stop]
         for first in range(start - start % self._chunk, full, self._chunk):
-            rows = grid[first : first + self._chunk]
+            indices = order.slice(first * size, min(first + self._chunk, full) * size)
+            rows = indices.view(-1, size)[:, mine.start : mine.stop]
             skipped = max(0, start - first)
             for data in self._views(dataset, rows.reshape(-1), each=rows.shape[1])[skipped:]:
                 yield Batch(data, mine.size, size, world_size)
         if start <= full < len(self.batches):
             size = self.batches.size(full)
             mine = self.sampler.share_of(size)
-            indices = order[full * self.batches.batch_size :][mine.start : mine.stop]
+            behind = full * self.batches.batch_size
+            indices = order.slice(behind + mine.start, behind + mine.stop)
             for data in self._views(dataset, indices, each=len(indices)):
                 yield Batch(data, mine.size, size, world_size)
 
     def _unequal(self, dataset: Indexed, epoch: int, start: int) -> Iterator[Batch]:
         """Batches of several sizes, each gathered by itself."""
-        order, edges = self.batches.order(epoch), self.batches.edges(epoch)
-        for first, (size, mine) in zip(edges[start:], self.sampler.sizes(epoch, start), strict=False):
-            indices = order[first + mine.start : first + mine.stop]
+        order = self.batches.order(epoch)
+        for first, last in self.batches.spans(epoch, start):
+            mine = self.sampler.share_of(last - first)
+            indices = order.slice(first + mine.start, first + mine.stop)
             for data in self._views(dataset, indices, each=len(indices)):
-                yield Batch(data, mine.size, size, self.sampler.world_size)
+                yield Batch(data, mine.size, last - first, self.sampler.world_size)
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
         """The samples at indices as batches of `each`, which share one storage."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from exp.data.randomness import permutation
+from exp.data.orders import Listed, Order, Sequential, shuffled, shuffled_blocks
 from exp.errors import RunError
 from exp.types import Batch, Stage
 
@@ -96,12 +94,12 @@ class EpochBatches(ABC):
         """Batches of an epoch."""
 
     @abstractmethod
-    def order(self, epoch: int) -> Tensor:
-        """Indices of the samples in the order in which they are seen, int64 `[length]`."""
+    def order(self, epoch: int) -> Order:
+        """The samples in the order in which they are seen."""
 
     @abstractmethod
-    def edges(self, epoch: int) -> Sequence[int]:
-        """Where each batch begins in that order, and behind them where the last one ends."""
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
+        """Where each batch from `start` on begins in that order, and where it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +107,7 @@ class GlobalBatches(EpochBatches):
     """Batches of one size, but for a short last one, of `length` samples in each epoch.
 
     draw: which samples they are; None takes each of `length` once, shuffled or in their order.
+    block, window: samples of a block, and blocks that are shuffled together; None shuffles each sample by itself.
     """
 
     length: int
@@ -117,20 +116,25 @@ class GlobalBatches(EpochBatches):
     drop_last: bool
     seed: int
     draw: Draw | None = None
+    block: int | None = None
+    window: int = 1
 
     def __len__(self) -> int:
         return batch_count(self.length, self.batch_size, drop_last=self.drop_last)
 
-    def order(self, epoch: int) -> Tensor:
+    def order(self, epoch: int) -> Order:
         if self.draw is not None:
-            return self.draw(epoch)
-        if self.shuffle:
-            return permutation(seed=self.seed, epoch=epoch, length=self.length)
-        return torch.arange(self.length)
+            return Listed(self.draw(epoch))
+        if not self.shuffle:
+            return Sequential(self.length)
+        if self.block is None:
+            return shuffled(self.length, seed=self.seed, epoch=epoch)
+        return shuffled_blocks(self.length, seed=self.seed, epoch=epoch, block=self.block, window=self.window)
 
-    def edges(self, epoch: int) -> Sequence[int]:
-        starts = range(0, len(self) * self.batch_size, self.batch_size)
-        return [*starts, min(len(self) * self.batch_size, self.length)]
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
+        for batch in range(start, len(self)):
+            first = batch * self.batch_size
+            yield first, first + self.size(batch)
 
     def size(self, batch: int) -> int:
         """Samples of one global batch, B: all the same but for a short last one."""
@@ -182,12 +186,11 @@ class ShareSampler:
 
     def sizes(self, epoch: int, start: int) -> Iterator[tuple[int, Share]]:
         """The samples of each global batch from `start` on, and this rank's part of it."""
-        edges = self.batches.edges(epoch)
-        for first, last in pairwise(edges[start:]):
+        for first, last in self.batches.spans(epoch, start):
             yield last - first, self.share_of(last - first)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, order = self.epoch, self.batches.order(self.epoch)
-        edges = self.batches.edges(epoch)[self.start :]
-        for first, (_, mine) in zip(edges, self.sizes(epoch, self.start), strict=False):
-            yield [(epoch, index) for index in order[first + mine.start : first + mine.stop].tolist()]
+        for first, last in self.batches.spans(epoch, self.start):
+            mine = self.share_of(last - first)
+            yield [(epoch, index) for index in order.slice(first + mine.start, first + mine.stop).tolist()]

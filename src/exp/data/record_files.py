@@ -83,6 +83,7 @@ def read_columns(file: Path, *, takes_lists: bool = True) -> Columns:
         columns = {"input": _array(file)}
     else:
         sheet = sheet_of(file)
+        sheet.load(numbers=(), days={}, words=range(len(sheet.names)))
         columns = {name: sheet.texts(place) for place, name in enumerate(sheet.names)}
     lengths = {name: len(values) if np.ndim(values) else 0 for name, values in columns.items()}
     if not lengths or 0 in lengths.values():

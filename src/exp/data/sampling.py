@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from exp.data.faults import data_fault
 from exp.data.loader import EpochBatches, Epochs
+from exp.data.orders import Listed, Order
 from exp.data.randomness import preserve_generators, reseed_sampler
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, RunError, UserCodeError, refusal, said
 from exp.types import Stage
@@ -143,11 +144,12 @@ class SampledBatches(EpochBatches):
     def __len__(self) -> int:
         return self._length
 
-    def order(self, epoch: int) -> Tensor:
-        return torch.tensor([index for batch in self._batches(epoch) for index in batch], dtype=torch.int64)
+    def order(self, epoch: int) -> Order:
+        return Listed(torch.tensor([index for batch in self._batches(epoch) for index in batch], dtype=torch.int64))
 
-    def edges(self, epoch: int) -> Sequence[int]:
-        return list(itertools.accumulate(map(len, self._batches(epoch)), initial=0))
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
+        edges = list(itertools.accumulate(map(len, self._batches(epoch)), initial=0))
+        return itertools.pairwise(edges[start:])
 
     def _batches(self, epoch: int) -> list[Any]:
         """Raises: RunError where an epoch has another number of batches than the first, or none that can be."""

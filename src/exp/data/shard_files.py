@@ -54,6 +54,15 @@ class Record:
         return self.file.place(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a record begins. number: from 0. offset: bytes before it. line: lines before it, in files of lines."""
+
+    number: int
+    offset: int
+    line: int = 0
+
+
 class ShardFile(ABC):
     """A file of records. names: of its columns; None where only a record says so. length: None where nobody knows."""
 
@@ -64,11 +73,23 @@ class ShardFile(ABC):
         self.file = file
 
     @abstractmethod
-    def records(self) -> Iterator[Record]:
-        """All of them in order.
+    def records(self, start: Mark | None = None) -> Iterator[Record]:
+        """All of them in order, or those from a mark of `marks` on.
 
         Raises: SampleError where the file breaks off.
         """
+
+    def marks(self) -> Iterator[Mark]:
+        """Where each record begins.
+
+        Raises: SampleError where the file breaks off; ConfigError where nothing but its beginning can be begun at.
+        """
+        raise data_fault(
+            "dataset.index",
+            got=f"true, and {self.file}, which is read in larger pieces",
+            expected="files that end in .csv, .tsv, .jsonl or .tar",
+            cure="Write data.dataset.index=false; arrays in a folder of .npy files, data=npy, have an index",
+        )
 
     @abstractmethod
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
@@ -120,18 +141,44 @@ class CsvShard(ShardFile):
     def _rows(self, text: io.TextIOBase | Any) -> Any:
         return csv.reader(text, delimiter=self.delimiter, strict=True, skipinitialspace=True)
 
-    def records(self) -> Iterator[Record]:
-        number = 0
-        with self.file.open(newline="", encoding="utf-8-sig") as text:
+    def records(self, start: Mark | None = None) -> Iterator[Record]:
+        number, line = (0, 0) if start is None else (start.number, start.line)
+        with self.file.open("rb") as raw:
+            raw.seek(0 if start is None else start.offset)
+            # In the middle of a text its decoder would not know where it is, and at the beginning there may be a mark.
+            text = io.TextIOWrapper(raw, encoding="utf-8-sig" if start is None else "utf-8", newline="")
             rows = self._rows(text)
             try:
-                next(rows, None)
+                if start is None:
+                    next(rows, None)
                 for row in rows:
                     if row:
-                        yield Record(self, number, (row, rows.line_num))
+                        yield Record(self, number, (row, line + rows.line_num))
                         number += 1
             except (csv.Error, UnicodeDecodeError) as error:
                 raise self.damaged(number, error) from error
+
+    def marks(self) -> Iterator[Mark]:
+        number, offset = -1, 0
+
+        def lines(raw: BinaryIO) -> Iterator[str]:
+            nonlocal offset
+            for content in raw:
+                yield content.decode("utf-8" if offset else "utf-8-sig")
+                offset += len(content)
+
+        with self.file.open("rb") as raw:
+            # It asks for a line when it needs one, so that a record ends where the last line does.
+            rows = self._rows(lines(raw))
+            begun, line = 0, 0
+            try:
+                for row in rows:
+                    if row and number >= 0:
+                        yield Mark(number, begun, line)
+                    number += bool(row)
+                    begun, line = raw.tell(), rows.line_num
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise self.damaged(max(0, number), error) from error
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         row, _ = record.held
@@ -147,13 +194,23 @@ class CsvShard(ShardFile):
 class JsonLines(ShardFile):
     """A mapping in JSON on each line. A record holds its line."""
 
-    def records(self) -> Iterator[Record]:
-        number = 0
+    def records(self, start: Mark | None = None) -> Iterator[Record]:
+        number, before = (0, 0) if start is None else (start.number, start.line)
         with self.file.open("rb") as lines:
-            for line_number, line in enumerate(lines, 1):
+            lines.seek(0 if start is None else start.offset)
+            for line_number, line in enumerate(lines, before + 1):
                 if line.strip():
                     yield Record(self, number, (line, line_number))
                     number += 1
+
+    def marks(self) -> Iterator[Mark]:
+        number, offset = 0, 0
+        with self.file.open("rb") as lines:
+            for before, line in enumerate(lines):
+                if line.strip():
+                    yield Mark(number, offset, before)
+                    number += 1
+                offset += len(line)
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         try:
@@ -199,7 +256,7 @@ class ParquetShard(ShardFile):
         self.length = metadata.num_rows
         self._groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
 
-    def records(self) -> Iterator[Record]:
+    def records(self, start: Mark | None = None) -> Iterator[Record]:
         number = 0
         for group, rows in enumerate(self._groups):
             chunk = Chunk(functools.partial(self._read, group))
@@ -249,7 +306,7 @@ class NpzShard(ShardFile):
             )
         self.length = next(iter(lengths.values()))
 
-    def records(self) -> Iterator[Record]:
+    def records(self, start: Mark | None = None) -> Iterator[Record]:
         assert self.length is not None
         chunk = Chunk(self._read)
         for row in range(self.length):
@@ -284,11 +341,12 @@ class TarShard(ShardFile):
                 # Without it nobody knows whether something is missing.
                 raise self.refused("it has no end, which is a block of zeros", "a whole .tar that is not compressed")
 
-    def records(self) -> Iterator[Record]:
-        number, key, held = 0, None, dict[str, tuple[int, int]]()
+    def records(self, start: Mark | None = None) -> Iterator[Record]:
+        number, key, held = 0 if start is None else start.number, None, dict[str, tuple[int, int]]()
         opened = OpenFile(self.file)
+        opened.raw.seek(0 if start is None else start.offset)
         try:
-            for folder, stem, column, place in self._members(opened.raw):
+            for folder, stem, column, place, _ in self._members(opened.raw):
                 if (folder, stem) != key and held:
                     yield Record(self, number, (opened, held))
                     number, held = number + 1, {}
@@ -301,8 +359,19 @@ class TarShard(ShardFile):
         if held:
             yield Record(self, number, (opened, held))
 
-    def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
-        """Folder, name, ending, and where it begins and how many bytes it has, of each file in it."""
+    def marks(self) -> Iterator[Mark]:
+        number, key = 0, None
+        with self.file.open("rb") as raw:
+            try:
+                for folder, stem, _, _, offset in self._members(raw):
+                    if (folder, stem) != key:
+                        yield Mark(number, offset)
+                        number, key = number + 1, (folder, stem)
+            except (tarfile.TarError, EOFError, OSError) as error:
+                raise self.damaged(number, error) from error
+
+    def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
+        """Folder, name, ending, where it begins and how many bytes it has, and where its header does, of each file."""
         with tarfile.open(fileobj=raw, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 vars(archive)["members"].clear()  # it would keep them all; types do not know of them
@@ -312,7 +381,7 @@ class TarShard(ShardFile):
                 if not member.isreg():
                     raise tarfile.ReadError(f"{member.name} is a link or a device, and no file")
                 stem, _, column = name.partition(".")
-                yield folder, stem, column.lower(), (member.offset_data, member.size)
+                yield folder, stem, column.lower(), (member.offset_data, member.size), member.offset
             # For tarfile a damaged header in the middle is the end.
             raw.seek(archive.offset)
             if raw.read(BLOCK).strip(b"\0"):

@@ -13,6 +13,7 @@ from exp.data.columns import Task
 from exp.data.dataset_files import find_files
 from exp.data.faults import SampleError, data_fault
 from exp.data.fields import Columns, Fields, Inputs, NumberDtype
+from exp.data.indexed_shards import IndexedShards
 from exp.data.pictures import Mode, PictureForm
 from exp.data.randomness import permutation, seed_for
 from exp.data.shard_files import CsvShard, JsonLines, NpzShard, ParquetShard, Record, ShardFile, TarShard
@@ -35,6 +36,9 @@ class Shards(Dataset[object]):
     files: a glob, or several, relative to the current folder, or else to directory: the files are divided among the
         parts, by data.parts and parts_seed. Or a mapping of train, val and test to globs.
     target, inputs, task, classes, dtypes, scale: see Fields. A text of a .csv that is a number is one.
+    index: whether the files are read once before the run to find where records begin. The parts then are data sets with
+        an index: samples are shuffled in blocks all over the files, a sampler can choose them, and a run goes on in the
+        middle of an epoch without reading what was before. For .csv, .tsv, .jsonl and .tar.
     count: whether the records of files that do not say how many they hold (all but .parquet and .npz) are counted by
         reading them once; otherwise nobody knows the length of an epoch.
     delimiter: between the values of a .csv; of a .tsv it is a tab.
@@ -56,6 +60,7 @@ class Shards(Dataset[object]):
         task: Task = "classification",
         classes: Sequence[str] | None = None,
         dtypes: Mapping[str, NumberDtype] | None = None,
+        index: bool = False,
         count: bool = False,
         delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
         scale: float = 1.0,
@@ -66,7 +71,7 @@ class Shards(Dataset[object]):
         std: Sequence[float] | None = None,
         parts_seed: int = 0,
     ) -> None:
-        self.count, self.parts_seed = count, parts_seed
+        self.count, self.index, self.parts_seed = count, index, parts_seed
         self.fields = Fields(
             inputs=inputs,
             target=target,
@@ -91,8 +96,8 @@ class Shards(Dataset[object]):
         _refuse_mixed(opened)
         self._settle(opened)
 
-    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream]:
-        """A stream for each part: of its own files, or of whole files that are chosen for it.
+    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream | IndexedShards]:
+        """A stream, or samples by number, for each part: of its own files, or of whole files that are chosen for it.
 
         sizes: of files without parts, fractions of them.
         Raises: ConfigError for sizes beside files by part, for a number of samples, and for fewer files than parts.
@@ -101,7 +106,7 @@ class Shards(Dataset[object]):
             if dict(sizes) != dict(DEFAULT_SIZES):
                 got = "sizes, beside data.dataset.files with files for each part"
                 raise data_fault("parts", got=got, expected="null")
-            return {stage: self._stream(self.files[stage]) for stage in STAGES if stage in self.files}
+            return {stage: self._part(self.files[stage]) for stage in STAGES if stage in self.files}
         files = self.files[None]
         for stage, size in sizes.items():
             if isinstance(size, int) and size != 1:
@@ -109,13 +114,15 @@ class Shards(Dataset[object]):
                 raise data_fault(f"parts.{stage}", got=str(size), expected=expected)
         order = permutation(seed=seed_for(self.parts_seed, "shards"), epoch=0, length=len(files)).tolist()
         counts = lengths({stage: float(size) for stage, size in sizes.items()}, len(files), unit="files")
-        parts: dict[Stage, ShardStream] = {}
+        parts: dict[Stage, ShardStream | IndexedShards] = {}
         for stage, held in counts.items():
             chosen, order = sorted(order[:held]), order[held:]
-            parts[stage] = self._stream([files[place] for place in chosen])
+            parts[stage] = self._part([files[place] for place in chosen])
         return parts
 
-    def _stream(self, files: Sequence[ShardFile]) -> ShardStream:
+    def _part(self, files: Sequence[ShardFile]) -> ShardStream | IndexedShards:
+        if self.index:
+            return IndexedShards(files=files, fields=self.fields)
         return ShardStream(files=files, fields=self.fields, count=self.count)
 
     def _settle(self, files: Sequence[ShardFile]) -> None:

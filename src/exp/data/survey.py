@@ -136,7 +136,7 @@ class Survey:
     leaks: list[Repeats]
     duplicates: list[Repeats]
     incomparable: dict[Stage, int]
-    rounded: list[str]
+    rounded: Sequence[str]
     speed: Speed | None
 
 

@@ -2,35 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from exp.data.dataset_files import shipped_columns
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
-from exp.data.in_memory import Fitted, Tensors
+from exp.data.in_memory import Entries, Fitted, Selection, Tensors, tensors_of
 from exp.data.value_names import SCALES, ValueNames
+from exp.nested import mapped
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
 # What fit() calls its figures; of a column of words, the name of a word that is not there.
 FITTED, MISSING = "table", ""
+# Rows of a packed table that are looked at together.
+PIECE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
     """A column of words, or of classes.
 
-    codes: int64 `[N]`, which of the names each row has; -1 for a missing one. names: the words, in order.
+    codes: whole numbers `[N]`, which of the names each row has; -1 for a missing one. names: the words, in order.
     """
 
     codes: np.ndarray
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Columns of numbers in half the memory, as differences from a number each: `values + offsets`.
+
+    A network is given float32, so that nothing it could see is lost: a difference is as exact as the column is wide.
+
+    values: float32 `[N, K]`, nan where one is missing. offsets: float64 `[K]`. whole, place: of one column out of
+    several that are in one array, those, and which it is.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+    whole: Packed | None = None
+    place: int = 0
+
+    def column(self, place: int) -> Packed:
+        """One of the columns, without a copy."""
+        picked = slice(place, place + 1)
+        return Packed(values=self.values[:, picked], offsets=self.offsets[picked], whole=self, place=place)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """float64 `[N]` of one column, `[N, K]` of several."""
+        doubles: np.ndarray = self.values.astype(np.float64) + self.offsets
+        return doubles[:, 0] if self.values.shape[1] == 1 else doubles
+
+
+def beside(columns: Sequence[np.ndarray | Packed]) -> np.ndarray | Packed:
+    """Columns as one block `[N, K]`; of packed ones that lie beside each other in one array, that array."""
+    packed = [column for column in columns if isinstance(column, Packed)]
+    if not packed:
+        return np.stack([np.asarray(column) for column in columns], 1)
+    whole = packed[0].whole
+    if whole is not None and [(one.whole, one.place) for one in packed] == [
+        (whole, place) for place in range(whole.values.shape[1])
+    ]:
+        return whole
+    return Packed(
+        values=np.concatenate([one.values for one in packed], 1),
+        offsets=np.concatenate([one.offsets for one in packed]),
+    )
 
 
 class Table(Tensors):
@@ -50,6 +97,8 @@ class Table(Tensors):
         is a word of its own, or the most frequent one with "most_frequent".
     encoding: "one_hot", or "index" for an input of its own, `categories`, int64 `[C]`: each column's word by number, 0
         for one that training has not seen.
+
+    A table of packed numbers is one that is large: its parts share its rows, and what a batch needs is encoded for it.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledTable"
@@ -57,9 +106,9 @@ class Table(Tensors):
     def __init__(
         self,
         *,
-        numbers: Mapping[str, np.ndarray],
+        numbers: Mapping[str, np.ndarray | Packed],
         words: Mapping[str, Words] | None = None,
-        targets: Mapping[str, np.ndarray | Words],
+        targets: Mapping[str, np.ndarray | Packed | Words],
         standardise: bool = True,
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
@@ -67,53 +116,68 @@ class Table(Tensors):
         self.columns, self.words = tuple(numbers), dict(words or {})
         self.classes = {name: target.names for name, target in targets.items() if isinstance(target, Words)}
         self.standardise, self.impute, self.encoding = standardise, impute, encoding
-        entries = {f"target.{name}": _tensor(target) for name, target in targets.items()}
+        held: dict[str, np.ndarray | Packed | Words] = {f"target.{name}": target for name, target in targets.items()}
         if self.columns:
-            entries["numbers"] = torch.stack([_tensor(column) for column in numbers.values()], 1)
+            held["numbers"] = beside(list(numbers.values()))
         if self.words:
-            entries["words"] = torch.stack([_tensor(column) for column in self.words.values()], 1)
+            codes = np.stack([column.codes for column in self.words.values()], 1)
+            held["words"] = Words(codes=codes, names=())
+        self._offsets = {
+            name: torch.from_numpy(block.offsets) for name, block in held.items() if isinstance(block, Packed)
+        }
+        self._rows: Tensor | None = None
+        entries = {name: _tensor(block, is_packed=bool(self._offsets)) for name, block in held.items()}
         only = next(iter(targets)) if len(targets) == 1 else None
         classes = len(self.classes[only]) if only in self.classes else None
         super().__init__(entries=entries, num_classes=classes)
+
+    def __len__(self) -> int:
+        return super().__len__() if self._rows is None else len(self._rows)
+
+    def select(self, indices: Tensor) -> Self:
+        """These rows as a table of their own; of packed ones without a copy."""
+        if not self._offsets:
+            return super().select(indices)
+        part = copy.copy(self)
+        part._rows = indices if self._rows is None else self._rows[indices]
+        part.indices, part.whole_length = indices, len(self)
+        return part
 
     def fit(self) -> Fitted:
         """Names of columns, means, deviations, fills, the words and the classes of this part.
 
         Raises: ConfigError for a column without a single number.
         """
-        entries = self._raw
         found: dict[str, Any] = {
             "numbers": list(self.columns),
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
-            values = entries["numbers"].numpy()
-            empty = np.isnan(values).all(0)
-            if empty.any():
-                name = self.columns[int(empty.argmax())]
-                raise data_fault(
-                    "dataset.ignore",
-                    got=f"the column {name}, without a single number in the training part",
-                    expected="columns with a number to fill the others with",
-                    cure=f"Leave it out with data.dataset.ignore=[{name}]",
-                )
-            fills = np.array([_fill(column[~np.isnan(column)], self.impute) for column in values.T])
-            found["fills"] = torch.from_numpy(fills)
-            found["means"], found["deviations"] = moments(np.where(np.isnan(values), fills, values))
+            if self._offsets and self.impute is None:
+                # Nothing is missing.
+                found["means"], found["deviations"] = moments_of(self._pieces("numbers"))
+                found["fills"] = found["means"]
+            else:
+                found["fills"] = self._fills()
+                found["means"], found["deviations"] = moments_of(self._filled(found["fills"].numpy()))
         if self.words:
-            codes = dict(zip(self.words, entries["words"].numpy().T, strict=True))
-            found["most_frequent"] = {
-                name: _most_frequent(self.words[name].names, mine) for name, mine in codes.items()
+            counts = {
+                name: self._counts("words", place, len(column.names))
+                for place, (name, column) in enumerate(self.words.items())
             }
-            found["words"] = {name: self._held(self.words[name].names, mine) for name, mine in codes.items()}
-        scales = {name: moments(value.numpy()) for name, value in self._targets.items() if name not in self.classes}
+            found["most_frequent"] = {
+                name: _most_frequent(self.words[name].names, mine) for name, mine in counts.items()
+            }
+            found["words"] = {name: self._held(self.words[name].names, mine) for name, mine in counts.items()}
+        figures = [name for name in self._targets if name not in self.classes]
+        scales = {name: moments_of(self._pieces(f"target.{name}")) for name in figures}
         found["target_means"] = {name: mean for name, (mean, _) in scales.items()}
         found["target_deviations"] = {name: deviation for name, (_, deviation) in scales.items()}
         if self.standardise:
             found[SCALES] = {name: list(scale) for name, scale in scales.items()}
         return {FITTED: found}
 
-    def prepare(self, fitted: Fitted) -> Tensors:
+    def prepare(self, fitted: Fitted) -> Tensors | EncodedRows | Selection:
         """Encode the rows by what the training part told.
 
         Raises: ConfigError where that has other columns, and for a class that it does not know.
@@ -122,18 +186,34 @@ class Table(Tensors):
         mine, theirs = [*self.columns, *self.words], [*told["numbers"], *told.get("words", ())]
         if mine != theirs:
             raise data_fault("", got=f"a part with the columns {mine}", expected=f"those of training, {theirs}")
-        entries = {**self._inputs(told), **{name: self._target(name, told) for name in self._targets}}
+        for name in self.classes:
+            self._refuse_unknown(name, told)
+        if self._offsets:
+            rows = EncodedRows(table=self, fitted=fitted)
+            return rows if self._rows is None else Selection(source=rows, indices=self._rows)
+        num_classes, num_outputs = self.sizes(told)
+        prepared = Tensors(entries=self.samples(told), num_classes=num_classes, num_outputs=num_outputs)
+        prepared.indices = self.indices
+        prepared.value_names = self.names_of_values(told)
+        return prepared
+
+    def sizes(self, told: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """The classes of a sample's one target, and how many numbers a model gives for all of them."""
         classes = [len(told["classes"][name]) if name in self.classes else None for name in self._targets]
         widths = [count or value.shape[1] for count, value in zip(classes, self._targets.values(), strict=True)]
-        is_pair = list(entries) == ["input", TARGET]
-        prepared = Tensors(
-            entries=tuple(entries.values()) if is_pair else entries,
-            num_classes=classes[0] if len(classes) == 1 else None,
-            num_outputs=sum(widths) or None,  # rows without answers
-        )
-        prepared.indices = self.indices
-        prepared.value_names = self._names(told)
-        return prepared
+        return classes[0] if len(classes) == 1 else None, sum(widths) or None  # rows without answers
+
+    def samples(self, told: Mapping[str, Any]) -> Entries:
+        """The rows as a model sees them."""
+        entries = {**self._inputs(told), **{name: self._target(name, told) for name in self._targets}}
+        return tuple(entries.values()) if list(entries) == ["input", TARGET] else entries
+
+    def unpacked(self, indices: Tensor) -> Self:
+        """Some rows of a packed table, in double."""
+        part = copy.copy(self)
+        part.entries = {name: self._doubles(name, indices) for name in self._raw}
+        part._offsets, part._rows = {}, None
+        return part
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
         """The inputs by name, numbers in float64: `input` `[N, F]` and, encoded as an index, `categories` `[N, C]`."""
@@ -159,7 +239,8 @@ class Table(Tensors):
         encoded = self.encoded({FITTED: told})
         return {name: value.float() if value.is_floating_point() else value for name, value in encoded.items()}
 
-    def _names(self, told: Mapping[str, Any]) -> ValueNames:
+    def names_of_values(self, told: Mapping[str, Any]) -> ValueNames:
+        """What columns and classes are called."""
         columns, words = list(self.columns), told.get("words", {})
         named: dict[str, Sequence[str]] = {}
         if self.encoding == "index":
@@ -189,23 +270,76 @@ class Table(Tensors):
             if self.standardise:
                 values = (values - told["target_means"][name]) / told["target_deviations"][name]
             return values.float()
+        order = {word: number for number, word in enumerate(told["classes"].get(name, ()))}
+        return torch.tensor([order.get(word, 0) for word in self.classes[name]])[values]
+
+    def _refuse_unknown(self, name: str, told: Mapping[str, Any]) -> None:
         mine, theirs = self.classes[name], list(told["classes"].get(name, ()))
-        unknown = [number for number in values.unique().tolist() if mine[number] not in theirs]
+        counts = self._counts(f"target.{name}", 0, len(mine))[1:]
+        unknown = [number for number in np.flatnonzero(counts).tolist() if mine[number] not in theirs]
         if unknown:
-            row = int((values == unknown[0]).nonzero()[0])
+            codes = np.concatenate([piece[:, 0] for piece in self._pieces(f"target.{name}")])
+            row = int((codes == unknown[0]).argmax())
             raise data_fault(
                 "",
                 got=f"the class {mine[unknown[0]]} of {name} in row {row}, which training does not know",
                 expected=f"its classes, {', '.join(theirs)}",
             )
-        order = {word: number for number, word in enumerate(theirs)}
-        return torch.tensor([order.get(word, 0) for word in mine])[values]
 
-    def _held(self, names: tuple[str, ...], codes: np.ndarray) -> list[str]:
+    def _fills(self) -> Tensor:
+        """What stands for a missing number, by column.
+
+        Raises: ConfigError for a column without a single number.
+        """
+        known, total = 0, 0.0
+        for piece in self._pieces("numbers"):
+            known, total = known + (~np.isnan(piece)).sum(0), total + np.nansum(piece, 0)
+        if not np.all(known):
+            name = self.columns[int(np.argmin(known))]
+            raise data_fault(
+                "dataset.ignore",
+                got=f"the column {name}, without a single number in the training part",
+                expected="columns with a number to fill the others with",
+                cure=f"Leave it out with data.dataset.ignore=[{name}]",
+            )
+        if self._offsets and self.impute == "mean":
+            return torch.from_numpy(total / known)
+        columns = (
+            np.concatenate([piece[:, place] for piece in self._pieces("numbers")]) for place in range(len(self.columns))
+        )
+        return torch.tensor([_fill(column[~np.isnan(column)], self.impute) for column in columns], dtype=torch.float64)
+
+    def _filled(self, fills: np.ndarray) -> Iterator[np.ndarray]:
+        for piece in self._pieces("numbers"):
+            yield np.where(np.isnan(piece), fills, piece)
+
+    def _pieces(self, name: str) -> Iterator[np.ndarray]:
+        """The rows of an entry, `[n, K]`: of packed ones some at a time, else all of them."""
+        if not self._offsets:
+            yield np.atleast_2d(self._raw[name].numpy().T).T
+            return
+        for start in range(0, len(self), PIECE):
+            stop = min(start + PIECE, len(self))
+            indices = torch.arange(start, stop) if self._rows is None else self._rows[start:stop]
+            yield np.atleast_2d(self._doubles(name, indices).numpy().T).T
+
+    def _doubles(self, name: str, indices: Tensor) -> Tensor:
+        """Some rows of an entry of a packed table: numbers float64, codes int64."""
+        rows = self._raw[name].index_select(0, indices)
+        return rows.double() + self._offsets[name] if name in self._offsets else rows.long()
+
+    def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
+        """How often a column of words has none, and each of them, int64 `[size + 1]`."""
+        found = np.zeros(size + 1, dtype=np.int64)
+        for piece in self._pieces(entry):
+            found += np.bincount(piece[:, place] + 1, minlength=size + 1)
+        return found
+
+    def _held(self, names: tuple[str, ...], counts: np.ndarray) -> list[str]:
         """The words that these rows have, in order; a missing one, where it is one of them, last."""
-        there = np.unique(codes)
-        has_missing = there[0] < 0 and self.impute != "most_frequent"
-        return [names[code] for code in there if code >= 0] + [MISSING] * bool(has_missing)
+        has_missing = counts[0] > 0 and self.impute != "most_frequent"
+        held = [name for name, count in zip(names, counts[1:].tolist(), strict=True) if count]
+        return held + [MISSING] * bool(has_missing)
 
     @property
     def _raw(self) -> dict[str, Tensor]:
@@ -216,6 +350,28 @@ class Table(Tensors):
     def _targets(self) -> dict[str, Tensor]:
         start = "target."
         return {name.removeprefix(start): value for name, value in self._raw.items() if name.startswith(start)}
+
+
+class EncodedRows(Dataset[Entries]):
+    """The rows of a packed table as a model sees them, encoded where they are gathered. fitted: what training told."""
+
+    def __init__(self, *, table: Table, fitted: Fitted) -> None:
+        self.table = table
+        self._told = fitted_entry(fitted, FITTED, part=table)
+        self.num_classes, self.num_outputs = table.sizes(self._told)
+
+    @property
+    def value_names(self) -> ValueNames:
+        return self.table.names_of_values(self._told)
+
+    def __len__(self) -> int:
+        return len(tensors_of(self.table.entries)[0])
+
+    def __getitem__(self, index: int) -> Entries:
+        return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
+
+    def gather(self, indices: Tensor) -> Entries:
+        return self.table.unpacked(indices).samples(self._told)
 
 
 class ShippedTable(Table):
@@ -291,20 +447,41 @@ DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6
 
 
 def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each column of float64 `[N, F]`, see moments_of."""
+    return moments_of([values])
+
+
+def moments_of(pieces: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each column of float64 `[N, F]`, by which a column that never changes becomes 0.
 
     The deviation of such a column is 1: what rounding leaves of it is no spread (scikit-learn's StandardScaler has the
-    same bound).
+    same bound). Pieces are joined as Chan, Golub and LeVeque do (Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances, 1979).
+
+    pieces: the rows, some at a time.
     """
-    mean, spread = values.mean(0), values.var(0)
-    roundings = len(values) * np.finfo(np.float64).eps
+    count, mean, squares = 0, np.zeros(0), np.zeros(0)
+    for piece in pieces:
+        own, its_mean = len(piece), piece.mean(0)
+        its_squares = np.square(piece - its_mean).sum(0)
+        if not count:
+            count, mean, squares = own, its_mean, its_squares
+            continue
+        apart = its_mean - mean
+        squares = squares + its_squares + np.square(apart) * count * own / (count + own)
+        mean = mean + apart * own / (count + own)
+        count += own
+    spread = squares / count
+    roundings = count * np.finfo(np.float64).eps
     is_constant = spread <= roundings * spread + (roundings * mean) ** 2
     return torch.from_numpy(mean), torch.from_numpy(np.where(is_constant, 1.0, np.sqrt(spread)))
 
 
-def _tensor(column: np.ndarray | Words) -> Tensor:
+def _tensor(column: np.ndarray | Packed | Words, *, is_packed: bool) -> Tensor:
+    if isinstance(column, Packed):
+        return torch.from_numpy(column.values)
     if isinstance(column, Words):
-        return torch.from_numpy(np.array(column.codes, dtype=np.int64))
+        return torch.from_numpy(np.array(column.codes, dtype=np.int32 if is_packed else np.int64))
     # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
     return torch.from_numpy(np.array(column, dtype=np.float64))
 
@@ -317,6 +494,6 @@ def _fill(known: np.ndarray, impute: Impute | None) -> float:
     return float(np.median(known) if impute == "median" else known.mean())
 
 
-def _most_frequent(names: tuple[str, ...], codes: np.ndarray) -> str:
-    known = codes[codes >= 0]
-    return names[int(np.bincount(known).argmax())] if len(known) else MISSING
+def _most_frequent(names: tuple[str, ...], counts: np.ndarray) -> str:
+    """counts: how often none of them is there, and each."""
+    return names[int(counts[1:].argmax())] if counts[1:].any() else MISSING

@@ -171,9 +171,12 @@ class TextBlocks(Dataset[Entries]):
                 got=f"{block_size}, and a part of {len(tokens)} {vocabulary.unit}",
                 expected=f"{max(1, len(tokens) - 1)} at most: a block and what follows it",
             )
-        circle = torch.cat([tokens, tokens[:block_size]]) if offset else tokens
         # Overlap by the one character that is a target in one block and an input in the next; a view, not a copy.
-        self._windows = circle[offset:].unfold(0, block_size + 1, block_size)
+        self._windows = tokens[offset:].unfold(0, block_size + 1, block_size)
+        self._last: Tensor | None = None
+        if len(self._windows) < len(self):
+            behind = tokens[offset + len(self._windows) * block_size :]
+            self._last = torch.cat([behind, tokens[: block_size + 1 - len(behind)]])
 
     @property
     def value_names(self) -> ValueNames:
@@ -193,8 +196,13 @@ class TextBlocks(Dataset[Entries]):
         return inputs[0], targets[0]
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        windows = self._windows.index_select(0, indices)
-        return windows[:, :-1].long(), windows[:, 1:].long()
+        if self._last is None:
+            windows = self._windows.index_select(0, indices)
+        else:
+            windows = self._windows.index_select(0, indices.clamp_max(len(self._windows) - 1)).long()
+            windows[indices == len(self._windows)] = self._last.long()
+        # Whole numbers of their own: a slice of int64 would stay one.
+        return windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
 
     def at_epoch(self, *, seed: int, epoch: int) -> TextBlocks:
         offset = seed_for(seed, "offset", epoch) % self.block_size

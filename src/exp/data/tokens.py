@@ -78,7 +78,11 @@ class Tokens(Dataset[object]):
 
     def fit(self) -> Fitted:
         """The tokenizer: that of the file, or one that is trained on this part."""
-        return {FITTED: (_trained(self.text, self.vocabulary_size) if self.file is None else _read(self.file)).to_str()}
+        return {
+            FITTED: (
+                _trained(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)
+            ).to_str()
+        }
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
         """Encodes this part by the tokenizer.
@@ -132,7 +136,11 @@ def _trained(text: str, size: int) -> Tokenizer:
     return tokenizer
 
 
-def _read(file: Path) -> Tokenizer:
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer of a file.
+
+    Raises: ConfigError where it is none.
+    """
     from tokenizers import Tokenizer
 
     try:

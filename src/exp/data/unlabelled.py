@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.columns import Name, Sheet, words_of
+from exp.data.columns import Name, Sheet
 from exp.data.delimited import MISSING_VALUES, are_numbers
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
@@ -73,13 +73,19 @@ class UnlabelledTable(Dataset[object]):
             refuse_numbers_as_names(sheet.file, sheet.names, known=[*told["numbers"], *told.get("words", ())])
         numbers: dict[str, np.ndarray] = {}
         words: dict[str, Words] = {}
+        places = {name: column for column, name in enumerate(sheet.names)}
+        sheet.load(
+            numbers=[[places[name] for name in told["numbers"] if name in places]],
+            days={places[name]: form for name, form in self.dates.items() if name in places},
+            words=[places[name] for name in told.get("words", ()) if name in places],
+        )
         for name in (*told["numbers"], *told.get("words", ())):
             try:
                 column = sheet.column(name, key="dataset.path")
                 if name in told["numbers"]:
                     numbers[name] = self._numbers(sheet, column, name)
                 else:
-                    words[name] = words_of(self._complete(sheet, column, sheet.texts(column)))
+                    words[name] = self._complete(sheet, column, sheet.words(column))
             except ConfigError as error:
                 faults += error.faults
         if faults:
@@ -98,7 +104,9 @@ class UnlabelledTable(Dataset[object]):
         if place is not None:
             row, name = place[0], told["numbers"][place[1]]
             raise sheet.bad(row, sheet.column(name, key="dataset.path"), f"{numbers[name][row]:g}", held(torch.float32))
-        return table.prepare(fitted)
+        prepared = table.prepare(fitted)
+        assert isinstance(prepared, Tensors)  # nothing is packed
+        return prepared
 
     def _numbers(self, sheet: Sheet, column: int, name: str) -> np.ndarray:
         found = sheet.days(column, self.dates[name]) if name in self.dates else sheet.numbers(column)
@@ -155,6 +163,9 @@ class UnlabelledSeries(Dataset[object]):
         if self.header:
             refuse_numbers_as_names(self.sheet.file, self.sheet.names, known=order)
         names = [name for name in self.names if name in order]
+        self.sheet.load(
+            numbers=[[column for column, name in enumerate(self.sheet.names) if name in names]], days={}, words=()
+        )
         columns = []
         for name in names:
             column = self.sheet.column(name, key="dataset.path")
@@ -376,6 +387,7 @@ def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]], is_final: bool
             got=f"{path} with {len(sheet.names)} columns",
             expected=f"{size} of numbers, the values of {name} {list(inputs[name]['shape'])} one after the other",
         )
+    sheet.load(numbers=[range(size)], days={}, words=())
     columns = [sheet.numbers(column) for column in range(size)]
     dtype = getattr(torch, inputs[name]["dtype"]) if is_final else torch.float32
     for column, values in enumerate(columns):

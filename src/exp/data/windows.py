@@ -219,6 +219,7 @@ def _csv_columns(
 ) -> tuple[Sequence[str], Callable[[str], np.ndarray]]:
     """The names of a file's columns, and what reads one. time: a column that may hold dates."""
     sheet = read_sheet(file, delimiter=delimiter, header=header)
+    sheet.load(numbers=[range(len(sheet.names))], days={}, words=())
 
     def read(name: str) -> np.ndarray:
         column = sheet.column(name, key="dataset.columns")

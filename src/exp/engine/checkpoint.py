@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import shutil
 import zipfile
@@ -19,8 +20,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.files import beside, lock, replacing, sync_directory
-from exp.nested import mapped
+from exp.files import beside, lock, not_inherited, replacing, sync_directory, write_whole
+from exp.nested import mapped, tensors_in
 
 # The folder of a run directory in which they are.
 CHECKPOINTS = "checkpoints"
@@ -30,6 +31,11 @@ MANIFEST, FORMAT = "exp_manifest", 2
 SHOWN = 3
 CONTAINER = ("a mapping of ", "a list of ")
 NESTED = (Tensor, Mapping, list, tuple, Set)
+NUMBERS = frozenset({bool, int, float, type(None)})
+# A state of at most so many bytes becomes the bytes of its file in one go, some 1 ms a MB.
+PACKED_BYTES = 16 * 2**20
+# Where nobody says whether a thread writes: the largest state that is copied for it, of which two may wait.
+LARGEST_COPY = 2**30
 # Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
 CURRENT = "current_model_state"
 # What a checkpoint holds, by name: tensors and plain values, nested as they are.
@@ -59,9 +65,18 @@ class AtomicCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise RunError("checkpoints are written to local files; storage_options has no meaning here")
         require_plain(checkpoint)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _written(target, is_synced=self._is_synced) as file:
+        self._save(checkpoint, Path(path))
+
+    def _save(self, checkpoint: State, path: Path) -> None:
+        self.write(packed(checkpoint) if bytes_of(checkpoint) <= PACKED_BYTES else checkpoint, path)
+
+    def write(self, checkpoint: State | bytes, path: Path) -> None:
+        """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(checkpoint, bytes):
+            write_whole(path, checkpoint, is_synced=self._is_synced)
+            return
+        with _written(path, is_synced=self._is_synced) as file:
             torch.save({**checkpoint, MANIFEST: manifest_of(checkpoint)}, cast(BinaryIO, file))
 
     def load_checkpoint(
@@ -86,6 +101,11 @@ class AtomicCheckpointIO(CheckpointIO):
         """Copy a file that was saved, whole or not at all."""
         copy_checkpoint(source, target)
 
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Save what may be written later, where that is possible: whoever enters this settles before it is read."""
+        yield
+
     @property
     def is_idle(self) -> bool:
         """Whether everything that was asked for is done."""
@@ -101,25 +121,42 @@ class AtomicCheckpointIO(CheckpointIO):
 class ThreadedCheckpointIO(AtomicCheckpointIO):
     """Writes in a thread, while the steps go on: one thing after the other, in the order in which it was asked for.
 
-    What is saved is copied to the host first. At most one checkpoint waits behind the one that is being written: the
-    next waits for its place. What went wrong is raised by the next call, and nothing is written behind it.
+    What is saved is brought to the host first: a small state as the bytes of its file, for a thread that pickled would
+    take the interpreter from the steps; a large one as a copy, whose checksums and writes need the interpreter little.
+    At most one checkpoint waits behind the one that is being written: the next waits for its place. What went wrong is
+    raised by the next call, and nothing is written behind it. What is not saved `in_background` is on the disk when it
+    is saved: a callback of the user's may read it at once.
+
+    largest: bytes of a state that is copied; a larger one is written before the steps go on. None: any is copied.
     """
 
     MOST = 2
 
-    def __init__(self) -> None:
+    def __init__(self, *, largest: int | None = None) -> None:
         super().__init__()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: deque[Future[None]] = deque()
         self._has_failed = False
+        self._is_deferring = False
+        self._largest = largest
 
-    def save_checkpoint(
-        self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
-    ) -> None:
-        require_plain(checkpoint)
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+
+    def _save(self, checkpoint: State, path: Path) -> None:
+        size = bytes_of(checkpoint)
+        if not self._is_deferring or (self._largest is not None and size > self._largest):
+            self.settle()
+            super()._save(checkpoint, path)
+            return
         while self._pending and (len(self._pending) >= self.MOST or self._pending[0].done()):
             self._pending.popleft().result()
-        self._submit(super().save_checkpoint, on_host(checkpoint), path, storage_options)
+        self._submit(self.write, packed(checkpoint) if size <= PACKED_BYTES else on_host(checkpoint), path)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         self._submit(super().remove_checkpoint, path)
@@ -146,6 +183,18 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
                 raise
 
         self._pending.append(self._thread.submit(run))
+
+
+def bytes_of(checkpoint: State) -> int:
+    """Return the bytes of the tensors in a checkpoint."""
+    return sum(tensor.nbytes for tensor in tensors_in(checkpoint))
+
+
+def packed(checkpoint: State) -> bytes:
+    """Return the file that a checkpoint becomes."""
+    buffer = io.BytesIO()
+    torch.save({**checkpoint, MANIFEST: manifest_of(checkpoint)}, buffer)
+    return buffer.getvalue()
 
 
 def on_host(checkpoint: State) -> State:
@@ -205,13 +254,17 @@ def _has_bytes(value: object) -> TypeGuard[Tensor]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return zlib.crc32(whole.view(torch.uint8).numpy().data)
+    whole = tensor.detach()
+    if not (whole.is_cpu and whole.is_contiguous()) or whole.is_complex() or whole.is_neg():
+        whole = whole.cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data)
 
 
 def _entries(value: object, key: str) -> Iterator[tuple[str, str, object]]:
     """Every value by its dotted key, in a few words, and itself; a mapping or a list before what it holds."""
-    if isinstance(value, Tensor):
+    if type(value) in NUMBERS:  # most of them, and of the others abstract classes are asked
+        yield key, _in_words(value), value
+    elif isinstance(value, Tensor):
         yield key, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}", value
     elif isinstance(value, Mapping):
         yield key, f"{CONTAINER[0]}{len(value)}", value
@@ -224,11 +277,15 @@ def _entries(value: object, key: str) -> Iterator[tuple[str, str, object]]:
     elif isinstance(value, Set):
         yield key, f"a set of {len(value)}", value
     else:
-        text = repr(value)
-        is_short = len(text) <= 60
-        # A long one by its end and its checksum: a config, the history of a callback.
-        long = f"{text[:40]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
-        yield key, text if is_short else long, value
+        yield key, _in_words(value), value
+
+
+def _in_words(value: object) -> str:
+    text = repr(value)
+    if len(text) <= 60:
+        return text
+    # A long one by its beginning and its checksum: a config, the history of a callback.
+    return f"{text[:40]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
 
 
 def _require_unchanged(path: str | os.PathLike[str], checkpoint: State) -> None:
@@ -291,7 +348,7 @@ def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copy a file, whole or not at all; without writing its content again where the disk allows it."""
     partial = beside(target)
-    with source.open("rb") as file:
+    with source.open("rb") as file, not_inherited(file):
         # The link is the same file, and whoever sweeps what the dead left asks for its lock.
         lock(file)
         try:
@@ -314,7 +371,7 @@ def require_plain(value: object, *, key: str = "", cure: str = "Keep it out of s
     key: of the value, dotted. cure: what to do about one that will not be.
     Raises: RunError naming the entry that is neither a tensor nor a plain value.
     """
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
+    if type(value) in NUMBERS or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
         return
     if isinstance(value, torch.device):
         return

@@ -142,10 +142,12 @@ class Checkpointing(Callback):
         is_gone = trainer.strategy.broadcast(trainer.is_global_zero and self._is_gone())
         self._position = position
         try:
-            trainer.save_checkpoint(path, weights_only=False)
+            with _io(trainer).in_background():
+                trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._position = None
         if is_gone:
+            self.settle(trainer)
             raise RunError(
                 f"{self.directory.parent} was removed or renamed while the run wrote into it: its config, log and "
                 f"curves are gone from there. The run ends here; the state at step {position.step} is in {path}, from "
@@ -229,6 +231,7 @@ class Checkpointing(Callback):
             self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.settle(trainer)  # what is not written yet cannot be missed
         self._notice_losses(trainer)
         if trainer.global_step != self._saved_step or self._is_better or self._is_kept or self._owes_last:
             self._write(trainer, after_fit(trainer), is_due=True)

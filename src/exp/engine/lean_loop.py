@@ -1,4 +1,4 @@
-"""The adapter of Lightning's private training epoch loop: several batches in one call, and nothing done in vain.
+"""The adapter of Lightning's private loops of fit: several batches in one call, and nothing done in vain.
 
 Lightning's own loop                                here
     for each batch: done? validate? stop?               for each execution: done? validate? stop?
@@ -12,7 +12,9 @@ whatever the outer loop has to do: a validation, an epoch's end, a stop. So it m
 it looks up everything anew: callbacks may have changed anything since (tens of us, against Lightning's half a ms).
 
 docs/lean-loop.md says of each private name what is relied on, which test holds it, and how to check a new version.
-Private of Lightning (2.6.6): `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx`,
+Private of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_trainer_fn`, `_stage`, `_data_fetcher`,
+`_has_run`, `_seen_batches_per_dataloader`, `_on_evaluation_model_eval`, `_on_evaluation_start` and
+`_on_evaluation_epoch_start`; `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx`,
 `_should_check_val_epoch`; `_DataFetcher`, `_DataLoaderIterDataFetcher`, `CombinedLoader._iterator`, `_MaxSizeCycle`
 with `_consumed` and `_idx`; `_skip_backward`; `_block_parallel_sync_behavior`; `_val_check_time_interval`;
 `_lightning_optimizers`, `_model_averager` of strategies; `fit_loop._data_fetcher`.
@@ -24,12 +26,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
@@ -37,6 +40,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import LBFGS, Optimizer
@@ -58,17 +62,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+VALIDATION_HOOKS = ("on_validation_batch_start", "on_validation_batch_end")
 NEED = "one_step_a_call"
 # Where nobody says how many: as many as fit in this. Lightning's share of an execution is half a millisecond.
 EXECUTION_SECONDS = 0.1
 
 
 def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) -> None:
-    """Put LeanEpochLoop in the place of the Trainer's own loop; before fit."""
+    """Put LeanEpochLoop, and with it LeanValidationLoop, in the place of the Trainer's own loops; before fit."""
     own = trainer.fit_loop.epoch_loop
-    trainer.fit_loop.epoch_loop = LeanEpochLoop(
+    lean = LeanEpochLoop(
         trainer, steps_per_execution=steps_per_execution, min_steps=own.min_steps, max_steps=own.max_steps
     )
+    if steps_per_execution != 1:
+        lean.val_loop = LeanValidationLoop(trainer)
+    trainer.fit_loop.epoch_loop = lean
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
@@ -205,6 +213,94 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return every - done % every
 
 
+class LeanValidationLoop(_EvaluationLoop):
+    """A validation within fit, whose batches are done without what nobody uses: Lightning's loop around them.
+
+    Left out are hooks that nobody overrides, what self.log gives at a batch, which exp's own never call, and a look at
+    signatures that are known. Counters, limits, hooks and their order are Lightning's. Where something that is not
+    exp's own acts at a batch of validation, or there are several loaders, it is Lightning's own, and the log says so.
+    """
+
+    trainer: RunTrainer
+
+    def __init__(self, trainer: Trainer) -> None:
+        own = trainer.fit_loop.epoch_loop.val_loop
+        super().__init__(trainer, own._trainer_fn, own._stage, verbose=own.verbose, inference_mode=own.inference_mode)
+        self._lean: _LeanValidation | None = None
+        self._told: str | None = None
+
+    def on_run_start(self) -> None:
+        self._lean = None
+        if not isinstance(self.trainer.lightning_module, TrainingModule) or self.num_dataloaders != 1:
+            super().on_run_start()
+        else:  # but for a look at the signatures of the module's hooks
+            self._on_evaluation_model_eval()
+            self._on_evaluation_start()
+            self._on_evaluation_epoch_start()
+        # Behind the hooks, which may have changed anything.
+        reason = "; ".join(self._reasons()) or None
+        if reason is None:
+            self._lean = _LeanValidation(self.trainer)
+        elif reason not in (self._told, self._of_steps()):
+            log.info("each batch of a validation goes through Lightning's own loop: %s", reason)
+            self._told = reason
+
+    def _of_steps(self) -> str | None:
+        """What the log has said of the steps of training."""
+        loop = self.trainer.fit_loop.epoch_loop
+        return loop._told if isinstance(loop, LeanEpochLoop) else None
+
+    def _reasons(self) -> Iterator[str]:
+        yield from foreign_parts(self.trainer, VALIDATION_HOOKS, often="at every batch of a validation")
+        if self.num_dataloaders != 1:
+            yield f"there are {self.num_dataloaders} loaders"
+        if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            yield "the validation step fetches its own batches"
+
+    def _evaluation_step(
+        self, batch: Batch, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Batch] | None
+    ) -> None:
+        lean, trainer, progress = self._lean, self.trainer, self.batch_progress
+        if lean is None:
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        module = lean.module
+        batch = lean.place(batch)
+        progress.increment_ready()
+        for hook in lean.on_batch_start:
+            hook(trainer, module, batch, batch_idx)
+        progress.increment_started()
+        outputs = lean.step(batch, batch_idx)
+        progress.increment_processed()
+        for hook in lean.on_batch_end:
+            hook(trainer, module, outputs, batch, batch_idx)
+        progress.increment_completed()
+        if not trainer.sanity_checking:
+            self._has_run = True
+            self._seen_batches_per_dataloader[dataloader_idx] += 1
+        if not progress.is_last_batch and trainer.received_sigterm:
+            raise SIGTERMException
+
+
+class _LeanValidation:
+    """What acts at a batch of validation, looked up once a validation."""
+
+    def __init__(self, trainer: RunTrainer) -> None:
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        module = self.module = trainer.lightning_module
+        self.place = placing(trainer)
+        self.on_batch_start = acting(trainer, VALIDATION_HOOKS[0])
+        self.on_batch_end = acting(trainer, VALIDATION_HOOKS[1])
+        self.step: Callable[[Batch, int], Any] = strategy.validation_step
+        if (
+            type(strategy).validation_step is LightningStrategy.validation_step
+            and strategy.model is module
+            and type(precision).val_step_context is Precision.val_step_context
+            and type(precision.forward_context()) is nullcontext
+        ):
+            self.step = module.validation_step
+
+
 def tell_stop_iterations(callbacks: Iterable[Callback]) -> None:
     """Let a StopIteration in a callback, or in what it calls, end the run as any error does.
 
@@ -247,6 +343,30 @@ def _fetch(fetcher: _DataFetcher) -> Batch:
     return batch
 
 
+def placing(trainer: RunTrainer) -> Callable[[Batch], Batch]:
+    """Return what brings a batch into the precision's dtype and onto its device."""
+    strategy, precision = trainer.strategy, trainer.precision_plugin
+    to_device: Callable[[Batch], Batch] | None = strategy.batch_to_device
+    if type(strategy).batch_to_device is LightningStrategy.batch_to_device:
+        device = strategy.root_device
+        moves = functools.partial(trainer.datamodule.transfer_batch_to_device, device=device, dataloader_idx=0)
+        to_device = None if device.type == "cpu" else moves
+    converts = isinstance(precision, RunPrecision) and precision.word.double
+
+    def place(batch: Batch) -> Batch:
+        if converts:
+            batch = precision.convert_input(batch)
+        return batch if to_device is None else to_device(batch)
+
+    return place
+
+
+def acting(trainer: RunTrainer, name: str) -> list[Callable[..., Any]]:
+    """Return a hook of all callbacks that give it a body, in their order."""
+    found = (overridden(callback, Callback, name) for callback in trainer.callbacks)
+    return [hook for hook in found if hook is not None]
+
+
 class LeanStep:
     """The parts of a step, looked up once an execution, and where the step stands. What does nothing is left out.
 
@@ -280,14 +400,14 @@ class LeanStep:
         self._skips_backward = loop.automatic_optimization._skip_backward
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._halving = module.halving
-        self.on_batch_start = self._acting("on_train_batch_start")
+        self.on_batch_start = acting(trainer, "on_train_batch_start")
         if type(self._strategy).on_train_batch_start is not LightningStrategy.on_train_batch_start:
             self.on_batch_start.append(lambda _, __, batch, index: self._strategy.on_train_batch_start(batch, index))
-        self.on_batch_end = self._acting("on_train_batch_end")
-        self._before_zero_grad = self._acting("on_before_zero_grad")
-        self._before_backward = self._acting("on_before_backward")
-        self._after_backward = self._acting("on_after_backward")
-        self._before_step = self._acting("on_before_optimizer_step")
+        self.on_batch_end = acting(trainer, "on_train_batch_end")
+        self._before_zero_grad = acting(trainer, "on_before_zero_grad")
+        self._before_backward = acting(trainer, "on_before_backward")
+        self._after_backward = acting(trainer, "on_after_backward")
+        self._before_step = acting(trainer, "on_before_optimizer_step")
         self._choose_forward()
         self._choose_backward()
         self._choose_update()
@@ -295,12 +415,6 @@ class LeanStep:
         self.schedules = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         self.plateau_by_step = any(c.interval == "step" and c.reduce_on_plateau for c in trainer.lr_scheduler_configs)
         self._window = trainer.accumulate_grad_batches
-
-    def place(self, batch: Batch) -> Batch:
-        """Bring a batch into the precision's dtype and onto its device."""
-        if self._converts:
-            batch = self._precision.convert_input(batch)
-        return batch if self._to_device is None else self._to_device(batch)
 
     def run(self, batch: Batch, batch_idx: int, *, is_last: bool) -> None:
         """Run forward and backward, and the optimizer's step at a window's end. is_last: of the epoch."""
@@ -318,17 +432,9 @@ class LeanStep:
 
     # --- which way each part goes ---
 
-    def _acting(self, name: str) -> list[Callable[..., Any]]:
-        found = (overridden(callback, Callback, name) for callback in self.trainer.callbacks)
-        return [hook for hook in found if hook is not None]
-
     def _choose_forward(self) -> None:
         strategy, precision = self._strategy, self._precision
-        self._converts = precision.word.double
-        self._to_device: Callable[[Batch], Batch] | None = strategy.batch_to_device
-        if type(strategy).batch_to_device is LightningStrategy.batch_to_device:
-            on_cpu = strategy.root_device.type == "cpu"
-            self._to_device = None if on_cpu else self._transfer
+        self.place = placing(self.trainer)
         # Asked for anew at each batch: none is a context that is entered for nothing.
         self._context: Callable[[], AbstractContextManager[Any]] | None = None
         self._forward: Callable[[Batch, int], Any] = strategy.training_step
@@ -355,9 +461,6 @@ class LeanStep:
             return wrapper(batch, batch_idx)
         finally:
             del own["forward"]
-
-    def _transfer(self, batch: Batch) -> Batch:
-        return self.trainer.datamodule.transfer_batch_to_device(batch, self._strategy.root_device, 0)
 
     def _choose_backward(self) -> None:
         kind = type(self._strategy)
@@ -540,33 +643,39 @@ def why_one_by_one(trainer: RunTrainer) -> str | None:
 
 
 def _reasons(trainer: RunTrainer) -> Iterator[str]:
+    yield from foreign_parts(trainer, TRAINING_HOOKS, often="at every step")
     for callback in trainer.callbacks:
-        if not is_own(callback):
-            acting = [name for name in TRAINING_HOOKS if overridden(callback, Callback, name) is not None]
-            if acting:
-                yield f"the callback {type(callback).__name__} acts at every step, in {', '.join(acting)}"
         for name, hook in getattr(callback, "hooks", {}).items() if is_own(callback) else ():
             if NEED in hook.all_needs:
                 yield f"the hook {name} needs {NEED}"
+    strategy = trainer.strategy
+    if is_own(strategy) and strategy.handles_gradient_accumulation:
+        yield f"the strategy {type(strategy).__name__} has a loop of its own"
+    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        yield "the training step fetches its own batches"
+
+
+def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> Iterator[str]:
+    """Yield what is not exp's own and may do anything. hooks: of batches. often: when these are called, in words."""
     module = trainer.lightning_module
+    owners: list[tuple[str, object, type]] = [
+        (f"the callback {type(one).__name__}", one, Callback) for one in trainer.callbacks if not is_own(one)
+    ]
+    for title, owner, base in [*owners, (type(module).__name__, module, LightningModule)]:
+        found = [name for name in hooks if overridden(owner, base, name) is not None]
+        if found:
+            yield f"{title} acts {often}, in {', '.join(found)}"
     if not isinstance(module, TrainingModule):
         yield f"{type(module).__name__} is no module of exp"
-    acting = [name for name in TRAINING_HOOKS if overridden(module, LightningModule, name) is not None]
-    if acting:
-        yield f"{type(module).__name__} acts at every step, in {', '.join(acting)}"
     strategy = trainer.strategy
     if not is_own(strategy) and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
         yield f"the strategy {type(strategy).__name__} is not exp's"
-    elif strategy.handles_gradient_accumulation:
-        yield f"the strategy {type(strategy).__name__} has a loop of its own"
     if type(trainer.precision_plugin) not in (RunPrecision, ScaledPrecision):
         yield f"the precision {type(trainer.precision_plugin).__name__} is not exp's"
     if type(trainer.profiler) is not NoProfiler:
         yield f"the profiler {type(trainer.profiler).__name__} looks into Lightning's loop"
     if not isinstance(trainer.datamodule, RunData):
         yield "the data is not exp's"
-    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-        yield "the training step fetches its own batches"
 
 
 def is_own(part: object) -> bool:

@@ -91,7 +91,7 @@ class ProgramModel(nn.Module):
     def program(self) -> Program:
         """The parsed program."""
         used = layers_used(self._programs.values(), self._layer_names)
-        return self._parsed(self._text, used_elsewhere=used)
+        return self._parsed(self._text, used_elsewhere=used, is_bounded=not self._is_folded)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -186,7 +186,7 @@ class ProgramModel(nn.Module):
             raise ConfigError([Fault(key="inputs", got=str(list(self.input_names)), expected="a `forward` program")])
         return "\n".join([*steps, "return x"])
 
-    def _parsed(self, text: str, *, used_elsewhere: Iterable[str]) -> Program:
+    def _parsed(self, text: str, *, used_elsewhere: Iterable[str], is_bounded: bool = True) -> Program:
         return parse(
             text,
             self._layer_names,
@@ -194,6 +194,7 @@ class ProgramModel(nn.Module):
             constants=self._constants,
             functions=self._functions,
             used_elsewhere=used_elsewhere,
+            is_bounded=is_bounded,
         )
 
     def _function(self, program: Program, *, asserts: bool = True) -> FunctionType:

@@ -90,6 +90,7 @@ def parse(
     constants: Iterable[str] = (),
     functions: Iterable[str] = (),
     used_elsewhere: Iterable[str] = (),
+    is_bounded: bool = True,
 ) -> Program:
     """Read and check a forward program.
 
@@ -98,6 +99,7 @@ def parse(
     constants: names of values that the config gives the program.
     functions: names of functions that the config lists for the program.
     used_elsewhere: layers that this program need not use, because another one of the network does.
+    is_bounded: whether to refuse a long one: yes but of a text that exp itself has made, a line for each layer.
 
     Raises ProgramError, and nothing else, for any text.
     """
@@ -108,7 +110,7 @@ def parse(
         functions=frozenset(functions),
         used_elsewhere=frozenset(used_elsewhere),
     )
-    return _parse(text, names)
+    return _parse(text, names, is_bounded)
 
 
 def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
@@ -125,12 +127,13 @@ def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[s
 
 
 @functools.lru_cache(maxsize=256)  # the copies of a repeated block share one tree, which nobody changes
-def _parse(text: str, names: Names) -> Program:
+def _parse(text: str, names: Names, is_bounded: bool) -> Program:
     source = Source(text)
-    if len(text) > MAX_CHARACTERS:
+    if is_bounded and len(text) > MAX_CHARACTERS:
         raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_CURE}")
     tree = _read(source)
-    _bound(tree, source)
+    if is_bounded:
+        _bound(tree, source)
     program = Program(
         text=text,
         inputs=names.inputs,

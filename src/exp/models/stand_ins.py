@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -82,7 +83,8 @@ class Layer:
         """The stand-in of something that the layer holds."""
         return stand_in(f"{self.path}.{name}", held)
 
-    def elements(self) -> list[object]:
+    @cached_property  # a program of a line for each of a thousand layers asks as often
+    def elements(self) -> Sequence[object]:
         """What a loop over it runs through: the layers of a list, the keys of a dict. Raises: Refusal."""
         if isinstance(self.module, _MAPPINGS):
             return list(self.module.keys())
@@ -92,7 +94,8 @@ class Layer:
             return [self.child(name, held) for name, held in self.module._modules.items()]
         raise Refusal(f"`{self.path}` is a {self.kind}, not a list of layers")
 
-    def entries(self) -> dict[str, object]:
+    @cached_property
+    def entries(self) -> Mapping[str, object]:
         """The layers of a ModuleDict or ParameterDict by name. Raises: Refusal."""
         if not isinstance(self.module, _MAPPINGS):
             raise Refusal(f"`{self.path}` is a {self.kind}, not a dict of layers")
@@ -101,8 +104,8 @@ class Layer:
     def item(self, index: object) -> object:
         """`linears[0]`, `linears[1:]`, `heads["main"]`. Raises: Refusal."""
         if not isinstance(self.module, _MAPPINGS):
-            return element(f"`{self.path}`", self.elements(), index)
-        entries = self.entries()
+            return element(f"`{self.path}`", self.elements, index)
+        entries = self.entries
         if not isinstance(index, str) or index not in entries:
             expected = nearest_or(str(index), entries, otherwise=f"one of {', '.join(entries)}")
             raise Refusal(f"`{self.path}` has no {index!r}; it has {expected}")

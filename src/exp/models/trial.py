@@ -204,7 +204,7 @@ class Guards:
         """What a loop runs through; it must be known before the run."""
         self.count(1 + _size(value) // 100)
         if isinstance(value, Layer):
-            return value.elements()
+            return value.elements
         if isinstance(value, list | tuple | dict):
             return value
         if value is UNKNOWN:
@@ -288,7 +288,7 @@ class Guards:
                 constants.check_length(len(owner) + 1)
                 owner.append(args[0])
                 return None
-            entries = owner.entries() if isinstance(owner, Layer) else owner
+            entries = owner.entries if isinstance(owner, Layer) else owner
             if isinstance(entries, dict) and not args and name in ("items", "keys", "values"):
                 return list(getattr(entries, name)())
         raise Refusal(f"this value has no method `.{name}` of these arguments", "a tensor before it")

@@ -68,11 +68,14 @@ Validate = Callable[[DictConfig, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What the check found of a job. error: what is wrong with it. asked: its need, and the machine that meets it; None
-    where something is wrong."""
+    """What the check found of a job.
+
+    error: what is wrong with it. asked: by `asks` of it, its need and the machine that meets it; None where something
+        is wrong.
+    """
 
     error: ExpError | None = None
-    asked: tuple[Need, Machine] | None = None
+    asked: tuple[str, tuple[Need, Machine]] | None = None
 
 
 def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Checked]:
@@ -92,7 +95,7 @@ def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Check
             traceback.print_exc()
             yield Checked(error=_ended(f"with {redacted(one_line(error))}; its traceback is above"))
         else:
-            yield Checked(asked=asked)
+            yield Checked(asked=(asks(config), asked))
 
 
 class GpuView:
@@ -184,7 +187,7 @@ class JobProcesses:
                     if result.error is not None and not isinstance(result.error, ConfigError):
                         raise result.error
                     if result.asked is not None:
-                        self.asked[asks(configs[len(found)])] = result.asked
+                        self.asked.update([result.asked])
                     found.append(result.error)
                 if died is not None:
                     deaths += 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -30,7 +31,8 @@ Check = Callable[[Sequence[DictConfig]], Sequence[ConfigError | None]]
 class Job:
     """One job.
 
-    swept: key to value as text, of what was swept. config, error: what can be run, or why it cannot.
+    swept: key to value as text, of what was swept. packed, error: the config that can be run, or why it cannot.
+    directory: of its run, absolute; None of a job without a config.
     plain: the values of its config, as `plain_values` has them, without the record of its composition.
     is_known: an earlier sweep of the same directory has begun it. is_stacked: it is trained together with others.
     """
@@ -38,11 +40,52 @@ class Job:
     number: int
     overrides: tuple[str, ...]
     swept: dict[str, str]
-    config: DictConfig | None
+    packed: bytes | None
+    directory: Path | None = None
     plain: Mapping[str, Any] = field(default_factory=dict)
     error: ConfigError | None = None
     is_known: bool = False
     is_stacked: bool = False
+
+    @property
+    def config(self) -> DictConfig | None:
+        """A copy of its config, whoever asks; None where it has faults."""
+        if self.packed is None:
+            return None
+        config = _unpacked(self.packed)
+        config[COMPOSITION].directory = literal(str(self.directory))
+        return config
+
+
+class Configs(Sequence[DictConfig]):
+    """Configs that are unpacked one at a time, in this process or in another.
+
+    A config takes some 4 kB packed, and 100 times as much as a DictConfig: ten thousand jobs would take gigabytes.
+    """
+
+    def __init__(self, packed: Sequence[bytes]) -> None:
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, place: int) -> DictConfig: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Configs: ...
+
+    def __getitem__(self, place: int | slice) -> DictConfig | Configs:
+        return Configs(self._packed[place]) if isinstance(place, slice) else _unpacked(self._packed[place])
+
+
+def packed(config: DictConfig) -> bytes:
+    """A config in little memory."""
+    return zlib.compress(pickle.dumps(config), 1)
+
+
+def _unpacked(text: bytes) -> DictConfig:
+    return cast(DictConfig, pickle.loads(zlib.decompress(text)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +136,7 @@ class Jobs:
             for line, text in zip(lines, overrides, strict=True)
             if line.get_key_element() not in self._fixed
         }
-        job = Job(number=number, overrides=tuple(overrides), swept=swept, config=None)
+        job = Job(number=number, overrides=tuple(overrides), swept=swept, packed=None)
         try:
             self._refuse_security(lines)
             alike = self._by_pattern(job, lines)
@@ -107,7 +150,7 @@ class Jobs:
         except ConfigError as error:
             return replace(job, error=error)
         plain = {name: value for name, value in plain_values(config).items() if name != COMPOSITION}
-        job = replace(job, config=config, plain=plain)
+        job = replace(job, packed=packed(config), directory=Path(config[COMPOSITION].directory), plain=plain)
         if is_plain and not self.everything:
             self._pattern = _Pattern(
                 lines=lines,
@@ -140,17 +183,21 @@ class Jobs:
         for _, now in changed:
             pattern.composition.loader.apply(now, config)
         values = {path: OmegaConf.select(config, key) for path, key in zip(paths, keys, strict=True)}
+        directory = self.directory.absolute() / str(job.number)
         config[COMPOSITION].overrides = recorded(job.overrides)
-        config[COMPOSITION].directory = literal(str(self.directory.absolute() / str(job.number)))
+        config[COMPOSITION].directory = literal(str(directory))
         refuse_early(config, reading=(with_changes(pattern.reading, values), []))
-        return replace(job, config=config, plain=with_changes(pattern.plain, values))
+        plain = with_changes(pattern.plain, values)
+        return replace(job, packed=packed(config), directory=directory, plain=plain)
 
     def checked(self, jobs: Sequence[Job]) -> list[Job]:
         """The same jobs; those with a fault have it in the place of a config."""
-        configs = {job.number: job.config for job in jobs if job.config is not None}
-        errors = dict(zip(configs, self.check(list(configs.values())), strict=True))
+        whole = {job.number: job.packed for job in jobs if job.packed is not None}
+        errors = dict(zip(whole, self.check(Configs([*whole.values()])), strict=True))
         found = ((job, errors.get(job.number)) for job in jobs)
-        return [job if error is None else replace(job, config=None, error=error) for job, error in found]
+        return [
+            job if error is None else replace(job, packed=None, directory=None, error=error) for job, error in found
+        ]
 
     def _composition(self, lines: Sequence[Override], overrides: Sequence[str]) -> Composition:
         """Composed by Hydra; or, where the job before differs in plain values alone, that one's with these values."""

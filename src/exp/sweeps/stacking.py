@@ -63,7 +63,7 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.every_n_steps": ((None,), "a stack saves at the ends of epochs"),
     "checkpoint.every_n_minutes": ((None,), "a stack saves at the ends of epochs"),
     "checkpoint.keep": ((1,), "a stack keeps one best checkpoint of each member"),
-    "checkpoint.async": ((False,), "it is a thread of one run"),
+    "checkpoint.async": ((None, False), "it is a thread of one run"),
     "runtime.deterministic": ((False,), "it is a switch of one run"),
     "runtime.cuda_blocking": ((False,), "it looks at the steps of one run"),
     "runtime.cuda_graph": ((False,), "a stack runs on a CPU"),

@@ -25,8 +25,8 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf, open_dict
 
 from exp.check.stages import config_faults, early_faults, located, refuse_node
-from exp.config.compose import Composition, composition_of, shared_config
-from exp.config.freeze import COMPOSITION, chosen_values, compared_tags, make_exclusively
+from exp.config.compose import Composition, composition_of, recorded, shared_config
+from exp.config.freeze import chosen_values, compared_tags, make_exclusively
 from exp.config.groups import COMMAND_LINE, PRIMARY
 from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_override, run_sweeper, task_overrides
 from exp.config.reading import plain_values
@@ -39,7 +39,7 @@ from exp.output import unwritable
 from exp.signals import heeding
 from exp.spelling import among
 from exp.sweeps.executor import End, Executor, Unstacked, Work
-from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults
+from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults, packed
 from exp.sweeps.ledger import (
     AUTO,
     JOBS,
@@ -224,8 +224,7 @@ class Sweep:
 
     def _began_alone(self, job: Job) -> bool:
         """Whether an earlier sweep has trained it in a process of its own."""
-        assert job.config is not None
-        directory = Path(job.config[COMPOSITION].directory)
+        directory = cast(Path, job.directory)
         return job.is_known and last_checkpoint(directory) is not None and not is_member(directory)
 
     def _search(self, launcher: Launcher) -> None:
@@ -265,11 +264,12 @@ class Sweep:
 
         def make(number: int, trial: int, values: Combination) -> Job:
             job = self.jobs.composed(number, self._space.overrides(values))
-            if job.config is not None:
-                sweep = os.path.relpath(self.directory, job.config[COMPOSITION].directory)
-                with open_dict(job.config):
-                    job.config.sweep.trial = {"number": trial, "sweep": sweep}
-            return job
+            if (config := job.config) is None:
+                return job
+            sweep = os.path.relpath(self.directory, job.directory)
+            with open_dict(config):
+                config.sweep.trial = {"number": trial, "sweep": sweep}
+            return replace(job, packed=packed(config))
 
         def group(jobs: Sequence[Job]) -> list[list[Job]]:
             return self._grouped([self._known(job) for job in self.jobs.checked(jobs)])
@@ -368,7 +368,7 @@ class Sweep:
         jobs: of the first batch; of a search the ends of its space.
         """
         domains = {axis.name: domain for axis in self._space.axes if (domain := axis.domain()) is not None}
-        loggers = {node["_target_"] for job in jobs if job.config is not None for node in job.plain["logger"].values()}
+        loggers = {node["_target_"] for job in jobs if job.packed is not None for node in job.plain["logger"].values()}
         if self.rows or not self._space.axes or TENSORBOARD not in loggers:
             return
         values: dict[str, list[object]] = {}
@@ -376,10 +376,10 @@ class Sweep:
         seen = set[tuple[str, str]]()
         for job in jobs:
             # Of ten thousand jobs those that bring a value which none before has.
-            if job.config is None or seen >= job.swept.items():
+            if job.packed is None or seen >= job.swept.items():
                 continue
             seen |= job.swept.items()
-            for key, value in chosen_values(job.plain, job.config[COMPOSITION].overrides).items():
+            for key, value in chosen_values(job.plain, recorded(job.overrides)).items():
                 values.setdefault(key, []).append(value)
             tags += compared_tags(job.plain, is_trial=self.is_search)
         try:
@@ -389,12 +389,12 @@ class Sweep:
 
     def _end_session(self, job: Job, row: Row) -> None:
         """Show in TensorBoard how a job has ended whose own process could not say it."""
-        if job.config is None or row.status in FINISHED or not row.directory:
+        if job.packed is None or row.status in FINISHED or not row.directory:
             return
         if TENSORBOARD not in {node["_target_"] for node in job.plain["logger"].values()}:
             return
         directory = self.directory / row.directory
-        params = chosen_values(job.plain, job.config[COMPOSITION].overrides)
+        params = chosen_values(job.plain, recorded(job.overrides))
         try:
             write_bad_end(directory, params, compared_tags(job.plain), status=row.status)
         except RunError as error:
@@ -437,23 +437,23 @@ class Sweep:
 
     def _known(self, job: Job) -> Job:
         """The job, under the number and in the directory that it has from an earlier sweep of this directory."""
-        if job.config is None or not self._ledger.has_jobs:
+        if job.packed is None or not self._ledger.has_jobs:
             return job
         entry = self._ledger.claimed(identity_of(job.plain))
         if entry is None:
             if self.is_search:
                 return job
             return self.jobs.composed(self._ledger.next_number(), job.overrides)
-        job.config[COMPOSITION].directory = str(self.directory / entry.directory)
-        return replace(job, number=entry.job, is_known=True)
+        directory = self.directory.absolute() / entry.directory
+        return replace(job, number=entry.job, directory=directory, is_known=True)
 
     def _ended_before(self, job: Job) -> Row | None:
         """The row of a job that an earlier sweep of this directory has finished."""
         from exp.run_report import read_report
 
-        if not job.is_known or job.config is None or job.number in self.rows:
+        if not job.is_known or job.directory is None or job.number in self.rows:
             return None
-        directory = Path(job.config[COMPOSITION].directory)
+        directory = job.directory
         if not (directory / "config.yaml").is_file():
             return None
         wait_for_dead(directory)
@@ -538,6 +538,7 @@ class Sweep:
             return bool(jobs)
         try:
             if not running.received:
+                left = [self._placed(job) for job in left]
                 self._start(left)
                 running.add(left, started)
         except Interrupted:  # as somebody looked for what it needs
@@ -580,32 +581,33 @@ class Sweep:
 
     def _without_running(self, job: Job) -> Row | None:
         """The row of a job that cannot be run, or need not be; None of the others."""
-        if job.config is None:
+        if job.packed is None:
             assert job.error is not None
             return replace(self._row(job, status="failed"), error=_first_line(job.error))
         return self._ended_before(job)
 
     def _start(self, jobs: Sequence[Job]) -> None:
         """Start jobs that one process runs."""
-        configs = [job.config for job in jobs if job.config is not None]
         entries = []
-        for job, config in zip(jobs, configs, strict=True):
+        for job in jobs:
             if job.is_known:
-                clear_unfrozen(Path(config[COMPOSITION].directory))
+                clear_unfrozen(cast(Path, job.directory))
             else:
-                self._move_aside(config)
                 entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=self._shown(job)))
         self._ledger.write(entries)
+        configs = [config for job in jobs if (config := job.config) is not None]
         numbers, is_stack = tuple(job.number for job in jobs), any(job.is_stacked for job in jobs)
         self.executor.start(Work(jobs=numbers, configs=tuple(configs), is_stack=is_stack))
 
-    def _move_aside(self, config: DictConfig) -> None:
-        """Give a new job another directory where hydra.sweep.subdir gives it that of a job before."""
-        wanted = Path(config[COMPOSITION].directory)
+    def _placed(self, job: Job) -> Job:
+        """A new job in another directory, where hydra.sweep.subdir gives it that of a job before."""
+        if job.is_known:
+            return job
+        wanted = cast(Path, job.directory)
         names = itertools.chain([wanted.name], (f"{wanted.name}-{count}" for count in itertools.count(2)))
         free = next(path for path in map(wanted.with_name, names) if path not in self._taken and not path.exists())
         self._taken.add(free)
-        config[COMPOSITION].directory = str(free)
+        return replace(job, directory=free)
 
     def _row_of(self, job: Job, end: End, *, seconds: float) -> Row:
         error = end.outcome
@@ -616,7 +618,8 @@ class Sweep:
 
     def _row(self, job: Job, *, status: str) -> Row:
         """The row of a job without a result."""
-        monitor, mode = (self.monitor, self.mode) if job.config is None else (job.config.monitor, job.config.mode)
+        is_known = job.packed is not None
+        monitor, mode = (job.plain["monitor"], job.plain["mode"]) if is_known else (self.monitor, self.mode)
         return Row(
             job=job.number,
             swept=job.swept,
@@ -663,7 +666,7 @@ class Sweep:
 
     def _shown(self, job: Job) -> str:
         """The job's directory as the table shows it: relative to the sweep's."""
-        return "" if job.config is None else os.path.relpath(job.config[COMPOSITION].directory, self.directory)
+        return "" if job.directory is None else os.path.relpath(job.directory, self.directory)
 
     # --- the jobs of a launcher that is not ours ---
 
@@ -682,8 +685,8 @@ class Sweep:
         overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         assert isinstance(overrides, list)
         (job,) = self.jobs.checked([self.jobs.composed(hydra.job.num, overrides)])
-        if job.config is not None:
-            job.config[COMPOSITION].directory = str(directory)
+        if job.packed is not None:
+            job = replace(job, directory=directory)
         try:
             self._work_off(Listed([[job]]))
         except Interrupted as error:

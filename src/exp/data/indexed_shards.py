@@ -1,0 +1,107 @@
+"""Files of records by number: any of them is found by where some before it begins, and none of those is parsed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+from torch.utils.data import Dataset
+
+from exp.data.faults import SampleError, data_fault
+from exp.data.fields import Fields
+from exp.data.shard_files import Mark, Record, ShardFile
+from exp.data.value_names import ValueNames
+from exp.errors import ConfigError
+
+# Records that are found, and kept, together.
+STRETCH = 256
+# Stretches that a process keeps: those of a window of data.shuffle_window=64 blocks, each of which reaches into two.
+KEPT = 130
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where every 256th record of a file begins, and how many it holds."""
+
+    file: ShardFile
+    marks: Sequence[Mark]
+    length: int
+
+
+class IndexedShards(Dataset[object]):
+    """The samples of some files by number.
+
+    Each file is read once when this is made, to find where records begin. Of a sample the 256 records around it are
+    passed over, and kept for those that come next.
+
+    block: an attribute, how many samples that follow each other are best read together.
+    num_classes: an attribute, as many as there are names of classes; None where targets are numbers.
+
+    Raises: ConfigError for a file that breaks off, and for one whose records cannot be found by themselves.
+    """
+
+    block = STRETCH
+
+    def __init__(self, *, files: Sequence[ShardFile], fields: Fields) -> None:
+        self.fields = fields
+        self.num_classes = None if fields.classes is None else len(fields.classes)
+        try:
+            self.indices = [index_of(file) for file in files]
+        except SampleError as error:
+            raise ConfigError([error.fault]) from error
+        self._edges = list(accumulate((index.length for index in self.indices), initial=0))
+        self._kept: OrderedDict[tuple[int, int], list[Record]] = OrderedDict()
+        if not len(self):
+            raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
+
+    def __len__(self) -> int:
+        return self._edges[-1]
+
+    def __getitem__(self, index: int) -> object:
+        """Raises: SampleError where it cannot be read, with its file and its place there."""
+        record = self.record(index)
+        return self.fields.sample(record.columns(self.fields.columns), where=str(record))
+
+    def __getstate__(self) -> dict[str, object]:
+        # A worker opens the files itself.
+        return vars(self) | {"_kept": OrderedDict()}
+
+    @property
+    def value_names(self) -> ValueNames:
+        return self.fields.value_names
+
+    def record(self, index: int) -> Record:
+        """The record of a sample."""
+        file = bisect_right(self._edges, index) - 1
+        number = index - self._edges[file]
+        return self._stretch(file, number // STRETCH)[number % STRETCH]
+
+    def _stretch(self, file: int, place: int) -> list[Record]:
+        key = (file, place)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        index = self.indices[file]
+        records = list(islice(index.file.records(index.marks[place]), STRETCH))
+        if len(records) < min(STRETCH, index.length - place * STRETCH):
+            raise index.file.damaged(place * STRETCH + len(records), "it has been cut since it was indexed")
+        self._kept[key] = records
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return records
+
+
+def index_of(file: ShardFile) -> Index:
+    """Reads a file once.
+
+    Raises: SampleError where it breaks off; ConfigError for a kind of file without a way to begin in the middle.
+    """
+    marks, length = list[Mark](), 0
+    for mark in file.marks():
+        if length % STRETCH == 0:
+            marks.append(mark)
+        length += 1
+    return Index(file=file, marks=marks, length=length)

@@ -79,7 +79,7 @@ class Own(pl.Callback):
         print("read", sys.stdin.readline())
     def registers(self, step):
         atexit.register(print, "at exit")
-        threading.Thread(target=lambda: (time.sleep(0.2), print("a thread ends"))).start()
+        threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread ends"))).start()
     def says_where(self, step):
         print(sys.argv, sys.orig_argv, sys.flags, sys.path, os.getcwd(), sys.executable, sys.warnoptions)
         print(sorted((name, value) for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"))

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import importlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -147,12 +148,11 @@ def _run(arguments: argparse.Namespace) -> int:
         _leave_where_cold_is_wanted(config)
         refuse_early(config)
         _refuse_sweep_settings(arguments.overrides)
-
-        from exp import run
+        importlib.import_module("exp.run")
     if config.print_config:
         print_tree(config)
 
-    report = run.fit(config)
+    report = fit(config)
 
     from exp.run_report import print_report
 

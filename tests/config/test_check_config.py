@@ -34,7 +34,8 @@ def options(group: str) -> list[str]:
 
 IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = dict.fromkeys(
-    ("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images", "stream", "hf"), "a file"
+    ("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images", "stream", "hf", "token_file"),
+    "a file",
 )
 if not is_installed("tokenizers"):
     NEEDS["tokens"] = "an extra"

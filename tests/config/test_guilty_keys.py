@@ -135,7 +135,7 @@ EXTRAS = {
     "hf": ["data=hf data.dataset.path=FILE data.dataset.target=kind"],
     "vision": ["data.tv_tensors={input: image}"],
     "safetensors": ["weights.from=FILE"],
-    "tokenizers": ["data=tokens"],
+    "tokenizers": ["data=tokens", "data=token_file data.dataset.path=FILE data.dataset.tokenizer=FILE"],
     "search": [],  # of sweeps alone, as the next two
     "slurm": [],
     "ray": [],

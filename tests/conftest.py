@@ -43,6 +43,8 @@ hypothesis.settings.load_profile("exp")
 
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
+# As .ci/run has it: a thread of OpenBLAS would forbid forks, and two threads add float32 up in another order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # One process that has imported everything, and starts no thread: what is forked from it needs no seconds to start.
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload([*MODULES, "exp.train", "exp.worker", "exp.config.command", "hydra_plugins.exp.launcher"])

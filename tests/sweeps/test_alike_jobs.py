@@ -103,7 +103,7 @@ def test_a_job_checked_beside_another_has_the_faults_that_it_has_alone(shared, o
 
 
 def test_ten_thousand_jobs_fit_into_memory():
-    """A DictConfig of a job takes 400 kB, and 10,000 of them took 5 GB in each of two processes."""
+    """A DictConfig of a job takes 400 kB, and 10,000 of them took 5 GB in one process."""
     made = maker(compose_sweep(["model=mlp", "seed=range(0,10000)"]))
     jobs = [made.composed(number, [f"seed={number}"]) for number in range(5)]
     tracemalloc.start()

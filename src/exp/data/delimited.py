@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -168,7 +168,7 @@ class CsvSheet(Sheet):
 
     def rows_in(self, lines: Iterator[str] | TextIO) -> Reader:
         """What the csv module makes of lines."""
-        return csv.reader(lines, delimiter=self.dialect.delimiter, strict=True, skipinitialspace=True)
+        return rows_of(lines, delimiter=self.dialect.delimiter)
 
     def uneven(self, row: Sequence[str], line: int) -> ConfigError:
         """The error of a row with another number of values than there are columns. line: on which it ends."""
@@ -438,6 +438,11 @@ class Block:
 def _middle(values: np.ndarray) -> float:
     """The one in the middle; 0 of none."""
     return float(np.partition(values, len(values) // 2)[len(values) // 2]) if len(values) else 0.0
+
+
+def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
+    """What the csv module makes of lines, of every CSV file that is read here."""
+    return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
 
 
 def are_numbers(names: Sequence[str]) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from exp.data.delimited import rows_of
 from exp.data.faults import SampleError, data_fault, require_extra
 from exp.errors import ConfigError, Fault
 
@@ -131,15 +132,12 @@ class CsvShard(ShardFile):
         self.delimiter = delimiter
         with file.open(newline="", encoding="utf-8-sig") as text:
             try:
-                names = next(self._rows(text), None)
+                names = next(rows_of(text, delimiter=self.delimiter), None)
             except (csv.Error, UnicodeDecodeError) as error:
                 raise self.refused(error, "CSV in UTF-8") from error
         if names is None:
             raise data_fault("dataset.files", got=f"{file} without a line", expected="names of columns, and rows")
         self.names = tuple(name.strip() for name in names)
-
-    def _rows(self, text: io.TextIOBase | Any) -> Any:
-        return csv.reader(text, delimiter=self.delimiter, strict=True, skipinitialspace=True)
 
     def records(self, start: Mark | None = None) -> Iterator[Record]:
         number, line = (0, 0) if start is None else (start.number, start.line)
@@ -147,7 +145,7 @@ class CsvShard(ShardFile):
             raw.seek(0 if start is None else start.offset)
             # In the middle of a text its decoder would not know where it is, and at the beginning there may be a mark.
             text = io.TextIOWrapper(raw, encoding="utf-8-sig" if start is None else "utf-8", newline="")
-            rows = self._rows(text)
+            rows = rows_of(text, delimiter=self.delimiter)
             try:
                 if start is None:
                     next(rows, None)
@@ -169,7 +167,7 @@ class CsvShard(ShardFile):
 
         with self.file.open("rb") as raw:
             # It asks for a line when it needs one, so that a record ends where the last line does.
-            rows = self._rows(lines(raw))
+            rows = rows_of(lines(raw), delimiter=self.delimiter)
             begun, line = 0, 0
             try:
                 for row in rows:

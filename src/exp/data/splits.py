@@ -102,6 +102,15 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 
 
+def block_lengths(
+    sizes: Mapping[Name, int | float], length: int, *, block_size: int, unit: str = "samples"
+) -> dict[Name, int]:
+    """As `lengths`, of a text that is read in blocks: whole numbers count blocks, and the target of the last one's last
+    place is one further on."""
+    counted = {name: size * block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()}
+    return lengths(counted, length, unit=unit)
+
+
 def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samples") -> dict[Name, int]:
     """Samples of each part of `length` samples. Fractions are rounded along the sum, so that 1 leaves none over.
 

@@ -17,7 +17,7 @@ from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted
 from exp.data.randomness import seed_for
-from exp.data.splits import lengths
+from exp.data.splits import block_lengths
 from exp.data.value_names import ValueNames
 from exp.types import Stage
 
@@ -44,11 +44,7 @@ class Characters(Dataset[object]):
 
         sizes: fractions of the characters, or whole numbers of blocks.
         """
-        # The target of a block's last character is one further on.
-        counts = lengths(
-            {name: size * self.block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()},
-            len(self.codes),
-        )
+        counts = block_lengths(sizes, len(self.codes), block_size=self.block_size)
         parts: dict[Stage, Characters] = {}
         start = 0
         for name, count in counts.items():

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from exp.data.arrays import map_file
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, require_extra
-from exp.data.splits import lengths
+from exp.data.splits import block_lengths
 from exp.data.text import Decoder, TextBlocks
 from exp.data.tokens import TokenVocabulary, read_tokenizer
 from exp.types import Stage
@@ -64,12 +64,7 @@ class TokenFile(Dataset[object]):
 
         sizes: fractions of the tokens, or whole numbers of blocks.
         """
-        # The target of a block's last token is one further on.
-        counts = lengths(
-            {name: size * self.block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()},
-            len(self._file),
-            unit="tokens",
-        )
+        counts = block_lengths(sizes, len(self._file), block_size=self.block_size, unit="tokens")
         parts: dict[Stage, FileBlocks] = {}
         start = 0
         for name, count in counts.items():

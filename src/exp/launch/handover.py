@@ -199,6 +199,8 @@ def hand_over(module: str) -> None:
     if os.environ.pop(COLD, None) is not None or not _is_a_fresh_command(module):
         return
     try:
+        if not os.path.isdir(folder()):
+            return  # mostly nobody waits, and what would be asked of the kernel takes milliseconds
         under = conditions()
         connection = connected(address(under))
     except (OSError, UnsafeFolderError):

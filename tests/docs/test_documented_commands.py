@@ -16,13 +16,13 @@ from exp.plan.__main__ import main as plan
 from exp.report import parser
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
 RATE, SIZE = (
-    re.compile(rf"^ {{4,}}(?:\$ )?python -m exp\.{name}(?P<arguments>.*)$", re.MULTILINE)
+    re.compile(rf"^ {{4,}}(?:\$ )?python -m exp\.{name}(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
     for name in ("find_lr", "find_batch")
 )
-PLAN = re.compile(r"^ {4,}(?:\$ )?python -m exp\.plan(?P<arguments>.*)$", re.MULTILINE)
-REPORT = re.compile(r"^ {4,}(?:\$ )?python -m exp\.report(?P<arguments>.*)$", re.MULTILINE)
+PLAN = re.compile(r"^ {4,}(?:\$ )?python -m exp\.plan(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
+REPORT = re.compile(r"^ {4,}(?:\$ )?python -m exp\.report(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
     "module=litnet optimizer.lr=0.1": "set beside module",
@@ -46,7 +46,11 @@ REFUSED = {
 
 def documented(command: re.Pattern[str] = COMMAND) -> list[tuple[str, str]]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [(page.name, match["arguments"]) for page in pages for match in command.finditer(page.read_text("utf-8"))]
+    found = [
+        (page.name, re.sub(r"\\\n\s*", "", match["arguments"]))
+        for page in pages
+        for match in command.finditer(page.read_text("utf-8"))
+    ]
     lines: dict[str, str] = {}
     for page, line in found:
         lines.setdefault(line.split("  ")[0].strip(), page)

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from exp.name_clash import refuse_a_foreign_init
 from exp.spelling import show
+
+refuse_a_foreign_init()
 
 INTERRUPTED_BY_KEY = 130
 LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")

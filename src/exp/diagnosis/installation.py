@@ -13,8 +13,8 @@ from pathlib import Path
 
 import exp
 from exp.diagnosis.finding import Finding, fault, note, ok
+from exp.name_clash import DISTRIBUTION
 
-DISTRIBUTION = "exp-framework"
 PACKAGE = Path(exp.__file__).parent
 # The least as pyproject.toml has it, for where neither that nor the metadata is there.
 LEAST_PYTHON = (3, 11)
@@ -56,10 +56,6 @@ def clashes(path: Sequence[str] | None = None) -> Iterator[Finding]:
     if others:
         cure = f"pip uninstall -y {' '.join(others)}, then install {DISTRIBUTION} again: the two share one folder"
         yield fault("exp", f"{', '.join(others)} installs a package that is called exp, too", cure)
-    if not hasattr(exp, "__all__") or "compose" not in exp.__all__:
-        cure = f"pip uninstall -y exp, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
-        yield fault("exp", f"{exp.__file__} is not exp's own: another package has written over it", cure)
-        return
     hidden = [place for place in _places(sys.path if path is None else path) if place != PACKAGE]
     if hidden:
         cure = (

@@ -17,7 +17,9 @@ def navigation(readme: str) -> list[dict[str, Any]]:
     listed = readme[readme.index("\n## More\n") :]
     found: list[dict[str, Any]] = [{"exp": "index.md"}]
     for title, pages in re.findall(r"^- \*\*(.+?)\*\*(.*?)(?=^- \*\*|\Z)", listed, re.MULTILINE | re.DOTALL):
-        links = [{" ".join(name.split()): page} for name, page in re.findall(r"\[([^]]+)\]\(docs/([\w-]+\.md)\)", pages)]
+        links = [
+            {" ".join(name.split()): page} for name, page in re.findall(r"\[([^]]+)\]\(docs/([\w-]+\.md)\)", pages)
+        ]
         found.append({title: links})
     # Each system is a page of its own.
     for section in found[1:]:
@@ -44,14 +46,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Leave the names of files outside docs/ as words, and give a block that is a file its name as a title."""
-    place = (ROOT / "docs" / page.file.src_uri).parent
+    docs = ROOT / "docs"
+    place = (docs / page.file.src_uri).parent
+    # index.md is README.md, beside which other files lie.
+    beside = ROOT if page.file.src_uri == "index.md" else place
 
     def named(match: re.Match[str]) -> str:
         words, path, _ = match.groups()
-        if "://" in path or path.endswith(".md") and (place / path).exists():
+        inside = (place / path).resolve()
+        if inside.is_relative_to(docs) and inside.exists():
             return match[0]
-        # index.md is README.md, whose files lie beside docs/.
-        outside = place / path if page.file.src_uri != "index.md" else ROOT / path
-        return words if outside.exists() and not (place / path).resolve().is_relative_to(ROOT / "docs") else match[0]
+        return words if (beside / path).exists() else match[0]
 
     return FILE.sub(r'```\1 title="\2"', LINK.sub(named, markdown))

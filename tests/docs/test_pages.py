@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,15 +22,75 @@ def test_a_page_says_which_kind_it_is(page: Path) -> None:
     assert re.match(r"# .+\n\n\*(Tutorial|How-to|Reference|Explanation)\*", page.read_text("utf-8"))
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([\w./-]+\.\w+)(?:#[^)]*)?\)", page.read_text("utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def prose(page: Path) -> str:
+    """A page without its code, in which brackets mean something else."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as a repository's view and the site make them."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        words = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", heading).lower()
+        found.append(re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-"))
+    return set(found)
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))], ids=lambda page: page.stem
+)
+def test_links_lead_to_files_and_anchors(page: Path) -> None:
+    broken = []
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", re.sub(r"`[^`\n]+`", "", prose(page))):
+        if "://" in path:
+            continue
+        there = (page.parent / path) if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(f"{path}#{anchor}")
+    assert broken == []
 
 
 def test_readme_leads_to_every_page() -> None:
     linked = set(re.findall(r"\(docs/([\w-]+)\.md", (ROOT / "README.md").read_text("utf-8")))
     assert {page.stem for page in PAGES} - linked == set()
+
+
+def hooks_of_the_site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mkdocs_hooks", ROOT / "docs" / "mkdocs_hooks.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_how_to_pages_are_called_by_the_question_under_which_readme_lists_them() -> None:
+    sections = hooks_of_the_site().navigation((ROOT / "README.md").read_text("utf-8"))
+    (listed,) = [section["How-to"] for section in sections if "How-to" in section]
+    for entry in listed:
+        ((question, page),) = entry.items()
+        assert "?" in question
+        assert (ROOT / "docs" / page).read_text("utf-8").startswith(f"# {question}\n\n*How-to*"), page
+    pages = {page.name for page in PAGES if "\n\n*How-to*" in page.read_text("utf-8")}
+    assert {page for entry in listed for page in entry.values()} == pages
+
+
+def test_the_navigation_of_the_site_holds_every_page() -> None:
+    sections = hooks_of_the_site().navigation((ROOT / "README.md").read_text("utf-8"))
+    leaves = [leaf for section in sections for part in section.values() if isinstance(part, list) for leaf in part]
+    found = {leaf if isinstance(leaf, str) else next(iter(leaf.values())) for leaf in leaves}
+    assert found == {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+
+
+def test_the_site_is_built_without_a_broken_link_and_is_searched(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("mkdocs and its theme are the extra docs: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    assert any(entry["location"].startswith("models.html#the-forward-program") for entry in found)
+    for page in tmp_path.rglob("*.html"):  # nothing is loaded from elsewhere
+        assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?://", page.read_text("utf-8")), page.name
 
 
 @pytest.mark.parametrize("name", ["make_api", "make_compatibility", "make_vocabulary"])

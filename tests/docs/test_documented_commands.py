@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -22,6 +23,7 @@ RATE, SIZE = (
     for name in ("find_lr", "find_batch")
 )
 PLAN = re.compile(r"^ {4,}(?:\$ )?python -m exp\.plan(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
+FILE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REPORT = re.compile(r"^ {4,}(?:\$ )?python -m exp\.report(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
@@ -37,6 +39,7 @@ REFUSED = {
     "weights.from=outputs/": "weights.from: ",
     "from_run=outputs/": "from_run: ",
     "optimizer.lr=abc": "; expected ",
+    "data.dataset.target=kind": "expected a column of flowers.csv",
     "optimzer=sgd": "; expected ",
     "ckpt_path=last.ckpt": "A checkpoint is resume=PATH",
     "trainer=ddp": "Write strategy=ddp",
@@ -63,9 +66,17 @@ def test_the_commands_are_found() -> None:
 
 @pytest.mark.parametrize(("page", "line"), [pytest.param(*one, id=f"{one[0]}: {one[1]}") for one in documented()])
 def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch, capfd, commands) -> None:
-    # The files that docs/extending.md has its reader write.
+    # The files that docs/extending.md has its reader write, and those of the README and the first tutorial.
     shutil.copytree(ROOT / ".ci" / "newcomer", tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    if page in ("README.md", "tutorial.md"):
+        for path, text in FILE.findall(
+            (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text("utf-8")
+        ):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        if page == "tutorial.md":
+            runpy.run_path("flowers.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in ("spirals", "lit"):
         monkeypatch.delitem(sys.modules, module, raising=False)

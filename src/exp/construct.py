@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -258,7 +259,10 @@ def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
     """
     initialisation(plain["seed"])
     with torch.device(device):
-        module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
+        with warnings.catch_warnings():
+            # Of save_hyperparameters(): checkpoints of exp leave layers out by themselves.
+            warnings.filterwarnings("ignore", "Attribute '.+' is an instance of `nn.Module` and is already saved")
+            module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
         if "_modules" not in vars(module):
             got = f"{type(module).__name__}, whose __init__ does not call super().__init__()"
             expected = "that call, in which Lightning and torch make the module"

@@ -157,8 +157,8 @@ def own_training_fault(name: str) -> Fault:
         key="model._target_",
         got=f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call",
         expected="the bare network, a torch.nn.Module",
-        cure="Name the class of the network that it holds; or write module in the place of model, and Lightning's "
-        "Trainer runs it as it is: 'module={_target_: mine.LitNet}'",
+        cure="Move its file from conf/model to conf/module and write module in the place of model, and Lightning's "
+        f"Trainer runs it as it is: 'module={{_target_: {name}}}'; or name the class of the network that it holds",
     )
 
 

@@ -34,6 +34,7 @@ REFUSED = {
     "new_param": "expected one of net, optimizer, scheduler, compile",
 }
 CPU = ("launch.accelerator=cpu", "data.num_workers=1")
+EPOCHS = ("trainer.min_epochs=3", "trainer.max_epochs=3")  # of ten
 QUIET = ("trainer.enable_progress_bar=false", "callbacks=[early_stopping]", "callbacks.early_stopping.monitor=val/acc")
 
 
@@ -42,7 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, commands: Any) -> Path:
     """The template's tree, with `conf` for `configs`, and a run of it in outputs/first."""
     place = tmp_path_factory.mktemp("template") / "project"
     shutil.copytree(PROJECT, place, ignore=shutil.ignore_patterns("__pycache__"))
-    done = commands.run("experiment=example", *CPU, "hydra.run.dir=outputs/first", cwd=place)
+    done = commands.run("experiment=example", *CPU, *EPOCHS, "hydra.run.dir=outputs/first", cwd=place)
     assert done.returncode == 0, done.stderr
     assert "is already saved during checkpointing" not in done.stderr
     return place
@@ -66,8 +67,8 @@ def test_its_example_trains_and_keeps_the_best_by_its_own_metric(project: Path) 
     found = report(project / "outputs" / "first")
     assert (found["status"], found["epochs"], found["steps"], found["tags"]) == (
         "completed",
-        10,
-        200,
+        3,
+        60,
         ["mnist", "simple_dense_net"],
     )
     assert found["metrics"]["test/acc"] > 0.9
@@ -152,11 +153,12 @@ def test_two_simulated_ranks_share_its_batch(project: Path, commands: Any) -> No
 
 def test_it_goes_on_from_its_checkpoint_for_longer(project: Path, commands: Any) -> None:
     (line,) = [line for there, _, line in COMMANDS if "ckpt_path" in there and "resume" in line]
-    done = commands.run(*shlex.split(line), *CPU, "hydra.run.dir=outputs/longer", cwd=project)
+    more = ("trainer.min_epochs=1", "trainer.max_epochs=4", "hydra.run.dir=outputs/longer")
+    done = commands.run(*shlex.split(line), *CPU, *more, cwd=project)
     assert done.returncode == 0, done.stderr
     assert (report(project / "outputs" / "longer")["epochs"], report(project / "outputs" / "longer")["steps"]) == (
-        12,
-        240,
+        4,
+        80,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[([^]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# ```yaml conf/model/mine.yaml: a block that is a file.
+# ```yaml conf/model/mine.yaml: a block that is a file, which the tests write; the page names it in a line above.
 FILE = re.compile(r"^```(\w+) (\S+)$", re.MULTILINE)
 
 
@@ -45,7 +45,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leave the names of files outside docs/ as words, and give a block that is a file its name as a title."""
+    """Leave the names of files outside docs/ as words, and the language alone at the top of a block."""
     docs = ROOT / "docs"
     place = (docs / page.file.src_uri).parent
     # index.md is README.md, beside which other files lie.
@@ -58,4 +58,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[0]
         return words if (beside / path).exists() else match[0]
 
-    return FILE.sub(r'```\1 title="\2"', LINK.sub(named, markdown))
+    return FILE.sub(r"```\1", LINK.sub(named, markdown))

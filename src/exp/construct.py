@@ -143,7 +143,7 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
         got = f"{name}, which returned a {type(made).__module__}.{type(made).__qualname__}"
         raise ConfigError([Fault(key=f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")])
     if key == "model" and trains_itself(type(made)):
-        raise ConfigError([own_training_fault(name)])
+        raise ConfigError([own_training_fault(name, kind=f"{type(made).__module__}.{type(made).__qualname__}")])
     return made
 
 

@@ -226,7 +226,8 @@ def test_a_model_a_layer_and_a_data_set_made_by_functions_pass_the_check(home):
 
 @pytest.mark.parametrize("node", ["makers.Lit", "makers.lit"])
 def test_a_lightning_module_as_the_model_is_refused_by_name(node):
-    with pytest.raises(ConfigError, match=f"model._target_: {node}, a LightningModule.*Name the class of the network"):
+    cure = r"'module={_target_: makers\.Lit}'; or name the class of the network"
+    with pytest.raises(ConfigError, match=f"model._target_: {node}, a LightningModule.*{cure}"):
         checked(f"model={{_target_: {node}}}")
 
 

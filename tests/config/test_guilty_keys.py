@@ -145,6 +145,7 @@ EXTRAS = {
     "fp8": [],  # its device is told first
     "env": [],  # needs a file .env
     "dev": [],
+    "docs": [],
 }
 
 

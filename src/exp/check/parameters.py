@@ -85,7 +85,7 @@ def node_faults(
         yield missing
         return
     if place == "model" and inspect.isclass(target) and trains_itself(target):
-        yield own_training_fault(node["_target_"])
+        yield own_training_fault(node["_target_"], kind=node["_target_"])
         return
     if place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
         yield own_loaders_fault(node["_target_"])

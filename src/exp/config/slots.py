@@ -151,14 +151,14 @@ def trains_itself(kind: type) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
 
 
-def own_training_fault(name: str) -> Fault:
-    """The fault of a LightningModule as the model. name: of the class, or of what makes it."""
+def own_training_fault(name: str, *, kind: str) -> Fault:
+    """The fault of a LightningModule as the model. name: of the class, or of what makes it. kind: of the class."""
     return Fault(
         key="model._target_",
         got=f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call",
         expected="the bare network, a torch.nn.Module",
         cure="Move its file from conf/model to conf/module and write module in the place of model, and Lightning's "
-        f"Trainer runs it as it is: 'module={{_target_: {name}}}'; or name the class of the network that it holds",
+        f"Trainer runs it as it is: 'module={{_target_: {kind}}}'; or name the class of the network that it holds",
     )
 
 

@@ -28,8 +28,8 @@ from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.construct import construct
 from exp.models.inference import example_inputs, materialise
+from exp.shared_types import DataSpec
 from exp.sweeps.job import MODULES
-from exp.types import DataSpec
 
 # Started in the background by a shell, or by nohup, and every process of the tests would ignore these signals, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
-from exp.secrets import redacted, were_revealed
+from exp.redaction import redacted, were_revealed
 
 log = logging.getLogger(__name__)
 

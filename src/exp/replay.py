@@ -168,7 +168,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     from exp.engine.module import TrainingModule
     from exp.engine.phased_module import PhasedModule
     from exp.engine.runtime import deterministic, switch_on
-    from exp.types import DataSpec
+    from exp.shared_types import DataSpec
 
     plain = plain_config(config)
     runtime, spec = plain["runtime"], DataSpec.of(plain["data"])

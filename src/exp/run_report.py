@@ -23,7 +23,7 @@ from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE
-from exp.types import STAGES, compared_tag
+from exp.shared_types import STAGES, compared_tag
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger

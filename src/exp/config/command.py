@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.config.compose import composition_of, expanded
 from exp.config.freeze import COMPOSITION
-from exp.config.groups import AXIS, MANY, ONE, PRIMARY, Vocabulary, open_search_path
+from exp.config.group_kinds import AXIS, MANY, ONE
+from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
 from exp.config.overrides import checked_lines, for_hydra
 from exp.config.reading import secrets_kept

@@ -22,8 +22,8 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, inne
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.launch.zygote import Died, Zygote
+from exp.redaction import redacted
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
-from exp.secrets import redacted
 from exp.signals import heed
 from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible

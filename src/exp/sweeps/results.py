@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from exp.files import write_whole
 from exp.run_report import train_command
-from exp.types import STAGES, Mode
+from exp.shared_types import STAGES, Mode
 
 if TYPE_CHECKING:
     from rich.table import Table

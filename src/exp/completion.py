@@ -47,6 +47,7 @@ _exp_complete() {
     while IFS= read -r line; do
         COMPREPLY+=("$line")
     done < <("${ask[@]}" answer bash "$2" "${COMP_LINE:0:COMP_POINT}" "${COMP_LINE:COMP_POINT}" 2>/dev/null)
+    compopt -o nosort 2>/dev/null
     if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.,\[/] ]]; then
         compopt -o nospace 2>/dev/null
     fi
@@ -76,33 +77,45 @@ complete -o bashdefault -o default -F _exp_complete_python python python3 python
 """
 ZSH = r"""# Tab completion of exp for zsh, made by `exp completion zsh`.
 _exp_complete() {
-    local program=${words[1]/#\~/$HOME} separator
+    _exp_complete_line $words[1] "${(j: :)words[1,CURRENT-1]} $QIPREFIX$IPREFIX$PREFIX" " ${(j: :)words[CURRENT+1,-1]}"
+}
+_exp_complete_line() {
+    local program=${1/#\~/$HOME} separator
     local -a ask found open closed
     ask=($program completion)
     # -P: nothing of the working directory is imported.
     [[ ${program:t} == python* ]] && ask=($program -P -m exp completion)
-    found=("${(@f)$($ask answer zsh '' "${(j: :)words[1,CURRENT-1]} $QIPREFIX$IPREFIX$PREFIX" \
-        " ${(j: :)words[CURRENT+1,-1]}" 2>/dev/null)}")
+    found=("${(@f)$($ask answer zsh '' "$2" "$3" 2>/dev/null)}")
     (( $#found > 1 )) || return 1
     separator=$found[1]
     shift found
     [[ -n $separator ]] && compset -P "*${(b)separator}"
     open=(${(M)found:#*[=.,\[/]}) closed=(${found:#*[=.,\[/]})
-    (( $#open )) && compadd -S '' -a open
-    (( $#closed )) && compadd -a closed
+    (( $#open )) && compadd -V exp -S '' -a open
+    (( $#closed )) && compadd -V exp -a closed
 }
 # Of Python it answers for exp alone; all else is for what answered before.
 _exp_complete_python() {
-    if [[ " $words" == *" -m exp"* ]]; then
-        _exp_complete
+    if [[ " $words" == *" -m exp"* ]]; then _exp_complete; else $_exp_before[python] "$@"; fi
+}
+# Behind a bracket without quotes, hooks=[gradients, zsh expects a subscript.
+_exp_complete_subscript() {
+    local program=${${(z)LBUFFER}[1]}
+    if [[ ${program:t} == exp || ( ${program:t} == python* && $LBUFFER == *" -m exp"* ) ]]; then
+        _exp_complete_line $program $LBUFFER $RBUFFER
     else
-        $_exp_before "$@"
+        $_exp_before[-subscript-] "$@"
     fi
 }
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
-[[ ${_comps[python]-} == _exp_* ]] || typeset -g _exp_before=${_comps[python]:-_default}
+typeset -gA _exp_before
+for _exp_context in python -subscript-; do
+    [[ ${_comps[$_exp_context]-} == _exp_* ]] || _exp_before[$_exp_context]=${_comps[$_exp_context]:-_default}
+done
+unset _exp_context
 compdef _exp_complete exp
 compdef _exp_complete_python python python3 -P 'python3.*'
+compdef _exp_complete_subscript -subscript-
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH}
 
@@ -352,7 +365,9 @@ def _of_override(current: str, typed: Typed) -> Found:
 
 
 def _open_key(name: str, node: object, plus: str) -> str:
-    return f"{name}." if isinstance(node, dict) else name if plus == "~" else f"{name}="
+    if plus == "~":
+        return name
+    return f"{name}." if isinstance(node, dict) else f"{name}="
 
 
 def _of_value(key: str, value: str, *, stem: str, typed: Typed) -> Found:

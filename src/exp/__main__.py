@@ -70,34 +70,36 @@ def help_text() -> str:
 
 
 def _refuse(words: Sequence[str]) -> int:
-    from exp.spelling import among
-
-    expected = f"expected one of {among(COMMANDS, word=words[0], count=12)}; exp --help explains them"
+    """Say that there is no such command, and the line that was meant. Returns: 2."""
     line = right_line(words)
-    cure = f". Write  {line}" if line else ""
-    print(f"exp: {words[0]} is no command; {expected}{cure}", file=sys.stderr)
+    told = f"Write:\n  {_program()} {line}" if line else f"There are {', '.join(COMMANDS)}"
+    print(f"exp: {words[0] or 'an empty word'} is no command. {told}", file=sys.stderr)
     return 2
 
 
+def _program() -> str:
+    """What a person types before a command here: the script may not be on their path."""
+    import os
+
+    return "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
+
+
 def right_line(words: Sequence[str]) -> str | None:
-    """The command line that was meant: another spelling, a habit of another program, or a word left out."""
+    """The words that were meant: another spelling, another program's, or a command that was left out or stands last.
+
+    Returns: None where nothing is near.
+    """
     import shlex
 
     from exp.spelling import nearest
 
     first, rest = words[0], list(words[1:])
-    is_of_train = "=" in first or first[0] in "-+~" if first else False
-    if is_of_train:
-        # Its flags and overrides may stand in any order, the command among them.
+    if "=" in first or first[:1] in ("-", "+", "~"):
         named = next((word for word in rest if word in COMMANDS), None)
-        return shlex.join(["exp", named or "train", first, *(word for word in rest if word != named)])
+        return shlex.join([named or "train", first, *(word for word in rest if word != named)])
     plain = first.lower().removeprefix("exp.").removeprefix("exp-").replace("-", "_")
-    if plain in COMMANDS:
-        return shlex.join(["exp", plain, *rest])
-    if plain in HABITS:
-        return shlex.join(["exp", *HABITS[plain].split(), *rest])
-    near = nearest(plain, COMMANDS)
-    return shlex.join(["exp", near[0], *rest]) if near else None
+    near = [plain] if plain in COMMANDS else HABITS[plain].split() if plain in HABITS else nearest(plain, COMMANDS)
+    return shlex.join([*near, *rest]) if near else None
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from exp.command_clock import process_began
+
 # Of the interpreter that takes the place of a run whose config says runtime.warm=false.
 COLD = "EXP_COLD"
 SWITCH = "runtime.warm="
@@ -280,6 +282,7 @@ def _is_taken(
         "environment": dict(os.environ),
         # Of python -u, which is no flag that can be asked for.
         "unbuffered": bool(getattr(sys.stdout, "write_through", False)),
+        "began": process_began(),
         "umask": umask,
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "limits": {kind: resource.getrlimit(kind) for kind in _limits()},

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 HYDRA_GROUPS = {"hydra/launcher": "exp|slurm|ray", "hydra/sweeper": "exp"}
 # A key whose value is a file or a folder, by the end of its name.
 PATHS = re.compile(r"(^|[._])(path|paths|file|files|folder|dir|directory|root)$|^(resume|weights\.from|from_run)$")
-# Behind these more of the same word is to come.
-OPEN = ("=", ".", ",", "[", "/")
+# What bash would take for more than a letter of a file's name.
+ESCAPED = re.compile(r"[ \t\\'\"`$&;()<>|*?!#]")
 BASH = r"""# Tab completion of exp for bash, made by `exp completion bash`.
 _exp_complete() {
     local program="${COMP_WORDS[0]/#\~/$HOME}" line
@@ -235,31 +235,33 @@ def answer(shell: str, replaced: str, before: str, behind: str) -> list[str]:
     Returns: for bash each completion in the place of `replaced`; for zsh the last sign of what stays of the word, then
         what may follow it.
     """
-    words, current = _split(before)
+    words, current, quote = _split(before)
     found = completed(words, current, _split(behind.partition(" ")[2] + " ")[0])
     names = [name for name in dict.fromkeys(found.names) if f"{found.stem}{name}".startswith(current)]
     if len(names) == 1 and _is_in_list(found.stem):
         names = [f"{names[0]},", f"{names[0]}]"]
     if shell == "zsh":
         return [found.stem[-1:], *names] if names else []
-    kept = len(current) - len(replaced) if current.endswith(replaced) else 0
-    return [f"{found.stem}{name}"[kept:] for name in names]
+    plain = _split(replaced)[1]
+    kept = len(current) - len(plain) if current.endswith(plain) else 0
+    whole = [f"{found.stem}{name}"[kept:] for name in names]
+    return whole if quote else [ESCAPED.sub(r"\\\g<0>", word) for word in whole]
 
 
 def _is_in_list(stem: str) -> bool:
     return "=[" in stem and stem[-1] in "[,"
 
 
-def _split(text: str) -> tuple[list[str], str]:
-    """The whole words of the beginning of a command line, and the one at its end, without quotes."""
+def _split(text: str) -> tuple[list[str], str, str]:
+    """The whole words of the beginning of a command line and the one at its end, without quotes, and the open quote."""
     end = "\0"
     for quote in ("", "'", '"'):
         try:
             *words, current = shlex.split(f"{text}{end}{quote}")
         except ValueError:  # within another kind of quotes
             continue
-        return words, current.removesuffix(end)
-    return [], ""
+        return words, current.removesuffix(end), quote
+    return [], "", ""
 
 
 def completed(words: Sequence[str], current: str, behind: Sequence[str] = ()) -> Found:

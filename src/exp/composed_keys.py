@@ -72,9 +72,10 @@ def keys_of(words: Sequence[str], *, config_dir: str | None, config_name: str) -
 
 
 def _may_change_keys(word: str) -> bool:
-    """Whether an override may add or take away keys: not one that gives a key a plain value, but one without a dot."""
+    """Whether an override may add or take away keys: what gives a dotted key a plain value does not."""
     key, _, value = word.partition("=")
-    return "." not in key or key[0] in "+~" or key.startswith("hydra.") or not {"{", "$"}.isdisjoint(value)
+    is_plain = "." in key and key[0] not in "+~" and {"{", "$"}.isdisjoint(value)
+    return not is_plain or key.startswith("hydra.") or key.endswith("_target_")
 
 
 def _file() -> Path:
@@ -124,18 +125,15 @@ def _composed(words: Sequence[str], *, config_dir: str | None, config_name: str)
     """The keys, and the further folders of configs that the config itself asks for."""
     from omegaconf import OmegaConf
 
-    from exp.config.compose import expanded
     from exp.config.groups import open_search_path
     from exp.config.hydra_adapter import HYDRA_ERRORS
     from exp.config.overrides import checked_lines, diagnose, for_hydra
     from exp.config.reading import is_node
-    from exp.errors import ConfigError, ExpError
+    from exp.errors import ConfigError
 
     overrides: Sequence[str] = [SEVERAL.sub(r"\1", word) for word in words]  # of a sweep the first choice
-    try:
-        overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
-    except ExpError:  # of a run that is not there
-        overrides = [word for word in overrides if not word.startswith("from_run=")]
+    if any(word.startswith("from_run=") for word in overrides):
+        overrides = _of_found_run(overrides, config_dir=config_dir, config_name=config_name)
     loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
     lines, _ = checked_lines(overrides, vocabulary, multirun=True)
     try:
@@ -152,6 +150,16 @@ def _composed(words: Sequence[str], *, config_dir: str | None, config_name: str)
     targets = {key: (target, _hidden(key)) for key, target in nodes}
     paths = [str(element.path).removeprefix("file://") for element in loader.get_search_path().get_path()]
     return Keys(nodes=_names(plain), words=words_of, targets=targets), [path for path in paths if os.path.isdir(path)]
+
+
+def _of_found_run(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> Sequence[str]:
+    from exp.config.compose import expanded
+    from exp.errors import ExpError
+
+    try:
+        return expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
+    except ExpError:  # of a run that is not there
+        return [word for word in overrides if not word.startswith("from_run=")]
 
 
 def _hidden(key: str) -> list[str]:

@@ -101,6 +101,7 @@ def shell(request, tmp_path_factory, scripts):
     (here / "conf" / "model").mkdir(parents=True)
     (here / "conf" / "model" / "mine.yaml").write_text("# Of the user's own: model=mine\n_target_: torch.nn.Flatten\n")
     (here / "notes").mkdir()
+    (here / "other notes").mkdir()
     # What exp answers in this folder must not be this file's.
     (here / "json.py").write_text("raise SystemExit('the folder was imported')")
     with terminal(request.param, scripts=scripts, here=here) as found:
@@ -128,6 +129,9 @@ def shell(request, tmp_path_factory, scripts):
         ("exp train mode=ma", "exp train mode=max "),
         ("exp train runtime.deterministic=t", "exp train runtime.deterministic=true "),
         ("exp train resume=no", "exp train resume=notes/"),
+        ("exp train weights.from=ot", "exp train weights.from=other\\ notes/"),
+        ("exp train weights.from=other\\ n", "exp train weights.from=other\\ notes/"),
+        ("exp train 'weights.from=other n", "exp train 'weights.from=other notes/"),
         ("exp train --mul", "exp train --multirun "),
         ("exp train --cfg j", "exp train --cfg job "),
         ("exp export format=sa", "exp export format=safetensors "),

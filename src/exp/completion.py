@@ -36,6 +36,8 @@ HYDRA_GROUPS = {"hydra/launcher": "exp|slurm|ray", "hydra/sweeper": "exp"}
 PATHS = re.compile(r"(^|[._])(path|paths|file|files|folder|dir|directory|root)$|^(resume|weights\.from|from_run)$")
 # What bash would take for more than a letter of a file's name.
 ESCAPED = re.compile(r"[ \t\\'\"`$&;()<>|*?!#]")
+# Behind these more of the same word is to come.
+OPEN = ("=", ".", ",", "[", "/")
 BASH = r"""# Tab completion of exp for bash, made by `exp completion bash`.
 _exp_complete() {
     local program="${COMP_WORDS[0]/#\~/$HOME}" line
@@ -242,9 +244,11 @@ def answer(shell: str, replaced: str, before: str, behind: str) -> list[str]:
         names = [f"{names[0]},", f"{names[0]}]"]
     if shell == "zsh":
         return [found.stem[-1:], *names] if names else []
-    plain = _split(replaced)[1]
+    plain = replaced if quote else _split(replaced)[1]
     kept = len(current) - len(plain) if current.endswith(plain) else 0
     whole = [f"{found.stem}{name}"[kept:] for name in names]
+    if quote and len(whole) == 1 and whole[0].endswith(OPEN):
+        whole.append(f"{whole[0]}...")  # of one word alone bash would close the quotes
     return whole if quote else [ESCAPED.sub(r"\\\g<0>", word) for word in whole]
 
 

@@ -124,6 +124,7 @@ def test_files_for_keys_that_are_paths(here):
     assert offered("exp train resume=") == ["resume=auto", "resume=a\\ folder/"]
     assert answer("bash", "a\\ f", "exp train weights.from=a\\ f", "") == ["a\\ folder/"]
     # In quotes as it is.
+    assert answer("bash", "a fo", "exp train 'resume=a fo", "") == ["a folder/", "a folder/..."]
     assert answer("bash", "a folder/l", "exp train 'weights.from=a folder/l", "") == ["a folder/last.ckpt"]
     assert offered("exp train data=csv data.dataset.path=a") == ["data.dataset.path=a\\ folder/"]
     assert offered("exp export run=") == ["run=a\\ folder/"]

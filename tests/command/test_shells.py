@@ -126,6 +126,7 @@ def shell(request, tmp_path_factory, scripts):
             "exp train model=lenet optimizer=sgd optimizer.mom",
             "exp train model=lenet optimizer=sgd optimizer.momentum=",
         ),
+        ("exp train 'trainer.max_ep", "exp train 'trainer.max_epochs="),
         ("exp train mode=ma", "exp train mode=max "),
         ("exp train runtime.deterministic=t", "exp train runtime.deterministic=true "),
         ("exp train resume=no", "exp train resume=notes/"),

@@ -1,5 +1,6 @@
 """exp as one command: what it runs, what it says of a word that is none of its commands, and files run by path."""
 
+import io
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import exp
 from exp import command_clock
 from exp.__main__ import HABITS, main, right_line
 from exp.commands import COMMANDS
+from exp.output import loading_torch
 from exp.run_report import Report, print_report
 
 ROOT = Path(exp.__file__).parent
@@ -132,6 +134,25 @@ def test_the_time_told_is_the_commands(tmp_path, capsys):
     # In a notebook, where no command goes on.
     print_report(report)
     assert "completed in 0.3 s" in capsys.readouterr().out
+
+
+def test_what_loads_torch_says_so_on_a_terminal_and_takes_it_back(monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Screen())
+    with loading_torch():  # which this process has done
+        pass
+    assert sys.stderr.getvalue() == ""
+    monkeypatch.delitem(sys.modules, "torch")
+    with loading_torch():
+        assert sys.stderr.getvalue() == "loading torch\r"
+    assert sys.stderr.getvalue() == f"loading torch\r{' ' * len('loading torch')}\r"
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with loading_torch():
+        pass
+    assert sys.stderr.getvalue() == ""
 
 
 def test_a_process_began_when_it_was_started():

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 # Of Hydra's own groups, those that exp reads.
 HYDRA_GROUPS = {"hydra/launcher": "exp|slurm|ray", "hydra/sweeper": "exp"}
 # A key whose value is a file or a folder, by the end of its name.
-PATHS = re.compile(r"(^|[._])(path|paths|file|files|folder|dir|directory|root)$|^(resume|weights\.from|from_run)$")
+PATHS = re.compile(
+    r"(^|[._])(path|paths|file|files|folder|dir|directory|root)$|^(resume|sweep\.resume|weights\.from|from_run)$"
+)
 # What bash would take for more than a letter of a file's name.
 ESCAPED = re.compile(r"[ \t\\'\"`$&;()<>|*?!#]")
 # Behind these more of the same word is to come.
@@ -174,21 +176,20 @@ class Typed(NamedTuple):
         return list(dict.fromkeys(found))
 
     def top(self) -> dict[str, object]:
-        """The keys at the top of the primary config, with what is below them; Hydra's own among them."""
+        """The keys at the top of the primary configs, the user's own and exp's, with what is below them."""
         # Not exp's own reader, which brings OmegaConf: half of the time of a key.
         import yaml
 
-        files = (os.path.join(place, f"{self.config_name}.yaml") for place in self._places())
-        file = next(filter(os.path.isfile, files), None)
-        if file is None:
-            return {}
+        found: dict[str, object] = {}
         loader = vars(yaml).get("CSafeLoader", yaml.SafeLoader)
-        try:
-            with open(file, encoding="utf-8") as opened:
-                found = yaml.load(opened, loader)
-        except (OSError, ValueError, yaml.YAMLError):  # which the command itself tells
-            return {}
-        return {str(key): value for key, value in found.items() if key != "defaults"} if isinstance(found, dict) else {}
+        for place, name in itertools.product(self._places(), dict.fromkeys((self.config_name, "train"))):
+            try:
+                with open(os.path.join(place, f"{name}.yaml"), encoding="utf-8") as file:
+                    content = yaml.load(file, loader)
+            except (OSError, ValueError, yaml.YAMLError):  # it is not there, or the command itself tells what is wrong
+                continue
+            found = {**content, **found} if isinstance(content, dict) else found
+        return {str(key): value for key, value in found.items() if key != "defaults"}
 
     def keys(self) -> Keys:
         """The keys of the config that the line makes."""
@@ -284,7 +285,10 @@ def completed(words: Sequence[str], current: str, behind: Sequence[str] = ()) ->
     if command is None:
         return NOTHING
     flags = dict(_divided(flag) for flag in (*command.flags, *(HYDRA_FLAGS if command.has_overrides else ("--help",))))
-    if rest and flags.get(rest[-1].split("=")[0]) is not None and "=" not in rest[-1]:
+    flag, sign, value = current.partition("=")
+    if sign and flags.get(flag) is not None:
+        return _of_words(str(flags[flag]), value, behind=f"{flag}=")
+    if rest and flags.get(rest[-1]) is not None:
         return _of_words(str(flags[rest[-1]]), current, behind="")
     if current.startswith("-"):
         return Found("", sorted(flags))
@@ -391,7 +395,7 @@ def _of_value(key: str, value: str, *, stem: str, typed: Typed) -> Found:
         opening = ["["] if key in MANY and value == "" and options else []
         return Found(kept, [*(option for option in options if option not in before), *opening])
     if PATHS.search(key):
-        return Found(stem, [*(["auto"] if key == "resume" else []), *_files(value)])
+        return Found(stem, [*(["auto"] if key in ("resume", "sweep.resume") else []), *_files(value)])
     keys = typed.keys()
     if key == "monitor":
         return Found(stem, ["loss/val", *(f"{metric}/val" for metric in keys.below("metrics"))])

@@ -35,6 +35,8 @@ def test_the_commands_and_their_own_words():
     assert offered("exp export run=x quantize=") == ["quantize=int8"]
     assert offered("exp gallery len") == ["lenet"]
     assert offered("exp check --a") == ["--all"]
+    assert offered("exp train --cfg=") == ["--cfg=job", "--cfg=hydra", "--cfg=all"]
+    assert offered("exp train --config-name x mo") == offered("exp train mo")
     assert offered("python -m exp.pl") == ["exp.plan"]
     assert "exp.train" in offered("python3 -u -m ")
     assert offered("exp trian mod") == []
@@ -121,6 +123,7 @@ def test_files_for_keys_that_are_paths(here):
     (here / "a folder").mkdir()
     (here / "a folder" / "last.ckpt").touch()
     (here / ".hidden").touch()
+    assert offered("exp train sweep.resume=") == ["sweep.resume=auto", "sweep.resume=a\\ folder/"]
     assert offered("exp train resume=") == ["resume=auto", "resume=a\\ folder/"]
     assert answer("bash", "a\\ f", "exp train weights.from=a\\ f", "") == ["a\\ folder/"]
     # In quotes as it is.
@@ -141,6 +144,9 @@ def test_the_users_own_configs_come_first_and_changes_are_seen(here):
     assert "optimizer.own_key=" not in offered("exp train optimizer=mine optimizer.")
     (conf / "mine.yaml").write_text("# Mine: optimizer=mine\n_target_: torch.optim.SGD\nlr: 0.1\nown_key: 1\n")
     assert "optimizer.own_key=" in offered("exp train optimizer=mine optimizer.")
+    (here / "conf" / "train.yaml").write_text("defaults: [_self_]\nmine_alone: {width: 3}\n")
+    assert offered("exp train mine_") == ["mine_alone."]
+    assert "trainer." in offered("exp train tr")
     more = here / "more" / "model" / "small"
     more.mkdir(parents=True)
     (more / "tiny.yaml").write_text("# Tiny: model=small/tiny\n_target_: torch.nn.Flatten\n")

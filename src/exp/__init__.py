@@ -23,7 +23,8 @@ def _leave_out_the_first_folder() -> None:
         # In src/ of a checkout it is the place of exp itself.
         is_left_out = first == os.getcwd() != os.path.dirname(package)
     else:
-        is_left_out = first == script and (name == "exp" or f"{first}{os.sep}".startswith(f"{package}{os.sep}"))
+        place, rooms = os.path.realpath(first), os.path.realpath(package)
+        is_left_out = place == script and (name == "exp" or f"{place}{os.sep}".startswith(f"{rooms}{os.sep}"))
     if is_left_out:
         del sys.path[0]
 

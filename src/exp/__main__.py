@@ -65,7 +65,7 @@ def help_text() -> str:
     lines = ["exp COMMAND [words]    one run:  exp train model=lenet    one command's help:  exp help train"]
     for title, commands in SECTIONS.items():
         lines += ["", f"{title}:", *(f"  {name:<{width}}  {command.help}" for name, command in commands.items())]
-    lines += ["", "python -m exp.train is exp train, and so for each. docs/command.md has more."]
+    lines += ["", "exp train is python -m exp.train, and so for each. For the tab key: exp completion --help"]
     return "\n".join(lines)
 
 

@@ -57,6 +57,6 @@ def counting() -> Iterator[None]:
         _began = None
 
 
-def seconds() -> float | None:
+def waited_seconds() -> float | None:
     """How long the command goes on; None where none is under way, as in a notebook."""
     return None if _began is None else now() - _began

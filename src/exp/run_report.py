@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from exp.command_clock import seconds
+from exp.command_clock import waited_seconds
 from exp.config.freeze import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
@@ -431,7 +431,7 @@ def print_report(report: Report) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    waited = seconds()
+    waited = waited_seconds()
     whole = report.wall_seconds if waited is None else waited
     table = Table(title=f"{report.status} in {whole:.1f} s", title_justify="left")
     table.add_column("metric")

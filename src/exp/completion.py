@@ -217,8 +217,9 @@ def _command(argv: Sequence[str]) -> int:
     if len(argv) == 5 and argv[0] == "answer":
         # Asked by the scripts: the shell, what it will put a completion in the place of, the line before and behind.
         _, shell, replaced, before, behind = argv
-        for line in answer(shell, replaced, before, behind):
-            print(line)
+        lines = answer(shell, replaced, before, behind)
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        compose_ahead(before, behind)
         return 0
     if list(argv) in (["-h"], ["--help"]):
         print(__doc__)
@@ -251,6 +252,32 @@ def answer(shell: str, replaced: str, before: str, behind: str) -> list[str]:
     if quote and len(whole) == 1 and whole[0].endswith(OPEN):
         whole.append(f"{whole[0]}...")  # of one word alone bash would close the quotes
     return whole if quote else [ESCAPED.sub(r"\\\g<0>", word) for word in whole]
+
+
+def compose_ahead(before: str, behind: str) -> None:
+    """Let a process of its own compose what the next key is likely to be asked of, while a person goes on typing.
+
+    That is where a tab has completed a command, or the option of a group: Hydra takes half a second, once for each.
+    """
+    words, current, _ = _split(before)
+    found = completed(words, current, ())
+    whole = [word for name in found.names if (word := f"{found.stem}{name}").startswith(current)]
+    name, rest = _command_of([*words, *whole])
+    command = COMMANDS.get(name)
+    if len(whole) != 1 or command is None or not command.has_overrides:
+        return
+    typed = Typed.of([*(rest or ()), *_split(f"{behind} ")[0]])
+    if "=" in whole[0] and whole[0].partition("=")[0].lstrip("+") not in typed.groups():
+        return
+    if os.fork() == 0:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nowhere, number)  # the shell waits for the end of what is written
+        os.setsid()
+        try:
+            typed.keys()
+        finally:
+            os._exit(0)
 
 
 def _is_in_list(stem: str) -> bool:

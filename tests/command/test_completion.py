@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,19 @@ def test_a_key_imports_neither_torch_nor_hydra(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout == "[]\n"
+
+
+def test_the_keys_of_a_choice_are_made_ready_while_a_person_types(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    line = [sys.executable, "-m", "exp", "completion", "answer", "bash", "le", "exp train model=le", ""]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "lenet\n"
+    kept, ends = tmp_path / "exp" / "completion.json", time.monotonic() + 60
+    while not kept.exists() and time.monotonic() < ends:
+        time.sleep(0.05)
+    before = kept.read_text()
+    assert "conv1" in before
+    assert "model.layers.conv1." in offered("exp train model=lenet model.layers.")
+    assert kept.read_text() == before  # and nothing was composed
 
 
 def test_the_table_of_commands_is_whole():

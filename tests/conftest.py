@@ -9,7 +9,9 @@ import pickle
 import runpy
 import signal
 import subprocess
+import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -28,8 +30,8 @@ from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.construct import construct
 from exp.models.inference import example_inputs, materialise
+from exp.shared_types import DataSpec
 from exp.sweeps.job import MODULES
-from exp.types import DataSpec
 
 # Started in the background by a shell, or by nohup, and every process of the tests would ignore these signals, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -50,6 +52,30 @@ WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload([*MODULES, "exp.train", "exp.worker", "exp.config.command", "hydra_plugins.exp.launcher"])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
+
+
+# As pip makes it of [project.scripts].
+SCRIPT = """#!{python}
+import re
+import sys
+from {module} import {function}
+if __name__ == '__main__':
+    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
+    sys.exit({function}())
+"""
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory) -> Path:
+    """A folder with the scripts of an installation, and the Python that they belong to."""
+    folder: Path = tmp_path_factory.mktemp("bin")
+    named = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    texts = {name: SCRIPT.format(python=sys.executable, module=module, function=function)
+             for name, (module, function) in ((name, target.split(":")) for name, target in named.items())}  # fmt: skip
+    for name, text in {**texts, "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def forked(program: Path, settings: Mapping[str, object]) -> BaseProcess:

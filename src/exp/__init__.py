@@ -6,20 +6,30 @@ import os
 import sys
 
 
-def _leave_out_the_working_directory() -> None:
-    """`python -m exp.train` puts it first: any file there called like a package, installed or not, would be imported.
+def _leave_out_the_first_folder() -> None:
+    """Take the folder that Python put first for a command off the path: any file there called like a package, installed
+    or not, would be imported.
 
-    What a config names of it is found all the same, by exp.config.targets, behind all that is installed.
+    For `python -m exp.train` it is the working directory; what a config names of it is found all the same, by
+    exp.config.targets, behind all that is installed. For the script `exp` it is that one's own folder, and for
+    `python src/exp/train.py` the folder of that file, where `tensorboard` is a room of exp.
     """
+    if sys.flags.safe_path or not sys.path:
+        return
+    first, package = sys.path[0], os.path.dirname(__file__)
     asked = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
-    here = os.getcwd()
-    is_command = asked != [] and asked[0].partition(".")[0] == "exp" and not sys.flags.safe_path
-    # In src/ of a checkout it is the place of exp itself.
-    if is_command and sys.path[:1] == [here] and os.path.dirname(os.path.dirname(__file__)) != here:
+    script, name = os.path.split(os.path.realpath(sys.argv[0])) if sys.argv else ("", "")
+    if asked and asked[0].partition(".")[0] == "exp":
+        # In src/ of a checkout it is the place of exp itself.
+        is_left_out = first == os.getcwd() != os.path.dirname(package)
+    else:
+        place, rooms = os.path.realpath(first), os.path.realpath(package)
+        is_left_out = place == script and (name == "exp" or f"{place}{os.sep}".startswith(f"{rooms}{os.sep}"))
+    if is_left_out:
         del sys.path[0]
 
 
-_leave_out_the_working_directory()
+_leave_out_the_first_folder()
 
 # Behind it, for these are files, too, which the working directory may shadow.
 import importlib  # noqa: E402

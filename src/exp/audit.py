@@ -137,7 +137,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
     from exp.config.hydra_node import settings_of, unused_settings
     from exp.config.reading import leaves
     from exp.config.yaml_files import read_yaml, split
-    from exp.secrets import is_secret
+    from exp.redaction import is_secret
 
     content = read_yaml(path)
     for key, value in leaves(content):

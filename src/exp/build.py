@@ -46,9 +46,9 @@ from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import has_begun, made
 from exp.models.freezing import held_norms
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import STAGES, compared_tag
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
-from exp.types import STAGES, compared_tag
 
 if TYPE_CHECKING:
     from exp.engine.failing_step import FailingStep

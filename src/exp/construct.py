@@ -45,9 +45,9 @@ from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision, build_precision
-from exp.secrets import redacted, revealed
+from exp.redaction import redacted, revealed
+from exp.shared_types import DataSpec
 from exp.strategies.strategy import Strategy
-from exp.types import DataSpec
 
 Plain = Mapping[str, Any]
 MADE_OF_A_PART = ("sampler", "batch_sampler")

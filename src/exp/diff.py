@@ -17,7 +17,7 @@ from pathlib import Path
 
 from exp.errors import RunError
 from exp.output import exit_status
-from exp.secrets import redacted
+from exp.redaction import redacted
 from exp.spelling import nearest
 from exp.sweeps.run_difference import Row, Section, differences
 from exp.sweeps.run_records import EVENTS, MARKS, is_sweep, natural

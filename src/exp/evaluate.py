@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from exp.output import exit_status, outliving_output
+from exp.output import exit_status, loading_torch, outliving_output
 
 if TYPE_CHECKING:
     from exp.saved_runs.evaluation import Evaluated
@@ -45,8 +45,9 @@ def _command(argv: Sequence[str]) -> int:
     keys = {"run": RUN, "weights": WEIGHTS, "stage": "test, val or all"}
     arguments = read_arguments(argv, keys=keys, words={"stage": ("test", "val", "all")})
     # torch comes in here, behind every fault of the command.
-    from exp.run_report import print_report
-    from exp.saved_runs.saved_run import load
+    with loading_torch():
+        from exp.run_report import print_report
+        from exp.saved_runs.saved_run import load
 
     with outliving_output():
         run = load(str(arguments.values["run"]), allow=arguments.allow)

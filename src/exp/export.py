@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from exp.errors import ConfigError, Fault
-from exp.output import exit_status, outliving_output
+from exp.output import exit_status, loading_torch, outliving_output
 from exp.spelling import among
 
 HELP = """Export the network of a saved run, check the file against it, and say how large and how fast it is.
@@ -56,8 +56,9 @@ def _command(argv: Sequence[str]) -> int:
     values = arguments.values
     dynamic = read_dimensions(values["dynamic"])
     # torch comes in here, behind every fault of the command.
-    from exp.saved_runs.network_export import Format, export
-    from exp.saved_runs.saved_run import load
+    with loading_torch():
+        from exp.saved_runs.network_export import Format, export
+        from exp.saved_runs.saved_run import load
 
     with outliving_output():
         run = load(str(values["run"]), allow=arguments.allow)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from exp.secrets import redacted
+from exp.redaction import redacted
 
 # Of a file that is being written, beside its target; and what older versions called a checkpoint's.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")

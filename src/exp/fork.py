@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.output import exit_status
+from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
     from exp.engine.checkpoint import State
@@ -57,12 +57,13 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     """
     import yaml
 
-    from exp.check.continuation import changed_values, examine_resume
-    from exp.check.plan import resolve
-    from exp.check.stages import compose
-    from exp.config.found_run import merged
-    from exp.engine.checkpointing import CONFIG
-    from exp.run import fit
+    with loading_torch():
+        from exp.check.continuation import changed_values, examine_resume
+        from exp.check.plan import resolve
+        from exp.check.stages import compose
+        from exp.config.found_run import merged
+        from exp.engine.checkpointing import CONFIG
+        from exp.run import fit
 
     config = compose(merged(run, overrides, without=("resume", "runtime.autoresume", "hydra.run.dir")))
     config.resume, config.runtime.autoresume = None, False

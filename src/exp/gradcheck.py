@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, one_line
-from exp.output import exit_status
+from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,7 +62,8 @@ def gradcheck(
     values: arguments of a module's constructor, or of a function's forward. inputs: the shapes of the tensors.
     Raises: ConfigError where the target, a value or a shape does not fit.
     """
-    from exp.functions.derivatives import compared
+    with loading_torch():
+        from exp.functions.derivatives import compared
 
     tensors = [_tensor(text, seed=seed + index) for index, text in enumerate(inputs)]
     subject = _subject(target, values, tensors, allow=allow, seed=seed)

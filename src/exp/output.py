@@ -10,11 +10,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TextIO, cast
 
+from exp.command_clock import counting
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
-from exp.secrets import redacted, were_revealed
+from exp.redaction import redacted, were_revealed
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted",
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # code of the user's own that crashes says where
     try:
-        with _checked_output():
+        with counting(), _checked_output():
             return command()
     except OutputError as error:
         print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)
@@ -204,6 +205,11 @@ def passing_line(words: str) -> Iterator[None]:
     finally:
         stream.write(f"{' ' * len(words)}\r")
         stream.flush()
+
+
+def loading_torch() -> AbstractContextManager[None]:
+    """Say so on a terminal while torch is imported, for it takes seconds; where it is there already, nothing."""
+    return nullcontext() if "torch" in sys.modules else passing_line("loading torch")
 
 
 def lost_streams() -> list[Outlived]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.output import exit_status, outliving_output
+from exp.output import exit_status, loading_torch, outliving_output
 
 HELP = """Predict with the weights that a run saved.
 
@@ -50,9 +50,10 @@ def _command(argv: Sequence[str]) -> int:
     arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch comes in here, behind every fault of the command.
-    from exp.saved_runs.prediction import predict
-    from exp.saved_runs.prediction_files import refuse_place, write_predictions
-    from exp.saved_runs.saved_run import load
+    with loading_torch():
+        from exp.saved_runs.prediction import predict
+        from exp.saved_runs.prediction_files import refuse_place, write_predictions
+        from exp.saved_runs.saved_run import load
 
     refuse_place(output, given=given)
     with outliving_output():

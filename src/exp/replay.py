@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.output import exit_status
+from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,8 @@ def _command(argv: Sequence[str]) -> int:
         "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
     )
     arguments = parser.parse_args(argv)
-    from exp.hooks.findings import report  # behind --help, which needs no torch
+    with loading_torch():  # behind --help, which needs none
+        from exp.hooks.findings import report
 
     file = read_step(arguments.file)
     with _quiet():
@@ -168,7 +169,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     from exp.engine.module import TrainingModule
     from exp.engine.phased_module import PhasedModule
     from exp.engine.runtime import deterministic, switch_on
-    from exp.types import DataSpec
+    from exp.shared_types import DataSpec
 
     plain = plain_config(config)
     runtime, spec = plain["runtime"], DataSpec.of(plain["data"])

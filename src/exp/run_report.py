@@ -18,12 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from exp.command_clock import waited_seconds
 from exp.config.freeze import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE
-from exp.types import STAGES, compared_tag
+from exp.shared_types import STAGES, compared_tag
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -51,6 +52,7 @@ class Report:
     metrics: tag to last value, such as {"accuracy/val": 0.98}; of a run that goes on, of the processes before, too.
     best: {metric, value, step, checkpoint} of the best checkpoint; None where none was written.
     steps: optimizer steps of the whole run, those before a resume included.
+    wall_seconds: of the run itself, without the imports and the check before it.
     step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
     peak_memory_mib: of device memory on a GPU, else of this rank's resident set.
     tags: the config's, by which runs are found again.
@@ -424,12 +426,14 @@ def as_markdown(report: Report) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Prints the table of results and how to look further."""
+    """Print the table of results and how to look further; the time is the command's, from its first second on."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table(title=f"{report.status} in {report.wall_seconds:.1f} s", title_justify="left")
+    waited = waited_seconds()
+    whole = report.wall_seconds if waited is None else waited
+    table = Table(title=f"{report.status} in {whole:.1f} s", title_justify="left")
     table.add_column("metric")
     for stage in ("train", "val", "test"):
         table.add_column(stage, justify="right")
@@ -441,8 +445,10 @@ def print_report(report: Report) -> None:
     for name, values in sorted(rows.items()):
         table.add_row(name, *(f"{values[stage]:.4f}" if stage in values else "" for stage in ("train", "val", "test")))
     console.print(table)
-    width = max(len(name) for name, _ in _facts(report))
-    for name, fact in _facts(report):
+    facts = [("time", "" if waited is None else f"{whole:.1f} s, of which the run took {report.wall_seconds:.1f} s")]
+    facts += _facts(report)
+    width = max(len(name) for name, _ in facts)
+    for name, fact in facts:
         if fact:
             # soft_wrap: a path that is broken over two lines cannot be copied.
             console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)

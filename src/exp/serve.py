@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault
 from exp.export import OF_A_RUN, keys_of_a_run, options_of_a_run, words_of_a_run
-from exp.output import exit_status, outliving_output
+from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
 
 if TYPE_CHECKING:
@@ -123,8 +123,9 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
     if values["model"] is not None:
         yield Path(values["model"])
         return
-    from exp.saved_runs.network_export import export
-    from exp.saved_runs.saved_run import load
+    with loading_torch():
+        from exp.saved_runs.network_export import export
+        from exp.saved_runs.saved_run import load
 
     run = load(str(values["run"]), allow=arguments.allow)
     with tempfile.TemporaryDirectory() as place:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.config.module_key import has_module, target_of
 from exp.errors import ConfigError, Fault, Interrupted
+from exp.output import loading_torch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -90,7 +91,8 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     config.runtime.autoresume = False
     refuse_early(config)
-    from exp.check.plan import plan, resolve
+    with loading_torch():
+        from exp.check.plan import plan, resolve
 
     decided = plan(resolve(config))
     faults = list(_beginning_faults(decided.plain))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, Fault
-from exp.output import exit_status, outliving_output, passing_line
+from exp.output import exit_status, loading_torch, outliving_output
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.config.command import print_tree
 
     # Said at once, for it is what the seconds before the first step are.
-    with contextlib.nullcontext() if "torch" in sys.modules else passing_line("loading torch"):
+    with loading_torch():
         config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
         _leave_where_cold_is_wanted(config)
         refuse_early(config)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from exp.errors import ConfigError, Fault
 from exp.launch import warm_parent
 from exp.output import exit_status
+from exp.shared_types import span_seconds
 from exp.sweeps.job import MODULES
-from exp.types import span_seconds
 
 # What a command imports beside a sweep's job. exp.train is not among them: it is the program itself.
 OF_A_COMMAND = (

@@ -27,7 +27,7 @@ from exp.config.resolution import is_interpolation, steps_of
 from exp.config.yaml_files import split
 from exp.errors import ConfigError, ExpError, Fault
 from exp.output import exit_status
-from exp.secrets import covered, redacted
+from exp.redaction import covered, redacted
 from exp.spelling import among, nearest, show
 
 PROGRAM = "python -m exp.why"

@@ -268,7 +268,9 @@ def run(command: Command, place: Path, runtime: Path) -> Seen:
     (place / "conf" / "callbacks" / "own.yaml").write_text(OWN_YAML)
     (place / "conf" / "experiment" / "cold.yaml").write_text(COLD_YAML)
     (place / "own.py").write_text(textwrap.dedent(CALLBACK))
-    line = [sys.executable, *command.flags, "-m", "exp.train", *command.words]
+    # Each of the two ways to call it, whatever is drawn.
+    called = ["exp.train"] if len(command.words) % 2 else ["exp", "train"]
+    line = [sys.executable, *command.flags, "-m", *called, *command.words]
     if command.shell is not None:
         text = command.shell.format(command='"$@"')
         line = ["bash", "-o", "pipefail", "-c", text, "bash", *line]

@@ -153,7 +153,7 @@ def test_a_sweep_is_checked_whole(empty, commands):
 def test_the_number_of_parameters_is_the_networks(empty):
     config = compose(["model=sequential"])
     from exp.construct import build_network, plain_config
-    from exp.types import DataSpec
+    from exp.shared_types import DataSpec
 
     spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
     network = build_network(plain_config(config), spec)

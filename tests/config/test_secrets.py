@@ -9,12 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp import secrets
+from exp import redaction
 from exp.config.freeze import freeze, read_frozen
 from exp.config.reading import secrets_kept
 from exp.construct import plain_config
 from exp.launch.failure import failure_of
-from exp.secrets import is_secret, redacted, revealed
+from exp.redaction import is_secret, redacted, revealed
 from exp.train import main as train
 
 CANARY = "c4n4ry-s3cr3t-value"
@@ -58,7 +58,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(NAME, CANARY)
     # What this process has used, other tests have not.
-    monkeypatch.setattr(secrets, "_shown", {})
+    monkeypatch.setattr(redaction, "_shown", {})
     name = f"uploads_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "conf" / "callbacks").mkdir(parents=True)

@@ -19,7 +19,7 @@ from exp.data.letter_names import ALPHABET, SCRIPTS, LetterNames
 from exp.data.tables import BreastCancer, Diabetes, ShippedTable, Table, Wine
 from exp.data.text import UNKNOWN, Text, Vocabulary, code_points
 from exp.errors import ConfigError
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 
 def table(values, target, **settings) -> Table:

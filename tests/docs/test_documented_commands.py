@@ -17,14 +17,17 @@ from exp.plan.__main__ import main as plan
 from exp.report import parser
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^ {4,}(?:\$ )?python -m exp\.(?:train|check|data)(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
-RATE, SIZE = (
-    re.compile(rf"^ {{4,}}(?:\$ )?python -m exp\.{name}(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
-    for name in ("find_lr", "find_batch")
-)
-PLAN = re.compile(r"^ {4,}(?:\$ )?python -m exp\.plan(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+def called(*names: str) -> re.Pattern[str]:
+    """A command on a line of its own in a page: `exp NAME ...`, or `python -m exp.NAME ...`."""
+    program = r"^ {4,}(?:\$ )?(?:exp |python -m exp[. ])"
+    return re.compile(rf"{program}(?:{'|'.join(names)})\b(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+COMMAND = called("train", "check", "data")
+RATE, SIZE, PLAN, REPORT = called("find_lr"), called("find_batch"), called("plan"), called("report")
 FILE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-REPORT = re.compile(r"^ {4,}(?:\$ )?python -m exp\.report(?P<arguments>(?:.*\\\n)*.*)$", re.MULTILINE)
 # What is said of a command that this machine cannot run, or that is shown because it is refused; by what it holds.
 REFUSED = {
     "module=litnet optimizer.lr=0.1": "set beside module",

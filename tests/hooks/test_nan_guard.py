@@ -26,7 +26,7 @@ from exp.precision.scaler import can_hold, hold, release
 from exp.replay import main as replay
 from exp.replay import read_step
 from exp.replay import replay as replay_step
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 MODEL = """# A small network with a fragile layer: model=fragile
 _target_: exp.models.containers.SequentialModel

@@ -17,7 +17,7 @@ import exp
 from exp.check.plan import examine, resolve
 from exp.config.reading import read
 from exp.construct import build_data, build_network
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 pytestmark = pytest.mark.numeric
 

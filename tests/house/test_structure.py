@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import re
+import sys
 from pathlib import Path
 
 import exp
@@ -13,8 +14,8 @@ SOURCES = sorted(path for path in ROOT.rglob("*.py") if "conf" not in path.relat
 CONF = ROOT / "conf"
 
 RANKS = {
-    "errors": 0, "types": 0, "files": 0, "spelling": 0, "signals": 0, "nested": 0, "secrets": 0, "output": 0,
-    "lighter_imports": 0, "name_clash": 0,
+    "errors": 0, "shared_types": 0, "files": 0, "spelling": 0, "signals": 0, "nested": 0, "redaction": 0, "output": 0,
+    "lighter_imports": 0, "command_clock": 0, "name_clash": 0,
     "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
     "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3,
@@ -201,3 +202,11 @@ def test_every_yaml_begins_with_what_it_is_and_how_to_select_it():
         comment = next(line for line in lines if not line.startswith("# @package"))
         assert comment.startswith("# "), f"{path}: {comment!r}"
         assert len(comment) > 15, f"{path}: {comment!r}"
+
+
+def test_no_name_hides_a_module_of_the_standard_library():
+    """A file that is run by path, as an editor does, has its folder first on the path of imports."""
+    names = [path for path in SOURCES if path.stem in sys.stdlib_module_names]
+    names += [folder for folder in {path.parent for path in SOURCES} if folder.name in sys.stdlib_module_names]
+    # A hook that configs of saved runs name, in a folder where no program stands.
+    assert [str(path.relative_to(ROOT)) for path in names] == ["hooks/profile.py"]

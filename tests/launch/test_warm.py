@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,6 +101,23 @@ def waiting() -> psutil.Process:
     """The process of a run that has come to its second step."""
     until(lambda: Path("pid").exists() and Path("pid").read_text())
     return psutil.Process(int(Path("pid").read_text()))
+
+
+@pytest.mark.parametrize("words", [("exp", "train"), ("python", "-m", "exp", "train")])
+def test_the_one_command_is_taken_too_and_the_time_told_is_its_own(runtime, here, scripts, words):
+    began = time.monotonic()
+    # A second passes in this very process before Python begins, and the run's own is forked from another.
+    line = f"sleep 1; exec {scripts / words[0]} {shlex.join([*words[1:], *SHORT])}"
+    process = subprocess.Popen(["sh", "-c", line], env=environment(runtime), stdout=subprocess.PIPE, text=True)
+    run = waiting()
+    assert run.pid != process.pid
+    assert "exp.warm" in Path("command").read_text()
+    waited = time.monotonic() - began
+    Path("go_on").touch()
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    # A start is known to a hundredth of a second.
+    assert waited - 0.1 < float(re.search(r"completed in ([\d.]+) s", output)[1]) < time.monotonic() - began + 0.1
 
 
 def test_a_second_parent_is_not_started_and_status_tells_of_the_first(runtime):

@@ -24,7 +24,7 @@ from exp.check.shapes import term_faults
 from exp.construct import construct
 from exp.errors import ConfigError, RunError
 from exp.objectives.objective import Objective
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 HERE = Path(__file__).parent
 TERM = "exp.objectives.objective.Term"

@@ -13,7 +13,7 @@ from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import LAZY_CLASSES, example_inputs, lazy_class, materialise
 from exp.models.initialisation import SCHEMES, fill, initialise
 from exp.models.layers import Parameter
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 IMAGE = DataSpec(input_shape=(3, 8, 8), input_dtype="float32", num_classes=5, num_outputs=5)
 

@@ -11,7 +11,7 @@ from exp.models import vocabulary
 from exp.models.containers import ModuleDictModel
 from exp.models.left_out import hint, reason_of
 from exp.models.syntax import ProgramError
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 HOMES = {

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 pytestmark = pytest.mark.numeric
 

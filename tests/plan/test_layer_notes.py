@@ -17,7 +17,7 @@ from exp.check.shapes import examine_shapes
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import CrossEntropy
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 IMAGES = DataSpec(input_shape=(3, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 CLASSES = Objective(terms={"cross_entropy": CrossEntropy()})

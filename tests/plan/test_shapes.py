@@ -14,7 +14,7 @@ from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import CrossEntropy
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 HOUSES = DataSpec(input_shape=(6,), input_dtype="float32", num_classes=None, num_outputs=1)

@@ -17,7 +17,7 @@ from exp.models.forward_trace import ForwardTrace
 from exp.objectives.objective import Objective
 from exp.objectives.penalties import R1
 from exp.objectives.terms import CrossEntropy
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 
 @pytest.mark.parametrize(

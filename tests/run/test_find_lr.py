@@ -31,7 +31,7 @@ from exp.construct import build_starting_network
 from exp.data.randomness import reseed
 from exp.engine.range_test import rising_rates, suggestion, valley
 from exp.find_lr import main
-from exp.types import Batch
+from exp.shared_types import Batch
 
 pytestmark = [
     pytest.mark.numeric,

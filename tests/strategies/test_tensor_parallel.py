@@ -10,8 +10,8 @@ from torch import nn
 
 import exp
 from exp.errors import ConfigError
+from exp.shared_types import DataSpec
 from exp.strategies.tensor_plan import division_faults, make_plan
-from exp.types import DataSpec
 
 pytestmark = pytest.mark.numeric
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError
-from exp.output import exit_status
+from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -52,7 +52,8 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     )
     if not arguments.all:
         refuse_early(config)
-    from exp.check.plan import compare_with_data, examine, resolve
+    with loading_torch():
+        from exp.check.plan import compare_with_data, examine, resolve
 
     examined = examine(resolve(config))
     if examined.plan is None:

@@ -27,8 +27,8 @@ from exp.objectives.loss_inputs import Values, pick
 from exp.objectives.measures import Measure
 from exp.objectives.objective import Objective, Term
 from exp.optim.phase import Phase
+from exp.shared_types import DataSpec, Stage
 from exp.spelling import among, did_you_mean, show
-from exp.types import DataSpec, Stage
 
 SECONDS = 5.0  # of reading, for each part
 # Whose samples are right by themselves: no file of the user's, no class, no transform.

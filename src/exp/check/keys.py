@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from exp.config.reading import is_node
 from exp.files import can_be_a_path
-from exp.types import SPAN, Mode, Pruner, SampleDtype, Sampler, Stage
+from exp.shared_types import SPAN, Mode, Pruner, SampleDtype, Sampler, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 

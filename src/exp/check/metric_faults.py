@@ -24,8 +24,8 @@ from exp.errors import REFUSALS, Fault, RunError, one_line
 from exp.nested import named_parts
 from exp.objectives.loss_inputs import Values, elementwise_cure
 from exp.objectives.measures import ENTRIES, EntryError, Measure, entries_of, entry_tag
+from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean, show
-from exp.types import Stage
 
 CURVES = (classes.BinaryROC, classes.MulticlassROC, classes.MultilabelROC)
 PRECISION_RECALL = (

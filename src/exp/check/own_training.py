@@ -18,8 +18,8 @@ from exp.config.module_key import brings_data, target_of
 from exp.config.targets import resolve
 from exp.construct import build_module
 from exp.errors import ExpError, Fault
+from exp.shared_types import Stage
 from exp.spelling import among, show
-from exp.types import Stage
 
 STEPS: Mapping[Stage, str] = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 # Of an evaluation: the key that asks for it, and the stage.

@@ -45,7 +45,7 @@ from exp.config.reading import (
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
-from exp.types import INPUT, DataSpec, Stage
+from exp.shared_types import INPUT, DataSpec, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, Trainer

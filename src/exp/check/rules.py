@@ -28,8 +28,8 @@ from exp.config.slots import nodes_in
 from exp.config.targets import resolve
 from exp.data.faults import share_faults
 from exp.errors import ConfigError, Fault
+from exp.shared_types import EPOCH_LOSS, STAGES, Mode, searched_tags
 from exp.spelling import among, did_you_mean, show
-from exp.types import EPOCH_LOSS, STAGES, Mode, searched_tags
 
 # Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")

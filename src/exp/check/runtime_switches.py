@@ -13,9 +13,9 @@ from torch.optim import LBFGS
 from exp.errors import Fault
 from exp.hooks.hook import Hook
 from exp.models.matching import ANY_BATCH_NORM
+from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint
-from exp.types import DataSpec
 
 CHANNELS_LAST = "runtime.channels_last"
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)

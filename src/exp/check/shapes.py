@@ -24,8 +24,8 @@ from exp.objectives.term import AbstractTerm
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.optim.phase import Phase
 from exp.precision.words import WORDS
+from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
-from exp.types import DataSpec
 
 # What torch says where an operator cannot run without numbers. Such a network is not judged.
 UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")

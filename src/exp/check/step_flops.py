@@ -18,7 +18,7 @@ from exp.nested import moved, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase
-from exp.types import INPUT, Batch
+from exp.shared_types import INPUT, Batch
 
 META = torch.device("meta")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.compose import composition_of, expanded
 from exp.config.freeze import COMPOSITION
-from exp.config.groups import AXIS, MANY, ONE, PRIMARY, Vocabulary, open_search_path
+from exp.config.group_kinds import AXIS, MANY, ONE
+from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
 from exp.config.overrides import checked_lines, for_hydra
 from exp.config.reading import secrets_kept
@@ -48,8 +50,9 @@ Flags:
   --config-dir DIR          one more directory of configs, behind ./conf and before exp's own
   --config-name NAME        another primary config than train
   --samples N|all           of exp.data: how many samples of each part it looks at, 100,000 unless told otherwise
-  --hydra-help  --version  --shell-completion install=bash
+  --hydra-help  --version
 
+exp completion bash|zsh prints what the tab key needs for all of this.
 Your own options live in ./conf beside your modules; they win over exp's. Results land in outputs/.
 """
 
@@ -86,8 +89,8 @@ def _how_many(text: str) -> int | None:
 
 def is_question(arguments: argparse.Namespace) -> bool:
     """Whether the command asks about the config and runs nothing."""
-    asked = arguments.hydra_help or arguments.shell_completion
-    return bool(arguments.help or asked or arguments.cfg is not None or arguments.info is not None)
+    asked = arguments.help or arguments.hydra_help
+    return bool(asked or arguments.cfg is not None or arguments.info is not None)
 
 
 @secrets_kept()
@@ -149,9 +152,13 @@ def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:
         faults.append(_fault("--experimental-rerun", "it unpickles a file, which may run any code", "resume=PATH"))
     if arguments.config_path is not None:
         faults.append(_fault("--config-path", "the place of exp's own configs is fixed", "--config-dir DIR, or ./conf"))
+    if arguments.shell_completion:
+        shell = next((shell for shell in ("zsh", "bash") if any(shell in text for text in arguments.overrides)), "bash")
+        fault = _fault("--shell-completion", "Hydra's completion, which knows no key and no list", "exp's own")
+        faults.append(replace(fault, cure=f'Write eval "$(python -m exp completion {shell})"'))
     modes = {
         "--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None,
-        "--info": arguments.info is not None, "--shell-completion": arguments.shell_completion,
+        "--info": arguments.info is not None,
     }  # fmt: skip
     used = [flag for flag, is_used in modes.items() if is_used]
     if len(used) > 1:

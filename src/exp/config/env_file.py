@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault
-from exp.secrets import is_secret
+from exp.redaction import is_secret
 
 if TYPE_CHECKING:
     from dotenv.parser import Binding

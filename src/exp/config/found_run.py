@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.freeze import read_frozen, read_overrides
-from exp.config.groups import MANY
+from exp.config.group_kinds import MANY
 from exp.config.hydra_adapter import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.errors import ConfigError, Fault

@@ -31,8 +31,8 @@ from exp.config.revision import revision
 from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import write_whole
-from exp.secrets import covered
-from exp.types import searched_tags
+from exp.redaction import covered
+from exp.shared_types import searched_tags
 
 COMPOSITION = "_composition_"
 # In it, where the run directory stands already and is this config's own.

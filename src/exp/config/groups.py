@@ -1,23 +1,16 @@
-"""The config groups and their three kinds: `=` replaces, `+` adds.
-
-one   owns the node of its name: model=mlp
-many  named entries: hooks=[gradients,memory] replaces the set, +hooks=memory adds one
-axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 are one command
-"""
+"""The words of a command line on one search path: config groups, their options, keys at the top."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from exp.config.group_kinds import AXIS, MANY
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
 from exp.config.search_path import search_places
 from exp.errors import ConfigError
 
-ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
-MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
-AXIS = ("experiment", "debug", "precision", "local", "module")
 COMMAND_LINE = "command line"
 PRIMARY = "train"
 

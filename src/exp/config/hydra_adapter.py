@@ -2,9 +2,8 @@
 
 Seen: Hydra 1.3.8. tests/config/test_hydra_adapter.py says what is relied upon: ConfigLoaderImpl, ConfigRepository,
 FileConfigSource, the override parser and its functions, Plugins, HydraConfig, VersionBase, ConfigStore;
-get_args_parser, Hydra.show_cfg, show_info, hydra_help and shell_completion, Callbacks. Of Python 3.11:
-ArgumentParser._actions, for there is no other
-way to an action that was added by somebody else.
+get_args_parser, Hydra.show_cfg, show_info, hydra_help, Callbacks. Of Python 3.11: ArgumentParser._actions, for there
+is no other way to an action that was added by somebody else.
 """
 
 from __future__ import annotations
@@ -582,7 +581,7 @@ def argument_parser(program: str, *, version: str = HYDRA_VERSION) -> argparse.A
 
 
 def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, overrides: list[str]) -> None:
-    """Hydra's own answers to --cfg, --info, --hydra-help and --shell-completion. Raises one of HYDRA_ERRORS."""
+    """Hydra's own answers to --cfg, --info and --hydra-help. Raises one of HYDRA_ERRORS."""
     from hydra._internal.hydra import Hydra
 
     root = logging.getLogger()
@@ -597,10 +596,8 @@ def answer(loader: Loader, arguments: argparse.Namespace, *, config_name: str, o
                     config_name=config_name, overrides=overrides, cfg_type=arguments.cfg, package=arguments.package,
                     resolve=arguments.resolve,
                 )  # fmt: skip
-            elif arguments.info is not None:
-                program.show_info(arguments.info, config_name=config_name, overrides=overrides)
             else:
-                program.shell_completion(config_name=config_name, overrides=overrides)
+                program.show_info(arguments.info, config_name=config_name, overrides=overrides)
         finally:
             root.setLevel(kept[0])
             root.handlers[:] = kept[1]

@@ -25,7 +25,7 @@ from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml, split
 from exp.errors import ConfigError, Fault
 from exp.files import can_be_a_path
-from exp.secrets import INTERPOLATION
+from exp.redaction import INTERPOLATION
 from exp.spelling import among, did_you_mean
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")

@@ -16,12 +16,13 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.groups import AXIS, COMMAND_LINE, Vocabulary
+from exp.config.group_kinds import AXIS
+from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys, fault_of, parse_override
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
 from exp.errors import ConfigError, Fault
-from exp.secrets import covered, exposed
+from exp.redaction import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
 
 MAX_CHARACTERS = 20_000

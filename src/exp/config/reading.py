@@ -17,7 +17,7 @@ from omegaconf.resolvers import oc
 
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
-from exp.secrets import interpolation, is_secret
+from exp.redaction import interpolation, is_secret
 from exp.spelling import nearest
 
 # References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.

@@ -11,7 +11,7 @@ from typing import Any
 from exp.config import yaml_files
 from exp.config.history import NOWHERE, found_in
 from exp.config.reading import ENVIRONMENT, REFERENCE
-from exp.secrets import is_secret
+from exp.redaction import is_secret
 
 # As many as anybody reads; `reading.py` refuses what leads through a thousand.
 MOST_STEPS = 40

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.output import exit_status, outliving_output, unwritable
+from exp.output import exit_status, loading_torch, outliving_output, unwritable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,8 +80,9 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
-    from exp.check.plan import resolve
-    from exp.check.stages import located, once
+    with loading_torch():
+        from exp.check.plan import resolve
+        from exp.check.stages import located, once
 
     resolved = resolve(config)
     if resolved.faults:

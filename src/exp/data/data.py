@@ -39,7 +39,7 @@ from exp.data.workers import (
 )
 from exp.errors import ConfigError, ExpError, RunError, UserCodeError
 from exp.nested import tensors_in
-from exp.types import Batch, DataSpec, SampleDtype, Stage
+from exp.shared_types import Batch, DataSpec, SampleDtype, Stage
 
 # By name, or in a list.
 Transforms = Mapping[str, Any] | Sequence[Any] | None

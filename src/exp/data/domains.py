@@ -10,7 +10,7 @@ from torch import Tensor
 from exp.data.digits import CENTRE, SPREAD, Digits
 from exp.data.in_memory import Tensors, tensors_of
 from exp.data.randomness import permutation
-from exp.types import Stage
+from exp.shared_types import Stage
 
 UNLABELLED = -100
 DARKEST = 16.0

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError, is_installed
+from exp.shared_types import STAGES
 from exp.spelling import among, did_you_mean, show
-from exp.types import STAGES
 
 
 class SampleError(RunError):

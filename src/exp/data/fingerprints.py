@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exp.nested import is_record
-from exp.types import Stage
+from exp.shared_types import Stage
 
 # Bytes of a hash: two samples that differ have the same one by chance in 1 of 10^38 pairs.
 SIZE = 16

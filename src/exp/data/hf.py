@@ -27,7 +27,7 @@ from exp.data.shard_files import arrow_value
 from exp.data.splits import random_splits
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
-from exp.types import STAGES, Stage
+from exp.shared_types import STAGES, Stage
 
 if TYPE_CHECKING:
     import datasets

@@ -16,7 +16,7 @@ from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
 from exp.nested import mapped, tensors_in
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
 AnyDataset: TypeAlias = "Dataset[object] | Indexed"

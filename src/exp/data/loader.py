@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exp.data.orders import Listed, Order, Sequential, shuffled, shuffled_blocks
 from exp.errors import RunError
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 
 class Loader(ABC):

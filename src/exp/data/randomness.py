@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exp.types import Stage
+from exp.shared_types import Stage
 
 
 def seed_for(*parts: int | str) -> int:

@@ -17,7 +17,7 @@ from exp.data.labels import Labels
 from exp.data.loader import Loader
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
-from exp.types import Stage
+from exp.shared_types import Stage
 
 # Of a sample as the data set gives it.
 Print = Callable[[object], Fingerprint | None]

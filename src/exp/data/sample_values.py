@@ -14,8 +14,8 @@ from exp.data.faults import data_fault
 from exp.data.in_memory import AnyDataset, Indexed, Selection, Tensors, gathered, sample_name, samples_in
 from exp.data.randomness import preserve_generators, reseed_sample
 from exp.errors import UserCodeError
+from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
-from exp.types import Stage
 
 Value = TypeVar("Value")
 # What torchvision's data sets call the targets of all samples.

@@ -18,7 +18,7 @@ from exp.data.loader import EpochBatches, Epochs
 from exp.data.orders import Listed, Order
 from exp.data.randomness import preserve_generators, reseed_sampler
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, RunError, UserCodeError, refusal, said
-from exp.types import Stage
+from exp.shared_types import Stage
 
 # Makes a sampler: its class, or that with some of its values.
 MakeSampler = Callable[..., Sampler[Any]]

@@ -20,7 +20,7 @@ from exp.data.shard_files import CsvShard, JsonLines, NpzShard, ParquetShard, Re
 from exp.data.splits import DEFAULT_SIZES, lengths
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
-from exp.types import STAGES, Stage
+from exp.shared_types import STAGES, Stage
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".npz", ".tar")
 Patterns = str | Sequence[str]

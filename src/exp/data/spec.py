@@ -13,8 +13,8 @@ from exp.data.entries import TARGET, by_name, inputs_in, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
+from exp.shared_types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_name, tensor_specs
 from exp.spelling import among, did_you_mean
-from exp.types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_name, tensor_specs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from exp.data.in_memory import (
 )
 from exp.data.randomness import seed_for
 from exp.errors import ConfigError
-from exp.types import STAGES, Stage
+from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
 Name = TypeVar("Name", bound=str)

@@ -36,7 +36,7 @@ from exp.data.workers import (
     told,
 )
 from exp.errors import ConfigError, ExpError, RunError
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 END = object()
 

@@ -21,7 +21,7 @@ from exp.data.streams import declared_length
 from exp.data.tallies import Counts, Lengths, Moments, Numbers, merged
 from exp.data.value_names import ValueNames, value_names
 from exp.nested import mapped
-from exp.types import Batch, Stage, dtype_name
+from exp.shared_types import Batch, Stage, dtype_name
 
 CHANNELS = (1, 3, 4)
 # Pictures are at least so high and so wide, where nothing but their shape tells.

@@ -10,8 +10,8 @@ from typing import Any
 
 from exp.data.fingerprints import Repeats
 from exp.data.survey import PartSurvey, Speed, Survey, Value
+from exp.shared_types import Stage
 from exp.spelling import among
-from exp.types import Stage
 
 # Rows of a table: of columns, and of classes. data.json has all of them.
 MOST_ROWS, MOST_CLASSES = 40, 20

@@ -19,7 +19,7 @@ from exp.data.in_memory import Entries, Fitted
 from exp.data.randomness import seed_for
 from exp.data.splits import block_lengths
 from exp.data.value_names import ValueNames
-from exp.types import Stage
+from exp.shared_types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # What fit() calls the known characters.

@@ -20,7 +20,7 @@ from exp.data.faults import data_fault, require_extra
 from exp.data.splits import block_lengths
 from exp.data.text import Decoder, TextBlocks
 from exp.data.tokens import TokenVocabulary, read_tokenizer
-from exp.types import Stage
+from exp.shared_types import Stage
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 

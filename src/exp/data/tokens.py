@@ -17,7 +17,7 @@ from exp.data.faults import data_fault, fitted_entry, require_extra
 from exp.data.in_memory import Fitted
 from exp.data.splits import lengths
 from exp.data.text import TextBlocks, read_text
-from exp.types import Stage
+from exp.shared_types import Stage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -23,7 +23,7 @@ from exp.data.splits import lengths
 from exp.data.tables import moments
 from exp.data.value_names import SCALES, ValueNames
 from exp.errors import ConfigError, Fault
-from exp.types import Stage
+from exp.shared_types import Stage
 
 FITTED = "windows"
 

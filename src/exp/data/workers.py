@@ -25,8 +25,8 @@ from exp.data.loader import Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_sample
 from exp.data.tv_tensors import plain_tensors
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError
+from exp.shared_types import Batch, Stage
 from exp.signals import heed
-from exp.types import Batch, Stage
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
 Item = TypeVar("Item")

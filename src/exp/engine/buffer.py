@@ -21,7 +21,7 @@ from exp.objectives.loss_inputs import Values
 from exp.objectives.measures import Measure, entry_tag
 from exp.objectives.objective import Mean
 from exp.objectives.term import AbstractTerm
-from exp.types import Stage
+from exp.shared_types import Stage
 
 EXPECTED = "a hook must give one number, or a panel of exp.hooks.panels, for a tag"
 

@@ -30,8 +30,8 @@ from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
+from exp.shared_types import EPOCH_LOSS, Batch, Mode
 from exp.spelling import among, did_you_mean
-from exp.types import EPOCH_LOSS, Batch, Mode
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import StepRecording
 from exp.errors import Interrupted, words_of
 from exp.output import NotWritten, lost_streams, outliving_output, tell_not_written
-from exp.secrets import redacted
+from exp.redaction import redacted
 from exp.strategies.rank import Rank
 
 # Lightning's loggers print to the screen by themselves.

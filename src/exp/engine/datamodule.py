@@ -18,7 +18,7 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError
 from exp.nested import moved
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 
 class RunTrainer(Trainer):

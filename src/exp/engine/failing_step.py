@@ -22,8 +22,8 @@ from exp.engine.module import TrainingModule
 from exp.errors import ExpError, Interrupted, RunError, UserCodeError, one_line, shortened
 from exp.hooks.step_trace import named_terms
 from exp.nested import moved
+from exp.shared_types import Batch, Stage
 from exp.strategies.model_parallel import ModelParallel
-from exp.types import Batch, Stage
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,10 @@ from exp.models.inference import input_names
 from exp.objectives.objective import ByWeight, Term
 from exp.optim.optimizer import Optimization
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import Batch, dtype_name
 from exp.spelling import among
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local
-from exp.types import Batch, dtype_name
 
 log = logging.getLogger(__name__)
 

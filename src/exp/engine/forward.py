@@ -16,7 +16,7 @@ from exp.models.inference import input_names, network_call
 from exp.nested import Nested, mapped, named_parts
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
-from exp.types import INPUT
+from exp.shared_types import INPUT
 
 # The values of a forward by name, as terms, metrics and hooks find them.
 Values = Mapping[str, Any]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from exp.errors import RunError, words_of
 from exp.nested import mapped
-from exp.types import Batch
+from exp.shared_types import Batch
 
 log = logging.getLogger(__name__)
 

@@ -54,8 +54,8 @@ from exp.errors import UserCodeError, own_frames
 from exp.hooks.out_of_memory import is_out_of_memory
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
+from exp.shared_types import Batch
 from exp.strategies.ddp import ExpDDPStrategy
-from exp.types import Batch
 
 if TYPE_CHECKING:
     from exp.engine.halving import Halving

@@ -34,9 +34,9 @@ from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import INPUT, STAGES, Batch, Stage
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local
-from exp.types import INPUT, STAGES, Batch, Stage
 
 if TYPE_CHECKING:
     from exp.engine.halving import Halving

@@ -20,9 +20,9 @@ from exp.errors import NonFiniteError
 from exp.nested import tensors_in
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import Batch
 from exp.spelling import among
 from exp.strategies.whole_state import local
-from exp.types import Batch
 
 # The kinds of numbers that are not finite, which a buffer holds by design or not at all.
 Kinds = frozenset[str]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exp.engine.forward import Values
-from exp.types import Stage
+from exp.shared_types import Stage
 
 
 class StepResult(NamedTuple):

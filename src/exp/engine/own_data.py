@@ -23,7 +23,7 @@ from exp.data.randomness import reseed_batch, reseed_sampler, seed_for
 from exp.engine.datamodule import PlainData
 from exp.engine.progress import next_batch
 from exp.nested import tensors_in
-from exp.types import Batch
+from exp.shared_types import Batch
 
 
 class OwnBatches(ABC):

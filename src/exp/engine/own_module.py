@@ -36,8 +36,8 @@ from exp.engine.own_data import OwnBatches
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import RunError, UserCodeError
 from exp.optim.phase import Phase
+from exp.shared_types import Stage
 from exp.spelling import among
-from exp.types import Stage
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from exp.loggers.run_logger import RunLogger
 from exp.nested import tensors_in
 from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision
-from exp.types import Stage
+from exp.shared_types import Stage
 
 log = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ from exp.objectives.objective import Mean
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule, turns_of
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import STAGES, Batch
 from exp.strategies.ddp import ExpDDPStrategy
 from exp.strategies.gradient_averaging import average_gradients, broadcast_buffers
-from exp.types import STAGES, Batch
 
 
 class PhasedModule(TrainingModule):

@@ -25,10 +25,10 @@ from exp.engine.predictions import Nothing
 from exp.models.partition import Split
 from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stages, cut, joined, micro_batches, shares
-from exp.types import STAGES, Batch, Stage
 
 
 class PipelinedModule(TrainingModule):

@@ -21,7 +21,7 @@ from exp.data.arrays import archive_of
 from exp.errors import RunError
 from exp.files import write_whole
 from exp.nested import named_parts, tensors_in
-from exp.types import Batch
+from exp.shared_types import Batch
 
 FOLDER = "predictions"
 SIZES, VALUE, BATCH = "sizes", "value.", "batch."

@@ -18,7 +18,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from exp.errors import ConfigError, Fault
-from exp.types import span_seconds
+from exp.shared_types import span_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from exp.engine.checkpoint import State
 from exp.engine.checkpointing import POSITION
 from exp.engine.progress import is_epoch_complete, total_epochs
 from exp.engine.trial_record import TrialOfJob
-from exp.types import Pruner
+from exp.shared_types import Pruner
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from exp.hooks.figures import curves
 from exp.hooks.panels import Image, png
 from exp.loggers.run_logger import RunLogger
 from exp.output import tell_not_written
+from exp.shared_types import Batch
 from exp.strategies.whole_state import local
-from exp.types import Batch
 
 TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
 # Of the smoothed loss, a running mean; fastai's and Lightning's.

@@ -37,7 +37,7 @@ from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import each_optimizer, rate_names
 from exp.output import tell_not_written
 from exp.precision.plugin import RunPrecision
-from exp.types import EPOCH_LOSS, Batch, Stage
+from exp.shared_types import EPOCH_LOSS, Batch, Stage
 
 STATE = "exp_recording"
 # The last point of each tag: for the report of a run that goes on, which may not give all of them again.

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from exp.files import write_whole
 from exp.hooks.memory_peaks import peak_of
 from exp.hooks.out_of_memory import is_out_of_memory
-from exp.types import Batch
+from exp.shared_types import Batch
 
 SUMMARY = "trial.json"
 # Steps that are not timed: the first makes the optimizer's state, and libraries choose their algorithms in it.

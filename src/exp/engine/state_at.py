@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.checkpointing import Checkpointing
 from exp.engine.progress import Position, before_batch, in_validation
-from exp.types import Batch
+from exp.shared_types import Batch
 
 # Among the checkpoints of the run.
 STATE = "state.ckpt"

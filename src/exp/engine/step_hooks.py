@@ -28,8 +28,8 @@ from exp.hooks.panels import Panel
 from exp.hooks.step import Step
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
+from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks
-from exp.types import STAGES, Batch, Stage
 
 log = logging.getLogger(__name__)
 

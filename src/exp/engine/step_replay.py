@@ -20,7 +20,7 @@ from exp.engine.observer import UNOBSERVED, Turn
 from exp.hooks.step import Look, Update, Window
 from exp.precision.plugin import RunPrecision
 from exp.precision.scaler import can_hold
-from exp.types import Batch
+from exp.shared_types import Batch
 
 
 def update_of(

@@ -13,8 +13,8 @@ from exp.engine.checkpoint import State
 from exp.engine.checkpointing import Checkpointing
 from exp.engine.progress import Limits, Position, before_batch, in_validation
 from exp.errors import Interrupted
+from exp.shared_types import Batch
 from exp.signals import SignalFlag
-from exp.types import Batch
 
 STATE = "exp_seconds"
 # Ranks ask each other about so often; in between, no step pays for a collective.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from exp.errors import ConfigError, ExpError, Fault, MissingExtraError, one_line
 from exp.files import lock
-from exp.types import Pruner
+from exp.shared_types import Pruner
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from exp.errors import Fault, RunError
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
-from exp.types import Stage
+from exp.shared_types import Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint

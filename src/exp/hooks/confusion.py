@@ -12,7 +12,7 @@ from torch import Tensor
 from exp.hooks.class_counts import EVALUATIONS, ClassCounts, predicted
 from exp.hooks.hook import Values
 from exp.hooks.panels import Image, Panel
-from exp.types import Stage
+from exp.shared_types import Stage
 
 
 class Confusion(ClassCounts):

@@ -10,7 +10,7 @@ from exp.hooks.hook import OnChosenSteps, Values
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in
-from exp.types import dtype_name
+from exp.shared_types import dtype_name
 
 HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|---|---|---|"
 

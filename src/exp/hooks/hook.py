@@ -30,7 +30,7 @@ from exp.errors import ConfigError, Fault, RunError
 from exp.hooks.declarations import class_faults
 from exp.models.matching import matching
 from exp.nested import tensors_in
-from exp.types import Stage
+from exp.shared_types import Stage
 
 if TYPE_CHECKING:
     from pathlib import Path

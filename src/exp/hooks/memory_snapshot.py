@@ -25,9 +25,9 @@ from exp.hooks.out_of_memory import asked_for
 from exp.hooks.saved_tensors import Kept, failing_module, held, storages
 from exp.hooks.step import Step
 from exp.nested import tensors_in
+from exp.shared_types import dtype_name
 from exp.strategies.process_group import global_rank
 from exp.strategies.whole_state import local
-from exp.types import dtype_name
 
 log = logging.getLogger(__name__)
 

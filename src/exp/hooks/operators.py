@@ -21,7 +21,7 @@ from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.output import tell_not_written
-from exp.types import dtype_name
+from exp.shared_types import dtype_name
 
 # A panel is read on one page; the file has all of them.
 PANEL_ROWS = 300

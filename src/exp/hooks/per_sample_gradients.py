@@ -22,7 +22,7 @@ from exp.hooks.step import Step
 from exp.models.inference import network_call
 from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
 from exp.nested import mapped, tensors_in
-from exp.types import Batch
+from exp.shared_types import Batch
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint

@@ -12,7 +12,7 @@ from exp.errors import Fault
 from exp.hooks.class_counts import EVALUATIONS, ClassCounts, probabilities
 from exp.hooks.hook import Values
 from exp.hooks.panels import THRESHOLDS, PrecisionRecallCurve
-from exp.types import Stage
+from exp.shared_types import Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint

@@ -16,8 +16,8 @@ from exp.hooks.hook import Hook, Values
 from exp.hooks.panels import Image, Panel
 from exp.hooks.step import Step
 from exp.nested import tensors_in
+from exp.shared_types import STAGES, DataSpec, Stage
 from exp.spelling import among
-from exp.types import STAGES, DataSpec, Stage
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint

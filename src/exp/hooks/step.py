@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from exp.hooks.norms import norms_by_name
-from exp.types import Batch
+from exp.shared_types import Batch
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from exp.errors import RunError
 from exp.hooks.step import Window
 from exp.nested import mapped
-from exp.types import Batch
+from exp.shared_types import Batch
 
 FORMAT, VERSION = "exp step", 1
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, UserCodeError
 from exp.files import write_whole
-from exp.secrets import redacted
+from exp.redaction import redacted
 
 # What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
 NEIGHBOUR = re.compile(

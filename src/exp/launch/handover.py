@@ -29,6 +29,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from exp.command_clock import process_began
+
 # Of the interpreter that takes the place of a run whose config says runtime.warm=false.
 COLD = "EXP_COLD"
 SWITCH = "runtime.warm="
@@ -194,7 +196,7 @@ def hand_over(module: str) -> None:
 
     It returns where none does: the command goes on by itself, and nobody sees a difference but in time.
 
-    module: that this interpreter was started with, by -m.
+    module: that this interpreter was started for.
     """
     if os.environ.pop(COLD, None) is not None or not _is_a_fresh_command(module):
         return
@@ -230,15 +232,24 @@ def hand_over(module: str) -> None:
 
 def _is_a_fresh_command(module: str) -> bool:
     """Whether nothing but the command has been in this interpreter."""
-    words = ["-m", module, *sys.argv[1:]]
+    words = sys.argv[1:]
     return (
         sys.platform == "linux"
         and "torch" not in sys.modules
-        and sys.orig_argv[-len(words) :] == words
+        and _is_called_so(module, words)
         and sys.gettrace() is None
         and sys.getprofile() is None
         and not any(word.lstrip("+").startswith(SWITCH) and not word.endswith("=auto") for word in words)
     )
+
+
+def _is_called_so(module: str, words: Sequence[str]) -> bool:
+    """Whether the interpreter was started for this command: by its module, by exp's, or by the script `exp`."""
+    before = sys.orig_argv[: len(sys.orig_argv) - len(words)]
+    name = module.removeprefix("exp.")
+    is_by_module = before[-2:] == ["-m", module] or before[-3:] == ["-m", "exp", name]
+    is_by_script = before[-1:] == [name] and [os.path.basename(word) for word in before[-2:-1]] == ["exp"]
+    return sys.orig_argv[len(before) :] == list(words) and (is_by_module or is_by_script)
 
 
 def _inherited(*, but: int) -> list[int]:
@@ -271,6 +282,7 @@ def _is_taken(
         "environment": dict(os.environ),
         # Of python -u, which is no flag that can be asked for.
         "unbuffered": bool(getattr(sys.stdout, "write_through", False)),
+        "began": process_began(),
         "umask": umask,
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "limits": {kind: resource.getrlimit(kind) for kind in _limits()},

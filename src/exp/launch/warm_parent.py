@@ -34,6 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from exp.command_clock import began_at, now, process_began
 from exp.errors import ExpError
 from exp.launch.handover import (
     MESSAGE,
@@ -207,9 +208,7 @@ def _live(
 
 def _beginning_of(pid: int) -> float:
     """When a process began, in seconds since the epoch, a hundredth early at most."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
+    return time.time() - (now() - process_began(pid))
 
 
 def _tell(starter: int, words: str) -> None:
@@ -542,6 +541,7 @@ def _take_words(request: Mapping[str, Any]) -> None:
     """The command line, the environment, and what was read of it or drawn once for all."""
     sys.argv, sys.orig_argv[:] = request["argv"], request["orig_argv"]
     became(request["orig_argv"], request["environment"])
+    began_at(request["began"])
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()

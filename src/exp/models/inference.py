@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from exp.errors import ConfigError, RunError
 from exp.models import layers
 from exp.models.containers import ProgramModel, config_key, with_forward
-from exp.types import INPUT, DataSpec
+from exp.shared_types import INPUT, DataSpec
 
 
 def _noting(lazy: type[nn.Module]) -> type[nn.Module]:

@@ -21,7 +21,7 @@ from torch.nn.functional import relu, softplus
 
 from exp.objectives.loss_inputs import Values, full, pick
 from exp.objectives.term import AbstractTerm
-from exp.types import Batch
+from exp.shared_types import Batch
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes

@@ -11,7 +11,7 @@ from torch.nn import functional
 from exp.objectives.loss_inputs import Values, full, pick
 from exp.objectives.passes import Passes
 from exp.objectives.term import AbstractTerm
-from exp.types import Batch
+from exp.shared_types import Batch
 
 Distance = Literal["mse", "kl"]
 

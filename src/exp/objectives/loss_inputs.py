@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
+from exp.shared_types import dtype_name
 from exp.spelling import nearest
-from exp.types import dtype_name
 
 # What a step computed, by name: `output`, `target`, `input`, and whatever else the network and the batch name.
 Values = Mapping[str, Any]

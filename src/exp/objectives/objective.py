@@ -20,8 +20,8 @@ from exp.functions.at_least_float32 import summing_dtype
 from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
+from exp.shared_types import Batch
 from exp.spelling import nearest
-from exp.types import Batch
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes

@@ -21,7 +21,7 @@ from exp.errors import RunError
 from exp.models.matching import ANY_BATCH_NORM
 from exp.nested import mapped, rebuilt, tensors_in
 from exp.objectives.loss_inputs import HALF, Values, full
-from exp.types import dtype_name
+from exp.shared_types import dtype_name
 
 Precision = Literal["step", "full"]
 # A sum over samples is differentiated, so that a factor on it reaches float16 whole: the largest that it holds.

@@ -14,7 +14,7 @@ from exp.errors import RunError
 from exp.objectives.loss_inputs import Values, full, pick
 from exp.objectives.passes import Passes, Precision
 from exp.objectives.term import AbstractTerm
-from exp.types import Batch
+from exp.shared_types import Batch
 
 
 class DerivativeTerm(AbstractTerm):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
 from exp.objectives.loss_inputs import Values
+from exp.shared_types import Batch
 from exp.spelling import nearest
-from exp.types import Batch
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, RunError
-from exp.output import exit_status, outliving_output, unwritable
+from exp.output import exit_status, loading_torch, outliving_output, unwritable
 from exp.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -203,9 +203,10 @@ def machine_of(device: str | None, launch: object) -> Machine:
 
 
 def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None:
-    from exp.check.__main__ import summary
-    from exp.plan.printout import plain, text
-    from exp.plan.savings import savings
+    with loading_torch():
+        from exp.check.__main__ import summary
+        from exp.plan.printout import plain, text
+        from exp.plan.savings import savings
 
     planner = Planner(arguments, words)
     plan = planner.plan()

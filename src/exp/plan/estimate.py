@@ -11,9 +11,9 @@ from exp.plan.device_peaks import Device
 from exp.plan.fake_step import ParameterSize, Setting, StepFigures, take_step
 from exp.plan.rank_memory import OptimizerState, PlaceMemory, footprint_of, largest_total, load_of, memory_of
 from exp.plan.step_time import StepTime, step_time
+from exp.shared_types import dtype_name
 from exp.strategies.footprint import Footprint
 from exp.strategies.strategy import Strategy
-from exp.types import dtype_name
 
 if TYPE_CHECKING:
     from torch import nn

@@ -45,9 +45,9 @@ from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import turns_of
 from exp.precision.conversion import cast_own_tensors
 from exp.precision.words import WORDS
+from exp.shared_types import Batch, dtype_name
 from exp.strategies.footprint import OBJECTIVE
 from exp.strategies.units import checkpoint_activations, matched
-from exp.types import Batch, dtype_name
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan

@@ -20,7 +20,7 @@ from exp.objectives.objective import Objective
 from exp.precision.comparison import Comparison, LayerComparison, compare
 from exp.precision.plugin import build_precision
 from exp.precision.words import HALF, WORDS
-from exp.types import Batch
+from exp.shared_types import Batch
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from exp.nested import mapped, tensors_in
 from exp.precision.conversion import Arguments, Keywords, cast
 from exp.precision.plugin import RunPrecision, TensorFloat32
-from exp.types import dtype_name
+from exp.shared_types import dtype_name
 
 Loss = Callable[[nn.Module], Tensor]
 Reference = Callable[[str, Arguments, Keywords], object]

@@ -22,7 +22,7 @@ from exp.models.lora import is_adapted, merge
 from exp.nested import named_parts
 from exp.saved_runs.preprocessing import Preparation
 from exp.saved_runs.run_files import RunFiles
-from exp.types import DataSpec, TensorSpec, dtype_name
+from exp.shared_types import DataSpec, TensorSpec, dtype_name
 
 OUTPUT = "output"
 # What runs and files have as numbers; complex ones are none of an ONNX file's inputs.

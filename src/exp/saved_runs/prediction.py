@@ -28,7 +28,7 @@ from exp.run import fit
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config
 from exp.saved_runs.run_files import RunFiles
-from exp.types import DataSpec
+from exp.shared_types import DataSpec
 
 ARRAYS = "exp.data.unlabelled.UnlabelledArrays"
 # Where a data node names a data set.

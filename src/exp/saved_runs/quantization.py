@@ -24,7 +24,7 @@ from exp.saved_runs.named_network import OUTPUT
 from exp.saved_runs.onnx_file import Description, OnnxModel, arrays, described, required
 from exp.saved_runs.real_samples import RealSamples, resized
 from exp.saved_runs.run_files import RunFiles
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 # Training samples by whose activations the ranges are chosen.
 CALIBRATION = 256

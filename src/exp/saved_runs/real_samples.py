@@ -16,7 +16,7 @@ from exp.errors import RunError
 from exp.nested import mapped
 from exp.saved_runs.named_network import NamedNetwork
 from exp.saved_runs.preprocessing import Preparation
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 # Whose samples are seen without augmentation, first.
 BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")

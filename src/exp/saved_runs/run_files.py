@@ -23,9 +23,9 @@ from exp.engine.checkpoint import CHECKPOINTS, CURRENT, State, read_checkpoint
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import write_whole
 from exp.run_report import Report, read_report
+from exp.shared_types import DataSpec
 from exp.spelling import among
 from exp.tensorboard.curves import Curve, read_curves
-from exp.types import DataSpec
 
 WORDS = ("best", "last")
 # Of a training module of exp's: its network's names in a state dict begin with it.

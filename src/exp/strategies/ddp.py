@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from exp.errors import Fault, RunError
 from exp.models.partition import Patterns
 from exp.precision.words import WORDS
+from exp.shared_types import Batch
 from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce, averaged, gather, whole
@@ -51,7 +52,6 @@ from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensio
 from exp.strategies.rank import Rank
 from exp.strategies.ring_all_reduce import Ring
 from exp.strategies.strategy import Blueprint, Strategy, module_of
-from exp.types import Batch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from exp.errors import ConfigError, Fault
 from exp.optim.optimizer import FUSED_IN_SHARDS
+from exp.shared_types import Batch
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, gather, grouped, shards, whole
 from exp.strategies.model_parallel import ModelParallel
@@ -24,7 +25,6 @@ from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
 from exp.strategies.units import AUTO, checkpoint_activations, matched, uniform, units
-from exp.types import Batch
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

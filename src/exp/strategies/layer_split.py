@@ -17,6 +17,7 @@ from exp.errors import ConfigError, Fault
 from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
 from exp.nested import moved, tensors_in
+from exp.shared_types import DataSpec
 from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, whole
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
@@ -29,7 +30,6 @@ from exp.strategies.strategy import (
     network_of,
     precision_of,
 )
-from exp.types import DataSpec
 
 
 def _has_names(layers: Sequence[Sequence[str]]) -> bool:

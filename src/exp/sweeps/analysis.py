@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exp.types import Mode
+from exp.shared_types import Mode
 
 # Of fewer values a share explained is luck.
 LEAST_RUNS = 8

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from exp.errors import MissingExtraError, is_installed
+from exp.shared_types import compared_tag
 from exp.spelling import among
 from exp.sweeps.analysis import LEAST_RUNS, band, numbers, pareto_front, share_explained, spans_decades, thinned
 from exp.sweeps.results import FINISHED, Repeats, Row
 from exp.sweeps.run_comparison import Comparison, finite_pairs
 from exp.sweeps.run_records import is_of_validation
-from exp.types import compared_tag
 
 # Of one picture; what is more is told.
 MOST_CURVES, MOST_KEYS, MOST_AXES = 8, 12, 10

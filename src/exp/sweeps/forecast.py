@@ -22,8 +22,8 @@ from exp.construct import build_network, build_optimization
 from exp.engine.forward import forward_by_name
 from exp.hooks.saved_tensors import kept_by
 from exp.nested import tensors_in
+from exp.shared_types import Batch
 from exp.sweeps.stacked_network import StackedNetwork
-from exp.types import Batch
 
 # Of the schedules that an optimizer is made with here, longer than any warm-up.
 LENGTH = 10**9

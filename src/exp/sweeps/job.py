@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, inne
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.launch.zygote import Died, Zygote
+from exp.output import loading_torch
+from exp.redaction import redacted
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
-from exp.secrets import redacted
 from exp.signals import heed
 from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
@@ -163,6 +165,7 @@ class JobProcesses:
         self.fit, self._validate = fit, validate
         self.asked: dict[str, tuple[Need, Machine]] = {}
         self.zygote = Zygote(MODULES)
+        self._has_checked = False
 
     def start(self) -> None:
         """Start the process that jobs are forked from, which imports while this one goes on; before torch comes in, it
@@ -180,7 +183,10 @@ class JobProcesses:
         """
         found: list[ConfigError | None] = []
         deaths = 0
-        with collected_signals() as received:
+        # The first time the other process imports torch before it looks at any.
+        waiting = nullcontext() if self._has_checked else loading_torch()
+        self._has_checked = True
+        with collected_signals() as received, waiting:
             while len(found) < len(configs) and deaths < MAX_DEATHS:
                 results, died = self.zygote.collect(checked, self._validate, configs[len(found) :])
                 for result in results:

@@ -46,8 +46,8 @@ from exp.files import holding
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
 from exp.run_report import Ongoing, Report, Status, write_report
+from exp.shared_types import EPOCH_LOSS, Stage
 from exp.spelling import among
-from exp.types import EPOCH_LOSS, Stage
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.config.freeze import OUTPUT
-from exp.secrets import redacted
+from exp.redaction import redacted
 from exp.sweeps.job import last_line
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from exp.secrets import covered
+from exp.redaction import covered
 from exp.sweeps.charts import Chart
 from exp.sweeps.results import again_command, best_line, repeat_cells, table_cells
 from exp.sweeps.run_comparison import Comparison

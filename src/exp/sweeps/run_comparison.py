@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from exp.errors import RunError
+from exp.shared_types import Mode, compared_tag
 from exp.spelling import among, did_you_mean
 from exp.sweeps.analysis import numbers, spans_decades
 from exp.sweeps.ledger import SETTINGS
 from exp.sweeps.results import FINISHED, Repeats, Row, best_of, differing, repeats_of
 from exp.sweeps.run_records import RunRecord, best_point
-from exp.types import Mode, compared_tag
 
 SEED = "seed"
 NONE = "none"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exp.secrets import covered
+from exp.redaction import covered
 from exp.sweeps.run_records import RunRecord, read_part, read_run, text_of
 
 ABSENT = "(not there)"

@@ -18,11 +18,11 @@ from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, ExpError, shortened
 from exp.files import is_locked
+from exp.redaction import covered
 from exp.run_report import Report, parsed_report
-from exp.secrets import covered
+from exp.shared_types import Mode, compared_tag, searched_tags
 from exp.sweeps.ledger import JOBS, SETTINGS
 from exp.tensorboard.curves import Curve, event_files, read_curves
-from exp.types import Mode, compared_tag, searched_tags
 
 # Any of them makes a folder a run's.
 MARKS = ("config.yaml", "overrides.yaml", "provenance.json", "report.json")

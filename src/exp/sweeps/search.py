@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from exp.engine.trial_record import opened, optuna_package, quiet, readable, study_name
 from exp.errors import RunError
+from exp.shared_types import Mode, Sampler
 from exp.sweeps.space import Axis, Combination, Space
-from exp.types import Mode, Sampler
 
 if TYPE_CHECKING:
     from optuna import Trial

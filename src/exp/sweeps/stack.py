@@ -53,6 +53,7 @@ from exp.objectives.objective import Objective
 from exp.optim.direct_step import DirectSteps
 from exp.optim.phase import rate_names
 from exp.run_report import Ongoing, Report, explain
+from exp.shared_types import EPOCH_LOSS, Batch, Stage
 from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
 from exp.sweeps.forecast import is_faster, most_members
@@ -62,7 +63,6 @@ from exp.sweeps.stacked_hooks import StackedHooks
 from exp.sweeps.stacked_network import Losses, StackedNetwork, Unstackable, examine
 from exp.sweeps.stacked_products import exact_products
 from exp.sweeps.stacking import STACK, is_member, obstacle
-from exp.types import EPOCH_LOSS, Batch, Stage
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from exp.objectives.loss_inputs import full, require_classes_last
 from exp.objectives.measures import Measure, entry_tag
 from exp.objectives.metrics import F1, Accuracy
 from exp.objectives.objective import Objective
-from exp.types import Batch, Stage
+from exp.shared_types import Batch, Stage
 
 COUNTS = ("tp", "fp", "tn", "fn")
 

@@ -28,7 +28,7 @@ from exp.hooks.step import Step
 from exp.hooks.throughput import Throughput
 from exp.nested import tensors_in
 from exp.objectives.objective import Objective
-from exp.types import Batch
+from exp.shared_types import Batch
 
 CPU = torch.device("cpu")
 Found = list[dict[str, Any]]

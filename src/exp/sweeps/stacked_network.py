@@ -27,7 +27,7 @@ from exp.data.randomness import step_seed
 from exp.engine.forward import Forward, Values
 from exp.nested import mapped
 from exp.objectives.objective import Objective, Term
-from exp.types import Batch
+from exp.shared_types import Batch
 
 Tensors = dict[str, Tensor]
 Step = Callable[..., Any]

@@ -36,9 +36,11 @@ from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.output import unwritable
+from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.signals import heeding
 from exp.spelling import among
 from exp.sweeps.executor import End, Executor, Unstacked, Work
+from exp.sweeps.job_queue import Listed, Queue, Running, Searched
 from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults, packed
 from exp.sweeps.ledger import (
     AUTO,
@@ -54,13 +56,11 @@ from exp.sweeps.ledger import (
     wait_for_dead,
 )
 from exp.sweeps.progress_table import Progress
-from exp.sweeps.queue import Listed, Queue, Running, Searched
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups, is_member
 from exp.tensorboard.hparams import declaration, declare, withdraw, write_bad_end
-from exp.types import Mode, Sampler, searched_tags, span_seconds
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -1,0 +1,12 @@
+"""The three kinds of config group, of which each of exp's is one: `=` replaces, `+` adds.
+
+one   owns the node of its name: model=mlp
+many  named entries: hooks=[gradients,memory] replaces the set, +hooks=memory adds one
+axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 are one command
+"""
+
+from __future__ import annotations
+
+ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
+MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
+AXIS = ("experiment", "debug", "precision", "local", "module")

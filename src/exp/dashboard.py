@@ -23,6 +23,7 @@ from pathlib import Path
 from exp.errors import ExpError
 from exp.output import exit_status
 from exp.signals import heed
+from exp.sweeps.run_records import is_sweep
 from exp.tensorboard.hparams import EVENTS, OF_SWEEP
 
 LOOPBACK = "127.0.0.1"
@@ -106,8 +107,8 @@ def page_for(directory: Path, *, runs: int) -> str:
     if runs == 1:
         return "custom_scalars"
     # <name>/sweeps/<date>/<time>; its table is there when it is done, and tells one that was put elsewhere.
-    is_sweep = directory.absolute().parent.parent.name == "sweeps" or (directory / "table.csv").is_file()
-    return "hparams" if is_sweep else "scalars"
+    is_one = directory.absolute().parent.parent.name == "sweeps" or is_sweep(directory)
+    return "hparams" if is_one else "scalars"
 
 
 def serve(directory: Path, *, host: str, port: int | None) -> str:

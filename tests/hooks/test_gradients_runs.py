@@ -19,7 +19,14 @@ pytestmark = pytest.mark.numeric
 STEPS = 3
 SHORT = (
     *("model=sequential", "model.layers.hidden.out_features=16", "model.layers.hidden2.out_features=8"),
-    *("hooks=[gradients]", "metrics=[]", "test=false", "trainer.limit_val_batches=0", "monitor=loss/train"),
+    *(
+        "hooks=[gradients]",
+        "hooks.gradients.each_parameter=true",
+        "metrics=[]",
+        "test=false",
+        "trainer.limit_val_batches=0",
+        "monitor=loss/train",
+    ),
     *("trainer.max_epochs=null", f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1"),
     *("checkpoint.save_last=false", "checkpoint.save_best=false", "launch.accelerator=cpu"),
 )

@@ -112,7 +112,8 @@ class StepHooks(StepObserver):
         self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.metric_names(one)}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
-                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)
+                steps = self._total_steps
+                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale, total_steps=steps)
         module.observer = self
 
     def detach(self) -> None:

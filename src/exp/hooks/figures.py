@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,13 @@ class Caption:
 def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Font]:
     """An empty sheet, a pen for it, and the font."""
     sheet = Image.new("RGB", (width, height), PAPER)
-    return sheet, ImageDraw.Draw(sheet), ImageFont.load_default(TEXT_SIZE)
+    return sheet, ImageDraw.Draw(sheet), font_of(TEXT_SIZE)
+
+
+@functools.cache
+def font_of(size: int) -> Font:
+    """Pillow's own font. Read once: that takes longer than most pictures."""
+    return ImageFont.load_default(size)
 
 
 def heights(
@@ -69,7 +76,7 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
     factor = max(1, 64 // max(height, width))
     pictures = pictures.repeat(factor, axis=1).repeat(factor, axis=2)
     height, width = height * factor, width * factor
-    font = ImageFont.load_default(TEXT_SIZE)
+    font = font_of(TEXT_SIZE)
     lines = max(len(caption.lines) for caption in captions)
     texts = [font.getlength(line) for caption in captions for line in caption.lines]
     wide = int(max([width, *texts])) + 2 * MARGIN
@@ -103,7 +110,7 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     shares = counts / np.maximum(rows, 1)
     cell = max(1, min(WIDEST_CELL, 900 // classes))
     colours = _tinted(shares)
-    font = ImageFont.load_default(TEXT_SIZE)
+    font = font_of(TEXT_SIZE)
     side = cell * classes
     left = int(font.getlength(str(classes - 1))) + 3 * MARGIN + TEXT_SIZE
     top = 2 * (TEXT_SIZE + MARGIN) + 3 * MARGIN + TEXT_SIZE
@@ -146,7 +153,7 @@ def _write_figures(
     cell: int,
     normalised: bool,
 ) -> None:
-    font = ImageFont.load_default(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
+    font = font_of(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
     for target, prediction in np.argwhere(counts):
         share = shares[target, prediction]
         figure = _per_cent(share) if normalised else short(int(counts[target, prediction]))

@@ -109,6 +109,9 @@ CHARTS: dict[str, dict[str, str]] = {
         "metrics, validation": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/val$",
         "metrics, test": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/test$",
         "learning rate": r"^optimizer/lr/",
+        "gradient norm": r"^gradients/norm/total",
+        "update to weight": r"^gradients/update_ratio/total",
+        "samples a second": r"^throughput/samples_per_second$",
     },
     "Gradients": {
         "norm, total": r"^gradients/norm(_clipped)?/total",

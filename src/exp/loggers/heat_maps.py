@@ -1,0 +1,321 @@
+"""Heat maps of a run: what there is of each layer or parameter, layers by steps, and its numbers in table.csv."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image as Pillow
+
+from exp.errors import RunError
+from exp.hooks.figures import CARD, INK, MARGIN, PALE, PAPER, TEXT_SIZE, Font, blank
+from exp.hooks.panels import Column, Healthy, Image, Panel
+from exp.loggers.step_table import STEP, StepTable
+from exp.output import tell_not_written
+
+TABLE = "table.csv"
+# A picture of a long run is drawn as seldom as its number of columns doubles, and not oftener than this.
+SECONDS_BETWEEN_PICTURES = 20.0
+SECONDS_BETWEEN_WRITES = 5.0
+# A pixel a column, at least: of more, every other one is shown from there on.
+MOST_COLUMNS = 420
+MOST_ROWS = 720
+# Healthy numbers are grey, from light to dark as they grow; what is not is saturated.
+LIGHT, DARK = 232, 96
+LOW, HIGH, LOST = (0, 90, 255), (255, 96, 0), (225, 0, 120)
+CELLS, ROWS = 420, 360
+WIDEST_CELL, HIGHEST_CELL = 28, 18
+LONGEST_NAME = 190
+KEY = 22
+
+
+@dataclass(slots=True)
+class HeatMap:
+    """The columns of one tag so far.
+
+    healthy: between which bounds numbers are healthy.
+    names: of the rows, in the order in which they came.
+    steps: of the columns, rising. columns: the numbers of each, by the first rows; later ones are missing there.
+    """
+
+    healthy: Healthy
+    names: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    columns: list[np.ndarray] = field(default_factory=list)
+    # Of the columns that came: how many, every how many-th stays, and which did.
+    count: int = 0
+    _every: int = 1
+    _kept: list[int] = field(default_factory=list)
+    _places: dict[str, int] = field(default_factory=dict)
+    _last: tuple[str, ...] = ()
+    _rows: np.ndarray | None = None
+
+    def add(self, step: int, names: tuple[str, ...], values: np.ndarray) -> None:
+        """A column. values: `[R]`, of these names. A step that is there already gets its further rows."""
+        if names != self._last or self._rows is None:
+            for name in names:
+                self._places.setdefault(name, len(self._places))
+            self.names = list(self._places)
+            self._last, self._rows = names, np.array([self._places[name] for name in names])
+        column = np.full(len(self.names), np.nan)
+        if self.steps and self.steps[-1] == step:
+            self.count -= 1
+            before = self._pop()
+            column[: len(before)] = before
+        elif self._kept and self._kept[-1] % self._every:
+            self._pop()  # it was there as the newest one alone
+        # A number that is lost is not one that is missing.
+        column[self._rows] = np.where(np.isfinite(values), values, np.inf)
+        self.steps.append(step)
+        self.columns.append(column)
+        self._kept.append(self.count)
+        self.count += 1
+        if len(self.steps) > MOST_COLUMNS:
+            self._thin()
+
+    def _pop(self) -> np.ndarray:
+        """Take the newest column away."""
+        self.steps.pop()
+        self._kept.pop()
+        return self.columns.pop()
+
+    def _thin(self) -> None:
+        """Keep every other column, and the newest one: the axis of a picture is even but for its end."""
+        self._every *= 2
+        last = self._kept[-1]
+        stay = [place for place, number in enumerate(self._kept) if number % self._every == 0 or number == last]
+        self.steps, self.columns, self._kept = (
+            [self.steps[place] for place in stay],
+            [self.columns[place] for place in stay],
+            [self._kept[place] for place in stay],
+        )
+
+    def numbers(self) -> np.ndarray:
+        """`[R, S]`: nan where a row has no number, infinite where it has lost it."""
+        whole = np.full((len(self.names), len(self.steps)), np.nan)
+        for place, column in enumerate(self.columns):
+            whole[: len(column), place] = column
+        return whole
+
+    def picture(self, *, title: str) -> np.ndarray:
+        """uint8 `[H, W, 3]`."""
+        return heat_map(self.numbers(), names=self.names, steps=self.steps, healthy=self.healthy, title=title)
+
+
+class HeatMaps:
+    """Collects the columns that hooks give in a run, draws them, and keeps their numbers in the run's table.csv.
+
+    The table has a row a step, and a column for each part of each tag: `gradients/norm/hidden.weight`.
+
+    directory: of the run; None keeps no table. is_drawn: whether there are pictures, and not the table alone.
+    """
+
+    def __init__(self, directory: Path | None, *, is_drawn: bool = True) -> None:
+        self.by_tag: dict[str, HeatMap] = {}
+        self._is_drawn = is_drawn
+        cure = "leave out the hooks that give numbers of each layer"
+        self._table = None if directory is None else StepTable(directory / TABLE, cure=cure)
+        self._last_write = time.monotonic()
+        # The rows of the table that an earlier process of this run has written.
+        self._kept: list[dict[str, str]] = []
+        # Of each tag: how many columns the last picture had, and when it was drawn.
+        self._drawn: dict[str, tuple[int, float]] = {}
+
+    def begin(self, step: int) -> None:
+        """Training begins with this step: take what an earlier process has kept of those before, and void the rest."""
+        if self._table is None or not self._table.path.is_file():
+            return
+        self._guarded(lambda table: table.purge(step))
+        self._kept = [dict(row) for row in self._table.read()]
+
+    def shown(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
+        """The panels of a step, with pictures in the place of columns, where one is due."""
+        columns = {tag: panel for tag, panel in panels.items() if isinstance(panel, Column)}
+        if not columns:
+            return dict(panels)
+        shown = {tag: panel for tag, panel in panels.items() if tag not in columns}
+        for tag, column in columns.items():
+            values = column.values.double().numpy()
+            if self._is_drawn:
+                self._map_of(tag, column.healthy).add(step, column.names, values)
+            if self._table is not None:
+                named = zip(column.names, values.tolist(), strict=True)
+                self._table.add({f"{tag}/{name}": float(f"{value:.7g}") for name, value in named}, step)
+            if self._is_drawn and self._is_due(tag):
+                shown[tag] = self._picture(tag)
+        if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
+            self.save()
+        return shown
+
+    def save(self) -> None:
+        """Write the table."""
+        self._last_write = time.monotonic()
+        self._guarded(StepTable.write)
+
+    def end(self) -> dict[int, dict[str, Panel]]:
+        """Write the table, and give the pictures that have columns which were not drawn yet, by the last one's step."""
+        self.save()
+        found: dict[int, dict[str, Panel]] = {}
+        for tag, one in self.by_tag.items():
+            if self._drawn.get(tag, (0, 0.0))[0] != one.count:
+                found.setdefault(one.steps[-1], {})[tag] = self._picture(tag)
+        return found
+
+    def _map_of(self, tag: str, healthy: Healthy) -> HeatMap:
+        known = self.by_tag.get(tag)
+        if known is None:
+            known = self.by_tag[tag] = HeatMap(healthy)
+            for step, names, values in _kept_of(tag, self._kept):
+                known.add(step, names, values)
+        return known
+
+    def _is_due(self, tag: str) -> bool:
+        count, when = self._drawn.get(tag, (0, -math.inf))
+        grown = self.by_tag[tag].count
+        now = time.monotonic()
+        if not count:
+            # The first column waits for company.
+            self._drawn[tag] = (1, now)
+            return False
+        return grown >= 2 * count and now - when > SECONDS_BETWEEN_PICTURES
+
+    def _picture(self, tag: str) -> Image:
+        one = self.by_tag[tag]
+        self._drawn[tag] = (one.count, time.monotonic())
+        pixels = torch.from_numpy(one.picture(title=tag)).permute(2, 0, 1)[None]
+        return Image(pixels)
+
+    def _guarded(self, work: Callable[[StepTable], None]) -> None:
+        if self._table is None:
+            return
+        try:
+            work(self._table)
+        except RunError as error:
+            self._table = None
+            tell_not_written(TABLE, error)
+
+
+def _kept_of(tag: str, rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[int, tuple[str, ...], np.ndarray]]:
+    """The columns of a tag in rows of a table: step, names, numbers."""
+    beginning = f"{tag}/"
+    for row in rows:
+        found = {
+            name.removeprefix(beginning): float(value)
+            for name, value in row.items()
+            if value and name.startswith(beginning)
+        }
+        if found:
+            yield int(row[STEP]), tuple(found), np.array([*found.values()])
+
+
+def heat_map(
+    numbers: np.ndarray, *, names: Sequence[str], steps: Sequence[int], healthy: Healthy, title: str
+) -> np.ndarray:
+    """Rows by steps as a picture: uint8 `[H, W, 3]`.
+
+    A healthy number is grey, darker as it grows; one below the lower bound is blue, one above the upper bound orange,
+    one that is infinite or not a number pink, and where there is none it is white. Of more rows than MOST_ROWS, the
+    least healthy of several neighbours is shown.
+
+    numbers: `[R, S]`, infinite where a number is lost, nan where there is none. names: R. steps: S, rising.
+    """
+    numbers, names = _folded(numbers, names, healthy)
+    count, length = numbers.shape
+    wide, high = max(1, min(WIDEST_CELL, CELLS // length)), max(1, min(HIGHEST_CELL, ROWS // count))
+    low, most = _limits(numbers, healthy)
+    cells = _colours(numbers, healthy, low, most).repeat(high, axis=0).repeat(wide, axis=1)
+    _, _, font = blank(1, 1)
+    left = int(min(LONGEST_NAME, max(map(font.getlength, names)))) + 2 * MARGIN
+    top, line = 2 * MARGIN + TEXT_SIZE, TEXT_SIZE + 3
+    down, across = top + cells.shape[0], left + cells.shape[1]
+    key = _key(healthy, low, most, lost=bool(np.isinf(numbers).any()))
+    key_width = int(max(font.getlength(text) for _, text in key)) + KEY + 2 * MARGIN
+    width = max(CARD, across + 2 * MARGIN, int(font.getlength(title)) + 2 * MARGIN, left + key_width)
+    sheet, pen, font = blank(width, down + 2 * line + MARGIN + len(key) * line + MARGIN)
+    pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
+    sheet.paste(Pillow.fromarray(cells), (left, top))
+    every = -(-(TEXT_SIZE + 1) // high)
+    for place in range(0, count, every):
+        name = _cut(names[place], font)
+        middle = top + place * high + (high if high > TEXT_SIZE else TEXT_SIZE) / 2
+        pen.text((left - MARGIN, middle), name, fill=INK, font=font, anchor="rm")
+    for place in dict.fromkeys((0, length // 2, length - 1)):
+        anchor = "la" if place == 0 else "ra" if place == length - 1 else "ma"
+        at = left + (place + (place > 0) * 0.5 + (place == length - 1 > 0) * 0.5) * wide
+        if place in (0, length - 1) or cells.shape[1] > 150:
+            pen.text((at, down + 2), str(steps[place]), fill=INK, font=font, anchor=anchor)
+    pen.text((left, down + 2 + line), "step", fill=INK, font=font)
+    for place, (colour, text) in enumerate(key):
+        upper = down + 2 * line + MARGIN + place * line
+        pen.rectangle((left, upper, left + KEY - 4, upper + TEXT_SIZE), fill=colour, outline=PALE)
+        pen.text((left + KEY, upper), text, fill=INK, font=font)
+    return np.array(sheet)
+
+
+def _cut(name: str, font: Font) -> str:
+    """A name as far as there is room for its end, which tells neighbours apart."""
+    if font.getlength(name) <= LONGEST_NAME:
+        return name
+    while font.getlength(f"...{name}") > LONGEST_NAME:
+        name = name[1:]
+    return f"...{name}"
+
+
+def _folded(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:
+    """As many rows as can be told apart."""
+    together = -(-len(names) // MOST_ROWS)
+    if together == 1:
+        return numbers, names
+    groups = [numbers[first : first + together] for first in range(0, len(names), together)]
+    rows = [np.take_along_axis(group, _harm(group, healthy).argmax(0)[None], 0)[0] for group in groups]
+    return np.stack(rows), names[::together]
+
+
+def _harm(numbers: np.ndarray, healthy: Healthy) -> np.ndarray:
+    """How far from healthy: 4 lost, 3 too large, 2 too small, 1 healthy, 0 missing."""
+    harm = np.where(np.isnan(numbers), 0, 1)
+    if healthy.low is not None:
+        harm[numbers < healthy.low] = 2
+    if healthy.high is not None:
+        harm[numbers > healthy.high] = 3
+    harm[np.isinf(numbers)] = 4
+    return harm
+
+
+def _limits(numbers: np.ndarray, healthy: Healthy) -> tuple[float, float]:
+    """The smallest and the largest healthy number; of a logarithmic scale the smallest above zero."""
+    fine = numbers[_harm(numbers, healthy) == 1]
+    if healthy.is_logarithmic:
+        fine = fine[fine > 0]
+    return (float(fine.min()), float(fine.max())) if len(fine) else (0.0, 0.0)
+
+
+def _colours(numbers: np.ndarray, healthy: Healthy, low: float, most: float) -> np.ndarray:
+    """uint8 `[R, S, 3]`."""
+    harm = _harm(numbers, healthy)
+    shares = np.zeros(numbers.shape)
+    if most > low:
+        known = np.where(harm == 1, numbers, low).clip(low, most)
+        magnitude = np.log if healthy.is_logarithmic else np.asarray
+        shares = (magnitude(known) - magnitude(low)) / (magnitude(most) - magnitude(low))
+    grey = (LIGHT + (DARK - LIGHT) * shares).round()
+    cells = np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
+    for level, colour in ((0, PAPER), (2, LOW), (3, HIGH), (4, LOST)):
+        cells[harm == level] = colour
+    return cells
+
+
+def _key(healthy: Healthy, low: float, most: float, *, lost: bool) -> list[tuple[tuple[int, int, int], str]]:
+    """What the colours mean."""
+    light, dark = (LIGHT,) * 3, (DARK,) * 3
+    found = [(light, f"{low:.3g}"), (dark, f"{most:.3g}")] if most > low else [(light, f"{low:.3g}")]
+    if healthy.low is not None:
+        found.append((LOW, f"below {healthy.low:g}"))
+    if healthy.high is not None:
+        found.append((HIGH, f"above {healthy.high:g}"))
+    return [*found, (LOST, "infinite or not a number")] if lost else found

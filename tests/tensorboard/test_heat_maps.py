@@ -14,10 +14,11 @@ from PIL import Image as Pillow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import exp
+from exp.hooks.figures import DARK, HIGH, LIGHT, LOST, LOW, MOST_ROWS, heat_map
 from exp.hooks.gradients import HEALTHY_NORM, HEALTHY_RATIO
 from exp.hooks.hook import Hook
 from exp.hooks.panels import Column, Healthy
-from exp.loggers.heat_maps import DARK, HIGH, LIGHT, LOST, LOW, MOST_COLUMNS, MOST_ROWS, HeatMaps, heat_map
+from exp.loggers.heat_maps import MOST_COLUMNS, HeatMaps
 
 WHITE = (255, 255, 255)
 FAST = (*("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"), "test=false")

@@ -82,7 +82,7 @@ def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path, monkeypatch):
         assert "exp" not in listed
         layout = fetched(f"http://127.0.0.1:{port}/data/plugin/custom_scalars/layout")
         charts = {category["title"]: [chart["title"] for chart in category["chart"]] for category in layout["category"]}
-        assert charts == {"Overview": ["loss"], "Memory": ["host, MiB"]}
+        assert charts == {"Overview": ["loss", "metrics, validation"], "Memory": ["host, MiB"]}
         regex = layout["category"][1]["chart"][0]["multiline"]["tag"][0]
         query = urllib.parse.urlencode({"run": "train b tensorboard", "tag": regex})
         drawn = fetched(f"http://127.0.0.1:{port}/data/plugin/custom_scalars/scalars?{query}")

@@ -91,7 +91,7 @@ class OwnRecording(StepRecording):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
-        self._end_writing()
+        self._end_writing(trainer)
         self._keep(trainer)
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()

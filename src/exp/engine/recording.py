@@ -79,7 +79,7 @@ class StepRecording(Callback):
         self._step_hooks.failed(exception)
         self._step_hooks.detach()
         # What led to it is what a reader looks for.
-        self._end_writing()
+        self._end_writing(trainer)
 
     def _is_flush(self, index: int) -> bool:
         """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""
@@ -112,11 +112,11 @@ class StepRecording(Callback):
         if self._trainer.is_global_zero:
             self._heat_maps.save()
 
-    def _end_writing(self) -> None:
+    def _end_writing(self, trainer: Trainer) -> None:
         """Draw the heat maps that have grown since they were drawn last."""
-        if self._trainer.is_global_zero:
+        if trainer.is_global_zero:
             for index, shown in self._heat_maps.end().items():
-                for logger in self._trainer.loggers:
+                for logger in trainer.loggers:
                     if isinstance(logger, RunLogger):
                         logger.log_panels(shown, index)
 
@@ -210,7 +210,7 @@ class Recording(StepRecording):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_steps.end()
         self.flush(trainer)
-        self._end_writing()
+        self._end_writing(trainer)
         # Before an average takes the place of the weights, and whether or not they are saved.
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()

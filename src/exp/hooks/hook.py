@@ -90,7 +90,8 @@ class Hook:
     keeps_batches: whether it asks for `step.batches`: of accumulated micro-batches all stay in memory until the step.
     needs: what it needs of a run, words of `exp.hooks.declarations.NEEDS`; what follows from its methods is added.
     least: the smallest values of settings that are numbers, by their names; null is none of them.
-    longest: of settings that are periods and may be `auto`, the longest that this makes of them.
+    longest: of settings that are periods and may be `auto`, the longest that this makes of them. fewest: how many points
+        a run then has at least, of those that do not have FEWEST_POINTS.
     name: its name in the config. directory: the run directory, while attached; files of a hook lie below its name.
     """
 
@@ -99,6 +100,7 @@ class Hook:
     needs: ClassVar[frozenset[str]] = frozenset()
     least: ClassVar[Mapping[str, int]] = {}
     longest: ClassVar[Mapping[str, int]] = {}
+    fewest: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, *, every_n_steps: Period = 1, modules: Sequence[str] = ("*",)) -> None:
         # The settings that go by the length of the run.
@@ -306,7 +308,8 @@ class Hook:
     def fit_periods(self, total_steps: int | None) -> None:
         """Make of the periods that are `auto` those of a run of so many steps; None where its end is not known."""
         for setting in self._by_length:
-            setattr(self, setting, period_of(total_steps, longest=self.longest[setting]))
+            points = self.fewest[setting] if setting in self.fewest else FEWEST_POINTS
+            setattr(self, setting, period_of(total_steps, longest=self.longest[setting], fewest=points))
 
     def engaged(self) -> AbstractContextManager[object]:
         """Around the forward of a due step: an observer is at its modules. What it has in the backward stays behind
@@ -327,12 +330,12 @@ class Hook:
             self.teardown()
 
 
-def period_of(total_steps: int | None, *, longest: int) -> int:
-    """The period by which a run of so many steps has 20 points at least, and one a step where it is shorter.
+def period_of(total_steps: int | None, *, longest: int, fewest: int = FEWEST_POINTS) -> int:
+    """The period by which a run of so many steps has so many points at least, and one a step where it is shorter.
 
     total_steps: None where the end of the run is not known.
     """
-    return longest if total_steps is None else max(1, min(longest, total_steps // FEWEST_POINTS))
+    return longest if total_steps is None else max(1, min(longest, total_steps // fewest))
 
 
 def has_come(period: int | None, index: int) -> bool:

@@ -425,7 +425,9 @@ def draw_pictures(report: Report) -> bool:
         for name, picture in found.items():
             (directory / PICTURES).mkdir(exist_ok=True)
             write_whole(directory / PICTURES / f"{name}.png", picture, is_synced=False)
-    except OSError as error:
+    except Interrupted:
+        raise  # a signal came while it drew
+    except Exception as error:
         tell_not_written(f"{PICTURES}/", error)
         return False
     return bool(found)

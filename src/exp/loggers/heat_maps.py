@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from exp.errors import RunError
+from exp.errors import Interrupted, RunError
 from exp.hooks.panels import Column, Healthy, Image, Panel
 from exp.loggers.step_table import STEP, StepTable
 from exp.output import tell_not_written
@@ -114,6 +114,7 @@ class HeatMaps:
         cure = "leave out the hooks that give numbers of each layer"
         self._table = None if directory is None else StepTable(directory / TABLE, cure=cure)
         self._last_write = time.monotonic()
+        self._undrawn: set[str] = set()
         # The rows of the table that an earlier process of this run has written.
         self._kept: list[dict[str, str]] = []
         # Of each tag: how many columns the last picture had, and when it was drawn.
@@ -139,8 +140,8 @@ class HeatMaps:
             if self._table is not None:
                 named = zip(column.names, values.tolist(), strict=True)
                 self._table.add({f"{tag}/{name}": float(f"{value:.7g}") for name, value in named}, step)
-            if self._is_drawn and self._is_due(tag):
-                shown[tag] = self._picture(tag)
+            if self._is_drawn and self._is_due(tag) and (picture := self._picture(tag)) is not None:
+                shown[tag] = picture
         if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
             self.save()
         return shown
@@ -155,8 +156,9 @@ class HeatMaps:
         self.save()
         found: dict[int, dict[str, Panel]] = {}
         for tag, one in self.by_tag.items():
-            if self._drawn.get(tag, (0, 0.0))[0] != one.count:
-                found.setdefault(one.steps[-1], {})[tag] = self._picture(tag)
+            is_drawn = self._drawn.get(tag, (0, 0.0))[0] == one.count
+            if not is_drawn and (picture := self._picture(tag)) is not None:
+                found.setdefault(one.steps[-1], {})[tag] = picture
         return found
 
     def _map_of(self, tag: str, healthy: Healthy) -> HeatMap:
@@ -177,11 +179,20 @@ class HeatMaps:
             return False
         return grown >= 2 * count and now - when > SECONDS_BETWEEN_PICTURES
 
-    def _picture(self, tag: str) -> Image:
+    def _picture(self, tag: str) -> Image | None:
+        """None of one that cannot be drawn, which is told once, and is no reason to end the run."""
         one = self.by_tag[tag]
         self._drawn[tag] = (one.count, time.monotonic())
-        pixels = torch.from_numpy(one.picture(title=tag)).permute(2, 0, 1)[None]
-        return Image(pixels)
+        if tag in self._undrawn:
+            return None
+        try:
+            return Image(torch.from_numpy(one.picture(title=tag)).permute(2, 0, 1)[None])
+        except Interrupted:
+            raise  # a signal came while it was drawn
+        except Exception as error:
+            self._undrawn.add(tag)
+            tell_not_written(f"the picture {tag}", error)
+            return None
 
     def _guarded(self, work: Callable[[StepTable], None]) -> None:
         if self._table is None:

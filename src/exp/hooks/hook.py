@@ -90,8 +90,8 @@ class Hook:
     keeps_batches: whether it asks for `step.batches`: of accumulated micro-batches all stay in memory until the step.
     needs: what it needs of a run, words of `exp.hooks.declarations.NEEDS`; what follows from its methods is added.
     least: the smallest values of settings that are numbers, by their names; null is none of them.
-    longest: of settings that are periods and may be `auto`, the longest that this makes of them. fewest: how many points
-        a run then has at least, of those that do not have FEWEST_POINTS.
+    longest: of settings that are periods and may be `auto`, the longest that this makes of them.
+    fewest: how many points a run has with them at least, where it is not FEWEST_POINTS.
     name: its name in the config. directory: the run directory, while attached; files of a hook lie below its name.
     """
 
@@ -308,7 +308,7 @@ class Hook:
     def fit_periods(self, total_steps: int | None) -> None:
         """Make of the periods that are `auto` those of a run of so many steps; None where its end is not known."""
         for setting in self._by_length:
-            points = self.fewest[setting] if setting in self.fewest else FEWEST_POINTS
+            points = self.fewest.get(setting, FEWEST_POINTS)
             setattr(self, setting, period_of(total_steps, longest=self.longest[setting], fewest=points))
 
     def engaged(self) -> AbstractContextManager[object]:

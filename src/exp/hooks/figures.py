@@ -183,9 +183,9 @@ def short(count: int) -> str:
 LIGHT, DARK = 232, 96
 LOW, HIGH, LOST = (0, 90, 255), (255, 96, 0), (225, 0, 120)
 MOST_ROWS = 720
-CELLS, ROWS = 420, 360
+ROWS = 360
 WIDEST_COLUMN, HIGHEST_ROW = 28, 18
-LONGEST_NAME = 190
+LONGEST_NAME = 140
 KEY = 22
 
 
@@ -202,16 +202,17 @@ def heat_map(
     """
     numbers, names = _folded(numbers, names, healthy)
     count, length = numbers.shape
-    wide, high = max(1, min(WIDEST_COLUMN, CELLS // length)), max(1, min(HIGHEST_ROW, ROWS // count))
+    font = font_of(TEXT_SIZE)
+    left = int(min(LONGEST_NAME, max(map(font.getlength, names)))) + 2 * MARGIN
+    wide = max(1, min(WIDEST_COLUMN, (CARD - left - MARGIN) // length))
+    high = max(1, min(HIGHEST_ROW, ROWS // count))
     low, most = _limits(numbers, healthy)
     cells = _colours(numbers, healthy, low, most).repeat(high, axis=0).repeat(wide, axis=1)
-    _, _, font = blank(1, 1)
-    left = int(min(LONGEST_NAME, max(map(font.getlength, names)))) + 2 * MARGIN
     top, line = 2 * MARGIN + TEXT_SIZE, TEXT_SIZE + 3
     down, across = top + cells.shape[0], left + cells.shape[1]
     key = _key(healthy, low, most, lost=bool(np.isinf(numbers).any()))
     key_width = int(max(font.getlength(text) for _, text in key)) + KEY + 2 * MARGIN
-    width = max(CARD, across + 2 * MARGIN, int(font.getlength(title)) + 2 * MARGIN, left + key_width)
+    width = max(CARD, across + MARGIN, int(font.getlength(title)) + 2 * MARGIN, left + key_width)
     sheet, pen, font = blank(width, down + 2 * line + MARGIN + len(key) * line + MARGIN)
     pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
     sheet.paste(Image.fromarray(cells), (left, top))

@@ -21,7 +21,7 @@ TABLE = "table.csv"
 SECONDS_BETWEEN_PICTURES = 20.0
 SECONDS_BETWEEN_WRITES = 5.0
 # A pixel a column, at least: of more, every other one is shown from there on.
-MOST_COLUMNS = 420
+MOST_COLUMNS = 190
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from exp.config.freeze import read_overrides
 from exp.errors import ExpError
-from exp.tensorboard.hparams import EVENTS, OF_SWEEP
+from exp.tensorboard.hparams import EVENTS, OF_SWEEP, declared_above
 
 TIME = re.compile(r"(\d\d-\d\d)-(\d\d)(?:-\d+)?")
 DATE = re.compile(r"\d{4}-(\d\d-\d\d)")
@@ -95,12 +95,17 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _typed(run: Path) -> list[str] | None:
-    """The overrides of a run; None of a folder that has none to read."""
+    """The overrides of a run, of a sweep's job those first that are swept; None of a folder that has none to read."""
     try:
         found = read_overrides(run)
     except (OSError, ExpError):
         return None
-    return [str(one) for one in found] if isinstance(found, list) else None
+    if not isinstance(found, list):
+        return None
+    declared = declared_above(run)
+    infos = [] if declared is None else declared.hparam_infos
+    swept = {info.name for info in infos if info.WhichOneof("domain") is not None}
+    return sorted(map(str, found), key=lambda one: one.lstrip("+").partition("=")[0] not in swept)
 
 
 def _short(typed: Sequence[str]) -> Iterator[str]:

@@ -175,3 +175,10 @@ def test_a_parameter_without_a_gradient_has_no_number_and_a_lost_one_is_told_apa
     numbers = maps.by_tag["g"].numbers()
     np.testing.assert_array_equal(numbers, [[1.0, np.nan], [np.inf, np.inf], [np.nan, 2.0]])
     assert (tmp_path / "table.csv").read_text().splitlines() == ["step,g/a,g/b,g/c", "1,1.0,nan,", "2,,inf,2.0"]
+
+
+def test_a_run_of_one_step_has_its_picture_too(tmp_path):
+    maps = HeatMaps(tmp_path)
+    columns(maps, range(1, 2))
+    assert list(maps.end()) == [1]
+    assert maps.end() == {}

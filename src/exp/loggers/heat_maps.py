@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -122,10 +121,12 @@ class HeatMaps:
 
     def begin(self, step: int) -> None:
         """Training begins with this step: take what an earlier process has kept of those before, and void the rest."""
-        if self._table is None or not self._table.path.is_file():
-            return
-        self._guarded(lambda table: table.purge(step))
-        self._kept = [dict(row) for row in self._table.read()]
+
+        def take(table: StepTable) -> None:
+            table.purge(step)
+            self._kept = list(table.read())
+
+        self._guarded(take)
 
     def shown(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
         """The panels of a step, with pictures in the place of columns, where one is due."""
@@ -156,8 +157,8 @@ class HeatMaps:
         self.save()
         found: dict[int, dict[str, Panel]] = {}
         for tag, one in self.by_tag.items():
-            is_drawn = self._drawn.get(tag, (0, 0.0))[0] == one.count
-            if not is_drawn and (picture := self._picture(tag)) is not None:
+            drawn, _ = self._drawn[tag]
+            if drawn != one.count and (picture := self._picture(tag)) is not None:
                 found.setdefault(one.steps[-1], {})[tag] = picture
         return found
 
@@ -170,14 +171,10 @@ class HeatMaps:
         return known
 
     def _is_due(self, tag: str) -> bool:
-        count, when = self._drawn.get(tag, (0, -math.inf))
-        grown = self.by_tag[tag].count
         now = time.monotonic()
-        if not count:
-            # The first column waits for company.
-            self._drawn[tag] = (1, now)
-            return False
-        return grown >= 2 * count and now - when > SECONDS_BETWEEN_PICTURES
+        # From the first column on: a short run draws at its end alone.
+        count, when = self._drawn.setdefault(tag, (0, now))
+        return self.by_tag[tag].count >= 2 * count and now - when > SECONDS_BETWEEN_PICTURES
 
     def _picture(self, tag: str) -> Image | None:
         """None of one that cannot be drawn, which is told once, and is no reason to end the run."""
@@ -199,7 +196,7 @@ class HeatMaps:
             return
         try:
             work(self._table)
-        except RunError as error:
+        except (RunError, OSError) as error:
             self._table = None
             tell_not_written(TABLE, error)
 

@@ -273,6 +273,10 @@ class Hook:
         """Whether step `index`, counted from 1, is one of this hook's."""
         return has_come(self.every_n_steps, index)
 
+    def idle_at(self, index: int) -> frozenset[str]:
+        """The methods that have nothing to do at this due step, and are not called: so each costs nothing then."""
+        return frozenset()
+
     def overrides(self, method: str) -> bool:
         """Whether a subclass gave `method` a body: the engine calls no empty one."""
         return getattr(type(self), method) is not getattr(Hook, method)

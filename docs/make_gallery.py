@@ -114,6 +114,8 @@ def draw(entry: Entry, place: Path) -> None:
         f"trainer.max_time='00:00:00:{SECONDS - 1}'",
         "launch.accelerator=cpu",
     ]
+    if BESIDE.get(entry.name, "").startswith("gradients/norm/"):
+        words.append("hooks.gradients.each_parameter=true")
     done = subprocess.run(
         [sys.executable, "-m", "exp.train", *words], cwd=place, capture_output=True, text=True, check=False
     )

@@ -1,5 +1,5 @@
-"""Makes the pictures of docs/tensorboard.md and docs/sweeps.md: a grid of 12 small runs, a search of 12 trials, the
-dashboards, and a headless Chromium.
+"""Makes the pictures of docs/tensorboard.md and docs/sweeps.md: a grid of 12 small runs, a search of 12 trials, an MLP,
+a GPT, the dashboards, and a headless Chromium.
 
     python docs/screenshot.py [--folder docs] [--only tensorboard_hparams] [override ...]
 
@@ -42,6 +42,15 @@ SEARCH = (
     "trainer.max_epochs=6",
     "hydra.sweep.dir=outputs/search",
 )
+RUNS = (
+    ("trainer.max_epochs=20", "optimizer.lr=0.002", "hydra.run.dir=outputs/mlp/09-39-00"),
+    (
+        *("model=gpt", "data=text", "experiment=[]", "data.dataset.block_size=64", "data.batch_size=32"),
+        *("+hooks=activations", "hooks.activations.modules=['*']", "trainer.max_epochs=1"),
+        *("trainer.limit_train_batches=80", "trainer.val_check_interval=20", "trainer.limit_val_batches=10"),
+        *("trainer.limit_test_batches=10", "hydra.run.dir=outputs/gpt/09-41-00"),
+    ),
+)
 # Not on the command line, which HParams shows.
 EXPERIMENT = """# @package _global_
 # A small convolutional network, with pictures of what it sees: experiment=pictures
@@ -55,15 +64,15 @@ hooks:
   features: {every_n_steps: 100}
   pr_curve: {max_classes: 4}
 """
-TAGS = r"^(loss/(train|val)|accuracy/val|gradients/norm/total)$"
 IMAGES = r"^(confusion|features|samples)/"
+HEAT_MAPS = r"^(gradients|activations)/"
+OVERVIEW = "data/plugin/exp/overview"
 # The name of each picture: the sweep or the job below outputs/, what to put behind the address, and the window's size.
 PICTURES = {
-    "tensorboard_scalars": (
-        "digits",
-        f"?tagFilter={urllib.parse.quote(TAGS, safe='')}&smoothing=0.8#timeseries",
-        "1500,1040",
-    ),
+    "tensorboard_overview": ("mlp", OVERVIEW, "1500,1240"),
+    "tensorboard_scalars": ("digits", OVERVIEW, "1500,1040"),
+    "tensorboard_heat_maps": ("digits/0", f"#images&tagFilter={urllib.parse.quote(HEAT_MAPS, safe='')}", "1500,1240"),
+    "tensorboard_gpt": ("gpt", f"#images&tagFilter={urllib.parse.quote(HEAT_MAPS, safe='')}", "1500,1240"),
     "tensorboard_hparams": ("digits", "#hparams", "1500,760"),
     "tensorboard_custom_scalars": ("digits/11", "?smoothing=0.6#custom_scalars", "1500,1240"),
     "tensorboard_pr_curves": ("digits/0", "#pr_curves", "1500,1000"),
@@ -81,6 +90,8 @@ def train(folder: Path, overrides: list[str]) -> None:
     for sweep in (SWEEP, SEARCH):
         command = [sys.executable, "-m", "exp.train", "-m", *sweep, *overrides]
         subprocess.run(command, cwd=folder, check=True, timeout=1200)
+    for run in RUNS:
+        subprocess.run([sys.executable, "-m", "exp.train", *run, *overrides], cwd=folder, check=True, timeout=1200)
 
 
 @contextlib.contextmanager
@@ -89,7 +100,7 @@ def dashboard(folder: Path, shown: str) -> Iterator[str]:
     command = [sys.executable, "-m", "exp.dashboard", f"outputs/{shown}", "--port", "0", "--no-browser"]
     server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
-        address = server.stdout.readline().split()[2].partition("#")[0]
+        address = server.stdout.readline().split()[2].partition("data/")[0].partition("#")[0]
         wait_for(f"{address}data/runs", server)
         yield address
     finally:

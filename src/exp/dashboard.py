@@ -3,7 +3,8 @@
     python -m exp.dashboard                                   all runs below outputs/
     python -m exp.dashboard outputs/train/sweeps/2026-01-31/12-00-00 --page hparams
 
-It prints the address, opens it in a browser where there is a screen, and ends with Ctrl-C.
+Runs are called by what was typed, and what people look at first is pinned on top of the page. It prints the address,
+opens it in a browser where there is a screen, and ends with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Sequence
@@ -23,20 +25,25 @@ from pathlib import Path
 from exp.errors import ExpError
 from exp.output import exit_status
 from exp.signals import heed
-from exp.tensorboard.hparams import EVENTS, OF_SWEEP
+from exp.sweeps.run_records import is_sweep
+from exp.tensorboard.run_names import LinkedRuns, runs_below
 
 LOOPBACK = "127.0.0.1"
 # What a user calls a page, and what TensorBoard calls it in an address.
 PAGES = {
-    "scalars": "timeseries",
-    "custom_scalars": "custom_scalars",
-    "hparams": "hparams",
-    "images": "images",
-    "pr_curves": "pr_curves",
-    "histograms": "histograms",
-    "text": "text",
-    "graphs": "graphs",
+    "overview": "data/plugin/exp/overview",
+    "scalars": "#timeseries",
+    "custom_scalars": "#custom_scalars",
+    "hparams": "#hparams",
+    "images": "#images",
+    "pr_curves": "#pr_curves",
+    "histograms": "#histograms",
+    "text": "#text",
+    "graphs": "#graphs",
 }
+
+
+SECONDS_BETWEEN_LOOKS = 5.0
 
 
 class DashboardError(ExpError):
@@ -62,24 +69,31 @@ def _command(argv: Sequence[str]) -> int:
         signals.append(signum)
         ended.set()
 
-    found = runs_below(arguments.directory)
+    found = shown_below(arguments.directory)
     heed(end)
-    address = serve(arguments.directory, host=arguments.host, port=arguments.port)
-    page = arguments.page or page_for(arguments.directory, runs=len(found))
-    address = f"{address}#{PAGES[page]}"
+    with tempfile.TemporaryDirectory(prefix="exp-dashboard-") as place:
+        links = LinkedRuns(arguments.directory, Path(place))
+        links.refresh()
+        address = serve(Path(place), host=arguments.host, port=arguments.port)
+        page = arguments.page or page_for(arguments.directory, runs=len(found))
+        _tell(f"{address}{PAGES[page]}", arguments, count=len(found))
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
+            links.refresh()
+    return 0 if signals[0] == signal.SIGINT else 128 + signals[0]
+
+
+def _tell(address: str, arguments: argparse.Namespace, *, count: int) -> None:
     if arguments.host != LOOPBACK:
         print(
             f"{arguments.host}: whoever reaches this address can read everything, for TensorBoard asks for no password",
             file=sys.stderr,
         )
-    print(f"{len(found)} run{'s' if len(found) != 1 else ''}  {address}  (Ctrl-C ends it)", flush=True)
+    print(f"{count} run{'s' if count != 1 else ''}  {address}  (Ctrl-C ends it)", flush=True)
     if arguments.browser and has_screen():
         webbrowser.open(address)
-    ended.wait()
-    return 0 if signals[0] == signal.SIGINT else 128 + signals[0]
 
 
-def runs_below(directory: Path) -> list[Path]:
+def shown_below(directory: Path) -> list[Path]:
     """The folders at and below `directory` that hold TensorBoard events.
 
     Raises: DashboardError where there is none.
@@ -89,7 +103,7 @@ def runs_below(directory: Path) -> list[Path]:
         raise DashboardError(
             f"{directory} {there}; expected a directory of runs, such as outputs, which python -m exp.train makes"
         )
-    found = sorted({path.parent for path in directory.rglob(EVENTS) if not path.name.endswith(OF_SWEEP)})
+    found = runs_below(directory)
     if not found:
         raise DashboardError(
             f"{directory} holds no TensorBoard events; expected a run directory, or one above. Runs that were started "
@@ -99,15 +113,14 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def page_for(directory: Path, *, runs: int) -> str:
-    """Hyperparameters for a sweep, one run's custom scalars, the pictures of a look at the data, and the curves of all
-    for what is above."""
+    """Hyperparameters for a sweep, the pictures of a look at the data, and the overview of runs for all else."""
     if (directory / "data.md").is_file():
         return "images"
     if runs == 1:
-        return "custom_scalars"
+        return "overview"
     # <name>/sweeps/<date>/<time>; its table is there when it is done, and tells one that was put elsewhere.
-    is_sweep = directory.absolute().parent.parent.name == "sweeps" or (directory / "table.csv").is_file()
-    return "hparams" if is_sweep else "scalars"
+    is_one = directory.absolute().parent.parent.name == "sweeps" or is_sweep(directory)
+    return "hparams" if is_one else "overview"
 
 
 def serve(directory: Path, *, host: str, port: int | None) -> str:
@@ -118,10 +131,13 @@ def serve(directory: Path, *, host: str, port: int | None) -> str:
     from tensorboard.program import TensorBoard, TensorBoardServerException
     from tensorboard.util import tb_logging
 
+    from exp.tensorboard.overview import Overview
+    from tensorboard import default
+
     # What it has to say, it says through us: the address, and an error.
     tb_logging.get_logger().setLevel(logging.ERROR)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = TensorBoard()
+    server = TensorBoard(plugins=[*default.get_plugins(), Overview])
     wanted = [] if port is None else ["--port", str(port)]
     server.configure(argv=["tensorboard", "--logdir", str(directory), "--host", host, *wanted])
     try:
@@ -143,7 +159,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m exp.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", nargs="?", type=Path, default=Path("outputs"), help="outputs, a sweep or a run")
-    parser.add_argument("--page", choices=tuple(PAGES), help="by default hparams for a sweep, custom_scalars for a run")
+    parser.add_argument("--page", choices=tuple(PAGES), help="by default hparams for a sweep, else overview")
     parser.add_argument("--port", type=int, help="by default the first free one from 6006 on; 0 for any free one")
     parser.add_argument("--host", default=LOOPBACK, help="another address is open to whoever reaches it: no password")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="only print the address")

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -28,6 +30,7 @@ from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_dat
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, take_directory
 from exp.construct import build_network, build_objective, build_starting_network
+from exp.data.in_memory import AnyDataset, samples_in
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
@@ -225,8 +228,41 @@ def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume
     """What comes before the first step: what loggers show of the run, precision.report."""
     plain = decided.plain
     _describe(decided, parts, directory)
+    if rank.is_first:
+        for line in _start_lines(decided, parts, directory):
+            log.info("%s", line)
     if rank.is_first and plain["train"] and plain["precision"]["report"]:
         _report_precision(decided, parts, directory, resume)
+
+
+def _start_lines(decided: Plan, parts: Parts, directory: Path) -> Iterator[str]:
+    """Config, data, parameters and device, as train.log has them."""
+    plain, placement = decided.plain, decided.placement
+    yield f"config: {shlex.join(read_overrides(directory)) or 'the defaults'}, seed {plain['seed']}"
+    if isinstance(parts.data, StagedData):
+        data = parts.data.data
+        sizes = ", ".join(f"{stage} {_size(data.part(stage))}" for stage in data.stages)
+        yield f"data: {sizes}; batches of {data.batch_size}"
+    else:
+        yield f"data: {type(parts.data).__name__}"
+    parameters = {False: 0, True: 0}
+    for parameter in parts.module.parameters():
+        parameters[parameter.requires_grad] += parameter.numel()
+    trained, frozen_ones = parameters[True], parameters[False]
+    yield f"parameters: {trained:,} trained" + (f", {frozen_ones:,} frozen" if frozen_ones else "")
+    ranks = f", {placement.world_size} ranks" if placement.world_size > 1 else ""
+    device = torch.cuda.get_device_name() if placement.accelerator == "cuda" else placement.accelerator
+    yield (
+        f"device: {device}{ranks}, strategy {placement.strategy}, precision {plain['precision']['word']}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+
+
+def _size(part: AnyDataset) -> str:
+    try:
+        return f"{samples_in(part):,}"
+    except (TypeError, NotImplementedError):
+        return "a stream"
 
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:

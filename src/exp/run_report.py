@@ -23,7 +23,7 @@ from exp.config.freeze import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
-from exp.output import NO_SPACE
+from exp.output import NO_SPACE, tell_not_written
 from exp.shared_types import STAGES, compared_tag
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# The folder of a run with the pictures of its report.md.
+PICTURES = "report"
 # The modules of exp that write files.
 WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
@@ -264,7 +266,7 @@ def write_end(report: Report, loggers: Sequence[Logger]) -> None:
     for logger in loggers:
         if isinstance(logger, RunLogger):
             logger.end(report.status)
-    if len(report.not_written) > told:
+    if draw_pictures(report) or len(report.not_written) > told:
         write_report(report)
 
 
@@ -411,16 +413,53 @@ def _unwritable(ongoing: Ongoing, error: OSError) -> str:
     return f"{what}; what it had saved before is good.\n{again}, it goes on with\n  {command}"
 
 
+def draw_pictures(report: Report) -> bool:
+    """Draw the loss, the metrics and the gradients of a run's event file and table into its directory.
+
+    What cannot be drawn is told, and is no reason for a run to fail. Returns: whether there is one.
+    """
+    # Here, because who only reads reports needs neither.
+    from exp.report_pictures import pictures_of
+
+    directory = Path(report.directory)
+    try:
+        found = pictures_of(directory, tags=report.metrics)
+        for name, picture in found.items():
+            (directory / PICTURES).mkdir(exist_ok=True)
+            write_whole(directory / PICTURES / f"{name}.png", picture, is_synced=False)
+    except Interrupted:
+        raise  # a signal came while it drew
+    except Exception as error:
+        tell_not_written(f"{PICTURES}/", error)
+        return False
+    return bool(found)
+
+
 def as_markdown(report: Report) -> str:
-    """The report as a page: a heading, the facts, the metrics."""
-    facts = [(name, value) for name, value in _facts(report) if value]
-    lines = [f"# {report.status}: {Path(report.directory).name}", "", *(f"- {name}: {value}" for name, value in facts)]
+    """The report as a page: the result, what was changed, pictures, the facts, every last value."""
+    directory = Path(report.directory)
+    facts = {name: value for name, value in _facts(report) if value}
+    lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]
     if report.error:
         lines += ["", f"**{report.error['type']}**", "", "```", report.error["message"], "```"]
+    rows = _by_stage(report)
+    if rows:
+        stages = [stage for stage in ("train", "val", "test") if any(stage in values for values in rows.values())]
+        lines += ["", f"| metric | {' | '.join(stages)} |", f"|---|{'---:|' * len(stages)}"]
+        lines += [
+            f"| {name} | {' | '.join(f'{values[stage]:.4f}' if stage in values else '' for stage in stages)} |"
+            for name, values in rows.items()
+        ]
+    changed = report.command.partition("exp.train")[2].strip()
+    lines += ["", f"Changed from the defaults: `{changed}`" if changed else "Nothing was changed from the defaults."]
+    for name in ("loss", "metrics", "gradients"):
+        if (directory / PICTURES / f"{name}.png").is_file():
+            lines += ["", f"![{name}]({PICTURES}/{name}.png)"]
+    lines += ["", *(f"- {name}: {value}" for name, value in facts.items())]
     if report.not_written:
         lines += ["", "Not written:", "", *(f"- {entry['what']}: {entry['error']}" for entry in report.not_written)]
     if report.metrics:
-        lines += ["", "| metric | last value |", "|---|---|"]
+        lines += ["", "| tag | last value |", "|---|---|"]
         lines += [f"| {tag} | {value:.6g} |" for tag, value in sorted(report.metrics.items())]
     return "\n".join(lines) + "\n"
 
@@ -437,12 +476,7 @@ def print_report(report: Report) -> None:
     table.add_column("metric")
     for stage in ("train", "val", "test"):
         table.add_column(stage, justify="right")
-    rows: dict[str, dict[str, float]] = {}
-    for tag, value in report.metrics.items():
-        name, stage = _parted(tag)
-        if stage:
-            rows.setdefault(name, {})[stage] = value
-    for name, values in sorted(rows.items()):
+    for name, values in _by_stage(report).items():
         table.add_row(name, *(f"{values[stage]:.4f}" if stage in values else "" for stage in ("train", "val", "test")))
     console.print(table)
     facts = [("time", "" if waited is None else f"{whole:.1f} s, of which the run took {report.wall_seconds:.1f} s")]
@@ -454,7 +488,17 @@ def print_report(report: Report) -> None:
             console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)
 
 
-def _parted(tag: str) -> tuple[str, str]:
+def _by_stage(report: Report) -> dict[str, dict[str, float]]:
+    """The last value of each metric by name and stage."""
+    rows: dict[str, dict[str, float]] = {}
+    for tag, value in report.metrics.items():
+        name, stage = parted(tag)
+        if stage:
+            rows.setdefault(name, {})[stage] = value
+    return dict(sorted(rows.items()))
+
+
+def parted(tag: str) -> tuple[str, str]:
     """The name and the stage of a tag: `accuracy/val`, or `val/acc` as people write it to self.log; else no stage."""
     name, _, stage = tag.rpartition("/")
     if stage in STAGES:

@@ -225,12 +225,15 @@ def command(settings: dict[str, Any], directory: Path) -> list[str]:
         words |= {"scheduler.patience": 0, "+scheduler.threshold": 0.5, "scheduler.monitor": "loss/val"}
     if settings["word"] == "fp16":
         words |= {f"precision.scaler.{name}": value for name, value in settings["scale"].items()}
+    # All that there is, as scalars.
+    each = {"gradients": "each_parameter", "memory": "details", "activations": "each_layer", "throughput": "each_part"}
     for name in hooks:
+        words[f"+hooks.{name}.{each[name]}"] = True
         if name != "gradients":
-            words[f"hooks.{name}.every_n_steps"] = settings[name]
+            words[f"+hooks.{name}.every_n_steps"] = settings[name]
     if "gradients" in hooks:
         words |= {
-            "hooks.gradients.every_n_steps": settings["norms"],
+            "+hooks.gradients.every_n_steps": settings["norms"],
             "+hooks.gradients.clipped": _flow(settings["clipped"]),
             "+hooks.gradients.histogram_every_n_steps": _flow(settings["histograms"]),
             "+hooks.gradients.update_ratio_every_n_steps": _flow(settings["ratios"]),
@@ -566,6 +569,10 @@ class ByHand:
             for name, start in starts.items():
                 change, whole = size([self.parameters[name].double() - start.double()]), size([start])
                 self.add(f"gradients/update_ratio/{name}", index, 0.0 if change == 0 else change / (whole or change))
+            if starts:
+                moved = size([self.parameters[name].double() - start.double() for name, start in starts.items()])
+                whole = size(starts.values())
+                self.add("gradients/update_ratio/total", index, 0.0 if moved == 0 else moved / (whole or moved))
         if "memory" in settings["hooks"] and _has_come(settings["memory"], index):
             whole = sum(one.nbytes for one in self.parameters.values())
             self.add("memory/parameters_mib", index, whole / MIB)

@@ -381,7 +381,7 @@ def test_the_tags_of_a_run_with_phases(tmp_path: Path, small_run: ModuleType) ->
         small_run,
         tmp_path,
         phases=[phase("discriminator", every_n_steps=2), generator],
-        hooks={"gradients": Gradients(), "memory": Memory()},
+        hooks={"gradients": Gradients(each_parameter=True), "memory": Memory()},
         max_steps=2,
     )
     tags = {step: {tag for tag, at in small.values.seen if at == step} for step in (1, 2)}

@@ -9,6 +9,7 @@ from torch import nn
 
 from exp.errors import RunError
 from exp.hooks.activations import Activations, figures, merged, saturation
+from exp.hooks.panels import Column, Histogram
 from exp.hooks.step import Step
 from exp.strategies.model_parallel import gather_ranks
 
@@ -21,7 +22,7 @@ def step_of(network, **settings) -> Step:
 
 def measured(network, *inputs, **settings):
     """What the hook gives for a step with a micro-batch for each of `inputs`."""
-    hook = Activations(**settings)
+    hook = Activations(each_layer=True, **settings)
     hook.attach(network)
     step = step_of(network)
     for one in inputs:
@@ -30,7 +31,20 @@ def measured(network, *inputs, **settings):
             network(one)
     found = hook.after_step(step)
     hook.detach()
-    return {tag: value if not isinstance(value, torch.Tensor) else value.item() for tag, value in (found or {}).items()}
+    return numbers_of(found or {})
+
+
+def numbers_of(found):
+    """The numbers, and the histograms; the columns of heat maps hold the same ones."""
+    scalars = {tag: value.item() for tag, value in found.items() if isinstance(value, torch.Tensor)}
+    columns = {tag: value for tag, value in found.items() if isinstance(value, Column)}
+    of_columns = {
+        f"{tag}/{name}": number
+        for tag, column in columns.items()
+        for name, number in zip(column.names, column.values.tolist(), strict=True)
+    }
+    assert of_columns == scalars
+    return scalars | {tag: value for tag, value in found.items() if isinstance(value, Histogram)}
 
 
 def expected(name: str, entries: np.ndarray, units: np.ndarray) -> dict[str, float]:
@@ -153,14 +167,14 @@ def test_a_histogram_where_it_is_wanted():
 def _in_ranks(rank, inputs, sizes):
     """What one of several ranks gives for its share of a batch; a share of 0 is a stand-in."""
     net = network()
-    hook = Activations()
+    hook = Activations(each_layer=True)
     hook.attach(net)
     mine = inputs.split([max(size, 1) for size in sizes])[rank.global_rank] if sizes[1] else inputs
     step = step_of(net, gather=gather_ranks, weight=float(sizes[rank.global_rank]))
     hook.passed("batch", step)
     with hook.engaged():
         net(mine)
-    return {tag: value.item() for tag, value in hook.after_step(step).items()}
+    return numbers_of(hook.after_step(step))
 
 
 @pytest.mark.parametrize("sizes", [(5, 3), (8, 0)])

@@ -33,8 +33,8 @@ def step(net: nn.Module) -> Step:
 
 
 def only_norms(**options) -> Gradients:
-    periods = ("histogram_every_n_steps", "update_ratio_every_n_steps", "shares_every_n_steps")
-    return Gradients(**dict.fromkeys(periods), **options)
+    periods = ("heat_map_every_n_steps", "histogram_every_n_steps", "update_ratio_every_n_steps")
+    return Gradients(**dict.fromkeys(periods), **{"each_parameter": True, **options})
 
 
 def logged(hook: Gradients, net: nn.Module) -> dict[str, float]:
@@ -55,13 +55,25 @@ def test_norms_equal_a_float64_reference():
         assert values.pop(f"gradients/norm/{name}") == pytest.approx(math.sqrt(square), rel=1e-5)
         squares += square
     assert values == {"gradients/norm/total": pytest.approx(math.sqrt(squares), rel=1e-5)}
+    assert logged(only_norms(each_parameter=False), net) == values
+
+
+def test_the_norms_of_all_parameters_are_one_column_of_a_heat_map():
+    net = network()
+    backward(net)
+    net["head"].bias.grad = None
+    hook = Gradients(histogram_every_n_steps=None, update_ratio_every_n_steps=None)
+    hook.attach(net)
+    column = hook.after_backward(step(net))["gradients/norm"]
+    known = {name: one.grad.double().norm().item() for name, one in net.named_parameters() if one.grad is not None}
+    assert dict(zip(column.names, column.values.tolist(), strict=True)) == pytest.approx(known, rel=1e-5)
 
 
 def test_patterns_choose_the_parameters_below_the_modules_they_match():
     net = network()
     backward(net)
     tags = logged(only_norms(modules=["encoder"]), net).keys()
-    parts = ("encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias", "total")
+    parts = ("total", "encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias")
     assert list(tags) == [f"gradients/norm/{part}" for part in parts]
 
 

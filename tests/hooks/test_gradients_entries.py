@@ -22,13 +22,16 @@ SHORT = (
     *("trainer.max_epochs=null", "trainer.max_steps=2", "checkpoint.save_last=false", "checkpoint.save_best=false"),
 )
 
+CLIPPED = "hooks.gradients.clipped=total"
+EACH = ("hooks.gradients.each_parameter=true", "hooks.gradients.shares_every_n_steps=1")
+
 
 def step(net: nn.Module, *, index: int = 1, clips: bool = False) -> Step:
     return Step(index=index, network=net, optimizers=[], batch_size=1, device=torch.device("cpu"), clips=clips)
 
 
 def attached(net: nn.Module, **options) -> Gradients:
-    hook = Gradients(**options)
+    hook = Gradients(**{"each_parameter": True, "heat_map_every_n_steps": None, "clipped": "total", **options})
     hook.attach(net)
     return hook
 
@@ -46,7 +49,7 @@ def test_shares_of_zeros_and_of_what_is_not_finite():
     net.weight.grad = torch.ones(4, 5)
     net.weight.grad[0, :3] = 0.0
     net.weight.grad[1, 0], net.weight.grad[2, 0] = torch.inf, torch.nan
-    values = attached(net).after_backward(step(net))
+    values = attached(net, shares_every_n_steps=1).after_backward(step(net))
     assert values["gradients/zeros/weight"].item() == pytest.approx(3 / 20)
     assert values["gradients/non_finite/weight"].item() == pytest.approx(2 / 20)
     counts = values["gradients/histogram/weight"].counts
@@ -57,7 +60,7 @@ def test_a_sparse_gradient_has_the_shares_and_the_histogram_of_its_dense_form():
     table = nn.Embedding(10, 4, sparse=True)
     (table(torch.tensor([1, 1, 3])) * torch.tensor([0.0, 1.0, 2.0, 3.0])).sum().backward()
     dense = table.weight.grad.to_dense()
-    values = attached(table).after_backward(step(table))
+    values = attached(table, shares_every_n_steps=1).after_backward(step(table))
     assert values["gradients/zeros/weight"].item() == pytest.approx((dense == 0).float().mean().item())
     histogram = values["gradients/histogram/weight"]
     torch.testing.assert_close(histogram.counts, torch.histc(dense, 64, 0.0, 6.0))
@@ -80,6 +83,14 @@ def test_the_update_ratio_is_the_change_over_the_parameter_before():
     # It was all zeros, and moved.
     assert values["gradients/update_ratio/1.bias"].item() == 1.0
     assert "gradients/update_ratio/0.bias" not in values
+    moved = [name for name in before if name != "0.bias"]
+    changes = [net.get_parameter(name).detach().double() - before[name] for name in moved]
+    whole = nn.utils.get_total_norm(changes) / nn.utils.get_total_norm([before[name] for name in moved])
+    assert values["gradients/update_ratio/total"].item() == pytest.approx(whole.item(), rel=1e-5)
+    column = values["gradients/update_ratio"]
+    assert dict(zip(column.names, column.values.tolist(), strict=True)) == pytest.approx(
+        {name: values[f"gradients/update_ratio/{name}"].item() for name in moved}
+    )
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_zero():
@@ -88,7 +99,8 @@ def test_a_step_that_changes_nothing_has_ratios_of_zero():
     hook = attached(net)
     hook.after_backward(step(net))
     values = hook.after_step(step(net))
-    assert [value.item() for value in values.values()] == [0.0] * 4
+    assert values.pop("gradients/update_ratio").values.tolist() == [0.0] * 4
+    assert [value.item() for value in values.values()] == [0.0] * 5
 
 
 def test_each_has_a_period_of_its_own():
@@ -127,27 +139,27 @@ def test_norms_after_clipping_are_there_only_where_the_run_clips():
 
 def test_of_a_run_that_clips_and_of_one_that_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plain = exp.fit(exp.compose([*SHORT, "hydra.run.dir=plain"])).metrics
+    plain = exp.fit(exp.compose([*SHORT, CLIPPED, "hydra.run.dir=plain"])).metrics
     assert not any(tag.startswith("gradients/norm_clipped/") for tag in plain)
-    clipped = exp.fit(exp.compose([*SHORT, "hydra.run.dir=clipped", "trainer.gradient_clip_val=0.01"])).metrics
+    clipped = exp.fit(exp.compose([*SHORT, CLIPPED, "hydra.run.dir=clipped", "trainer.gradient_clip_val=0.01"])).metrics
     assert clipped["gradients/norm/total"] > 0.1
     assert clipped["gradients/norm_clipped/total"] == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_step_that_the_loss_scale_skips_moves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    overrides = ("precision=fp16", "precision.scaler.init_scale=1e30", "trainer.max_steps=1")
+    overrides = ("precision=fp16", "precision.scaler.init_scale=1e30", "trainer.max_steps=1", *EACH)
     values = exp.fit(exp.compose([*SHORT, *overrides, "hydra.run.dir=run"])).metrics
     assert values["precision/skipped_steps"] == 1.0
     ratios = [value for tag, value in values.items() if tag.startswith("gradients/update_ratio/")]
-    assert ratios == [0.0] * 6
+    assert ratios == [0.0] * 7
     shares = [value for tag, value in values.items() if tag.startswith("gradients/non_finite/")]
     assert max(shares) > 0.0
 
 
 def test_with_phases_each_has_tags_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = exp.fit(exp.compose([*SHORT, "phases=[body_and_head]", "hydra.run.dir=run"])).metrics
+    values = exp.fit(exp.compose([*SHORT, *EACH, CLIPPED, "phases=[body_and_head]", "hydra.run.dir=run"])).metrics
     tags = {tag for tag in values if tag.startswith("gradients/")}
     assert {"gradients/norm/total/body", "gradients/norm/total/head", "gradients/norm/head.weight/head"} <= tags
     # body clips, head does not.
@@ -177,7 +189,7 @@ def test_stage_3_of_deepspeed_has_no_gradients_to_look_at():
         config=plain_config(config),
         traits=frozenset({"owns_step", "shards_parameters"}),
     )
-    keys = [fault.key for fault in Gradients(shares_every_n_steps=None).faults(planned)]
+    keys = [fault.key for fault in Gradients(clipped="total").faults(planned)]
     assert keys == [
         "hooks.gradients.histogram_every_n_steps",
         "hooks.gradients.update_ratio_every_n_steps",

@@ -17,9 +17,17 @@ from exp.engine.compilation import forget_compiled
 pytestmark = pytest.mark.numeric
 
 STEPS = 3
+EACH = "hooks.gradients.each_parameter=true"
 SHORT = (
     *("model=sequential", "model.layers.hidden.out_features=16", "model.layers.hidden2.out_features=8"),
-    *("hooks=[gradients]", "metrics=[]", "test=false", "trainer.limit_val_batches=0", "monitor=loss/train"),
+    *(
+        "hooks=[gradients]",
+        EACH,
+        "metrics=[]",
+        "test=false",
+        "trainer.limit_val_batches=0",
+        "monitor=loss/train",
+    ),
     *("trainer.max_epochs=null", f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1"),
     *("checkpoint.save_last=false", "checkpoint.save_best=false", "launch.accelerator=cpu"),
 )
@@ -64,7 +72,7 @@ def test_norms_under_a_loss_scale_are_those_of_a_float64_reference(ranks, fused,
 # --- networks in parts ---
 
 IN_PARTS = (
-    *("model=transformer", "optimizer=sgd", "hooks=[gradients]", "metrics=[]", "test=false", "precision=fp64"),
+    *("model=transformer", "optimizer=sgd", "hooks=[gradients]", EACH, "metrics=[]", "test=false", "precision=fp64"),
     *("trainer.limit_val_batches=0", "monitor=loss/train", "trainer.max_epochs=null", "trainer.max_steps=2"),
     *("trainer.log_every_n_steps=1", "trainer.gradient_clip_val=0.1", "hooks.gradients.clipped=each"),
     *("checkpoint.save_last=false", "checkpoint.save_best=false", "launch.accelerator=cpu"),

@@ -113,7 +113,7 @@ def test_activations_are_the_largest_micro_batch_s_and_start_anew_each_step():
 
 def test_the_resident_set_is_the_process_s():
     net = nn.Linear(2, 2)
-    values = one_step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(1, 2), Memory())
+    values = one_step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(1, 2), Memory(details=True))
     assert values["memory/host_rss_mib"] == pytest.approx(psutil.Process().memory_info().rss / MIB, rel=0.1)
 
 

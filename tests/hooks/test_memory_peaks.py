@@ -28,7 +28,7 @@ STEP = {"index": 1, "network": NET, "optimizers": [], "batch_size": 1, "device":
 
 
 def _measured(step: Step, hook: Memory | None = None, *, boundaries=("batch", "forward", "backward", "optimizer")):
-    hook = hook or Memory()
+    hook = hook or Memory(details=True)
     with hook.around_forward(step) or nullcontext():
         NET(torch.ones(1, 2)).sum()
     for boundary in boundaries:
@@ -106,7 +106,7 @@ def test_where_the_counter_cannot_be_set_back_a_run_goes_on_without(monkeypatch,
 
 @counted
 def test_each_phase_has_its_own_peak():
-    net, hook = nn.Linear(2, 2), Memory()
+    net, hook = nn.Linear(2, 2), Memory(details=True)
     step = Step(index=1, network=net, optimizers=[], batch_size=1, device=torch.device("cpu"))
     hook.passed("batch", step)
     large = torch.ones(64 * MIB)
@@ -126,7 +126,7 @@ def test_each_phase_has_its_own_peak():
 
 @counted
 def test_a_pipeline_s_forward_and_backward_are_one_phase():
-    hook = Memory()
+    hook = Memory(details=True)
     values = _measured(Step(**STEP), hook, boundaries=("batch", "backward", "optimizer"))
     assert {tag for tag in values if "peak" in tag} == {
         "memory/host_peak_forward_backward_mib",
@@ -137,7 +137,7 @@ def test_a_pipeline_s_forward_and_backward_are_one_phase():
 
 def test_what_lies_in_a_cuda_graph_is_left_out_and_said_once(caplog):
     caplog.set_level("INFO", "exp.hooks.memory")
-    hook = Memory()
+    hook = Memory(details=True)
     for _ in range(2):
         values = _measured(Step(**STEP, is_graphed=True), hook)
         assert "memory/activations_mib" not in values
@@ -150,7 +150,7 @@ def test_what_lies_in_a_cuda_graph_is_left_out_and_said_once(caplog):
 def test_cuda_has_its_own_counters_and_the_share_that_is_reserved_for_nothing():
     net = nn.Linear(2, 2).cuda()
     step = Step(index=1, network=net, optimizers=[], batch_size=1, device=torch.device("cuda", 0))
-    hook = Memory()
+    hook = Memory(details=True)
     hook.passed("batch", step)
     large = torch.ones(64 * MIB, device="cuda")
     del large
@@ -167,7 +167,14 @@ def test_cuda_has_its_own_counters_and_the_share_that_is_reserved_for_nothing():
 
 def test_over_ranks_there_are_the_smallest_the_mean_and_the_largest(ranks):
     values = ranks.train(
-        *("model=transformer", "strategy=fsdp", "hooks=[memory]", "hooks.memory.every_n_steps=1", "metrics=[]"),
+        *(
+            "model=transformer",
+            "strategy=fsdp",
+            "hooks=[memory]",
+            "hooks.memory.details=true",
+            "hooks.memory.every_n_steps=1",
+            "metrics=[]",
+        ),
         *("trainer.max_epochs=null", "trainer.max_steps=2", "trainer.limit_val_batches=0", "test=false"),
         *("monitor=loss/train", "launch.accelerator=cpu"),
         ranks=2,
@@ -188,7 +195,14 @@ def test_over_ranks_there_are_the_smallest_the_mean_and_the_largest(ranks):
 
 def test_stages_of_a_pipeline_have_what_they_hold(ranks):
     values = ranks.train(
-        *("model=transformer", "strategy=pipeline", "launch.devices=2", "hooks=[memory]", "metrics=[]"),
+        *(
+            "model=transformer",
+            "strategy=pipeline",
+            "launch.devices=2",
+            "hooks=[memory]",
+            "hooks.memory.details=true",
+            "metrics=[]",
+        ),
         *("trainer.max_epochs=null", "trainer.max_steps=1", "trainer.limit_val_batches=0", "test=false"),
         *("monitor=loss/train", "launch.accelerator=cpu"),
         ranks=2,

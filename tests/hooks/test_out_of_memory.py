@@ -108,7 +108,7 @@ def test_the_first_step_runs_out_and_says_what_filled_the_memory(capsys):
 
 @pytest.mark.usefixtures("greedy")
 def test_a_later_step_tells_what_the_last_measured_one_kept():
-    assert main([*RUN, HERE, "hooks=[memory]", layer(3)]) == 1
+    assert main([*RUN, HERE, "hooks=[memory]", "hooks.memory.every_n_steps=50", layer(3)]) == 1
     found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
     assert (found["step"], found["measured_at_step"]) == (3, 1)
     # A whole forward, the objective's scores and classes among it.

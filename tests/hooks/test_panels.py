@@ -29,6 +29,7 @@ RUN = [
     "hooks=[activations,features,samples,confusion,pr_curve]",
     "hooks.samples.stages=[train,val,test]",
     "hooks.activations.every_n_steps=10",
+    "hooks.activations.each_layer=true",
     "data.batch_size=67",
     "trainer.max_steps=19",
 ]
@@ -107,7 +108,7 @@ def test_what_one_process_draws_is_right_and_two_ranks_draw_the_same(ranks):
 @pytest.mark.any_processor
 def test_ranks_of_one_model_count_a_sample_once_and_shards_are_seen_whole(ranks):
     run = ["precision=fp64", "trainer.max_steps=2", "trainer.limit_val_batches=2", "test=false"]
-    every = ["hooks=[confusion,pr_curve,activations]"]
+    every = ["hooks=[confusion,pr_curve,activations]", "hooks.activations.each_layer=true"]
     one = ranks.train(*run, *every)
     found = events(one.directory)
     sharded = ranks.train(*run, *every, "strategy=fsdp", ranks=2)

@@ -20,7 +20,8 @@ from exp.hooks.step import Step
 
 pytestmark = pytest.mark.numeric
 
-COMMAND = ["hooks=[retain_gradients]", "hooks.retain_gradients.every_n_steps=2", "test=false", "metrics=[]"]
+EACH = "hooks.retain_gradients.each_module=true"
+COMMAND = ["hooks=[retain_gradients]", "hooks.retain_gradients.every_n_steps=2", EACH, "test=false", "metrics=[]"]
 COMMAND += ["model.layers.hidden.out_features=16", "model.layers.hidden2.out_features=12", "monitor=loss/train"]
 COMMAND += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "trainer.max_steps=3", "data.batch_size=32"]
 TWO = ["strategy=ddp", "launch.devices=2", "launch.accelerator=cpu"]
@@ -85,7 +86,7 @@ def test_histograms_are_of_true_gradients(tmp_path: Path, monkeypatch: pytest.Mo
 def test_gradients_that_a_term_takes_and_earlier_repeats_are_left_out() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
-    hook = RetainGradients(modules=["0"])
+    hook = RetainGradients(modules=["0"], each_module=True)
     hook.attach(net)
     step = Step(index=1, network=net, optimizers=[], batch_size=4, device=torch.device("cpu"))
     hook.passed("batch", step)
@@ -107,7 +108,7 @@ def test_gradients_that_a_term_takes_and_earlier_repeats_are_left_out() -> None:
 
 def test_a_module_that_no_gradient_reaches_has_no_value() -> None:
     net = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
-    hook = RetainGradients(modules=["used", "unused"])
+    hook = RetainGradients(modules=["used", "unused"], each_module=True)
     hook.attach(net)
     step = Step(index=1, network=net, optimizers=[], batch_size=4, device=torch.device("cpu"))
     hook.passed("batch", step)
@@ -117,6 +118,9 @@ def test_a_module_that_no_gradient_reaches_has_no_value() -> None:
     output.sum().backward()
     values = hook.after_backward(step)
     assert values is not None
+    column = values.pop("gradients/output_norm")
+    assert column.names == ("used",)
     assert {tag: value.item() for tag, value in values.items()} == {
         "gradients/output_norm/used": pytest.approx(math.sqrt(8))
     }
+    assert column.values.tolist() == pytest.approx([math.sqrt(8)])

@@ -126,7 +126,7 @@ def test_a_step_that_has_nothing_to_compare_with_logs_nothing(clock):
 
 
 def test_the_parts_are_those_of_a_step_before_the_due_one(clock):
-    loop = Loop(Throughput(every_n_steps=4), clock)
+    loop = Loop(Throughput(every_n_steps=4, each_part=True), clock)
     for _ in range(2):
         loop.step()
     loop.step(wait=0.006, forward=0.005, backward=0.007, optimizer=0.001)
@@ -135,7 +135,7 @@ def test_the_parts_are_those_of_a_step_before_the_due_one(clock):
 
 
 def test_the_parts_of_accumulated_batches_are_added_up_and_the_rest_is_what_is_left(clock):
-    loop = Loop(Throughput(every_n_steps=2), clock)
+    loop = Loop(Throughput(every_n_steps=2, each_part=True), clock)
     loop.step(rest=0.030)
     loop.step(wait=0.006, forward=0.005, backward=0.007, optimizer=0.001, micro=3)
     found = loop.logged[2]
@@ -145,7 +145,7 @@ def test_the_parts_of_accumulated_batches_are_added_up_and_the_rest_is_what_is_l
 
 def test_a_pipeline_s_forward_and_backward_are_one_part(clock):
     """Its schedule runs them by turns, so that no forward is marked."""
-    loop = Loop(Throughput(every_n_steps=2), clock)
+    loop = Loop(Throughput(every_n_steps=2, each_part=True), clock)
     loop.step(rest=0.030)
     loop.step(wait=0.006, forward=None, backward=0.007, optimizer=0.001, micro=3)
     found = loop.logged[2]
@@ -202,7 +202,7 @@ def test_the_time_of_counting_is_in_no_step(clock):
         clock.now += 60
         return FlopCount(forward=1.0, backward=2.0, by_operator={})
 
-    loop = Loop(Throughput(every_n_steps=1, peak_flops=1e11, workload=workload(flops=slowly)), clock)
+    loop = Loop(Throughput(every_n_steps=1, each_part=True, peak_flops=1e11, workload=workload(flops=slowly)), clock)
     for _ in range(3):
         loop.step()
     for values in loop.logged.values():
@@ -273,7 +273,12 @@ def in_tmp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-EVERY_STEP = ["hooks=[throughput]", "hooks.throughput.every_n_steps=1", "trainer.max_steps=24"]
+EVERY_STEP = [
+    "hooks=[throughput]",
+    "hooks.throughput.each_part=true",
+    "hooks.throughput.every_n_steps=1",
+    "trainer.max_steps=24",
+]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +332,7 @@ def test_measuring_changes_no_loss(tmp_path):
 
 
 def test_two_ranks_are_two_devices(ranks):
-    given = ["hooks=[throughput]", "hooks.throughput.every_n_steps=2", "trainer.max_steps=6"]
+    given = [*EVERY_STEP, "hooks.throughput.every_n_steps=2", "trainer.max_steps=6"]
     peak = ["hooks.throughput.peak_flops=1e12", "hooks.throughput.flops_per_sample=1e6"]
     values = ranks.train("strategy=ddp", *given, *peak, ranks=2).values
     for step, rate in values["throughput/samples_per_second"].items():

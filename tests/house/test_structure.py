@@ -18,7 +18,7 @@ RANKS = {
     "lighter_imports": 0, "command_clock": 0, "name_clash": 0,
     "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
-    "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3,
+    "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3, "report_pictures": 3,
     "run": 4, "saved_runs": 4, "plan": 4,
 }  # fmt: skip
 ENTRY_RANK = 5

@@ -192,7 +192,7 @@ def test_phases_count_the_largest(experiment: str) -> None:
     ids=lambda value: str(value),
 )
 def test_each_rank_of_a_strategy(count: int, overrides: tuple[str, ...], ranks) -> None:
-    command = [*BESIDE["gpt"], "model=gpt", *SHORT, *overrides, f"launch.devices={count}"]
+    command = [*BESIDE["gpt"], "model=gpt", *SHORT, *overrides, f"launch.devices={count}", "hooks.memory.details=true"]
     values = ranks.train(*command, ranks=count).values
     places = Estimator(decided(*command), device=None).estimate().places
     assert sum(len(place.ranks) for place in places) == count

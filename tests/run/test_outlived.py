@@ -20,7 +20,7 @@ import exp
 from exp.engine.console import Lines
 from exp.hooks import landscape, operators
 from exp.hooks.panels import Histogram
-from exp.loggers.metrics_csv import CsvLogger
+from exp.loggers.step_table import StepTable
 from exp.output import Outlived, lost_streams, outliving_output
 from exp.run_report import as_markdown, read_report
 from exp.tensorboard.event_file import EventFile
@@ -194,12 +194,12 @@ def test_a_file_of_values_that_cannot_be_written_is_told_once_in_the_systems_wor
     monkeypatch: pytest.MonkeyPatch, word: int
 ) -> None:
     monkeypatch.setattr(EventFile, "_append", once(word))
-    monkeypatch.setattr(CsvLogger, "_append", once(word))
+    monkeypatch.setattr(StepTable, "_append", once(word))
     monkeypatch.setattr(Lines, "milestone", once(word))
     report, log = in_a_run(monkeypatch, "trainer.log_every_n_steps=1", "+logger=csv")
     told = {entry["what"]: entry["error"] for entry in report.not_written}
-    assert told.keys() == {"logger.tensorboard", "logger.csv", "the progress display"}
-    assert log.count("The run goes on without it") == 3
+    assert told.keys() == {"logger.tensorboard", "logger.csv", "table.csv", "the progress display"}
+    assert log.count("The run goes on without it") == 4
     for what, said in told.items():
         assert os.strerror(word) in said
         assert f"- {what}: {said}" in as_markdown(report)
@@ -217,7 +217,7 @@ def test_a_figure_in_a_file_is_no_reason_either(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_table_and_a_store_fail_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CsvLogger, "_append", once())
+    monkeypatch.setattr(StepTable, "_append", once())
     monkeypatch.setitem(sys.modules, "unreachable", sys.modules[__name__])
     monkeypatch.setattr(Unreachable, "__module__", "unreachable")
     Unreachable.calls = 0
@@ -225,11 +225,11 @@ def test_a_table_and_a_store_fail_each_for_itself(monkeypatch: pytest.MonkeyPatc
         monkeypatch, "+logger=csv", "+logger.store={_target_: unreachable.Unreachable}", "security.allow=[unreachable]"
     )
     told = {entry["what"]: entry["error"] for entry in report.not_written}
-    assert told.keys() == {"logger.csv", "logger.store"}
+    assert told.keys() == {"logger.csv", "table.csv", "logger.store"}
     assert "No space left on device" in told["logger.csv"]
     assert told["logger.store"] == "Network is unreachable"
     assert Unreachable.calls == 1
-    assert log.count("The run goes on without it") == 2
+    assert log.count("The run goes on without it") == 3
     assert list(Path(report.directory).glob("tensorboard/events*"))
 
 

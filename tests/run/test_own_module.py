@@ -200,7 +200,7 @@ class Derived(pl.Callback):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")  # of Lightning alone
 def test_two_optimizers_stepped_by_hand_are_those_of_lightning_alone(mine):
     given = ["module={_target_: mine.LitGan}", DATA, "+data.shuffle=false", "precision=fp64"]
-    report = fit(*given, "trainer.max_epochs=2", "hooks=[gradients]")
+    report = fit(*given, "trainer.max_epochs=2", "hooks=[gradients]", "hooks.gradients.each_parameter=true")
     found = alone(
         first_weights(mine.LitGan(), given),
         mine.LitData(shuffle=False),
@@ -250,6 +250,11 @@ def test_hooks_see_the_layers_and_the_gradients_of_its_step():
         "trainer.max_epochs=2",
         "hooks.activations.modules=[net.1]",
         "hooks.throughput.every_n_steps=1",
+        *(
+            "hooks.throughput.each_part=true",
+            "hooks.gradients.each_parameter=true",
+            "hooks.activations.each_layer=true",
+        ),
         hooks,
         "trainer.gradient_clip_val=0.1",
     )

@@ -14,11 +14,14 @@ installed = pytest.mark.skipif(
     not is_installed("deepspeed"),
     reason="DeepSpeed is an extra: pip install 'exp-framework[deepspeed]', seen with 0.19.8",
 )
-COMMAND = ("model=sequential", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false")
+COMMAND = (
+    *("model=sequential", "trainer.max_epochs=null", "trainer.max_steps=30", "test=false"),
+    "hooks.gradients.each_parameter=true",
+)
 # What has no place in stage 3: only norms can be told there.
 NORMS_ALONE = (
-    *("~hooks.memory", "hooks.gradients.clipped=null", "hooks.gradients.histogram_every_n_steps=null"),
-    *("hooks.gradients.update_ratio_every_n_steps=null", "hooks.gradients.shares_every_n_steps=null"),
+    *("~hooks.memory", "hooks.gradients.histogram_every_n_steps=null"),
+    "hooks.gradients.update_ratio_every_n_steps=null",
 )
 STAGES = {
     stage: ("strategy=deepspeed", f"strategy.stage={stage}", *(NORMS_ALONE if stage == 3 else ()))

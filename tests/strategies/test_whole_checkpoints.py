@@ -12,6 +12,7 @@ BASE = (
     "model=transformer", "model.constants.width=16", "model.constants.hidden=32", "data.batch_size=200",
     "precision=fp64", "trainer.gradient_clip_val=0.5", "test=false",
     "trainer.max_epochs=null", "trainer.num_sanity_val_steps=0", "hooks=[gradients]", "logger=[]",
+    "hooks.gradients.each_parameter=true",
 )  # fmt: skip
 HALF, WHOLE = "trainer.max_steps=8", "trainer.max_steps=15"
 

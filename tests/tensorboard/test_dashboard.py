@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from exp import dashboard
-from exp.dashboard import DashboardError, page_for, runs_below
+from exp.dashboard import DashboardError, page_for, shown_below
 from exp.tensorboard.logger import TensorBoardLogger
 
 
-def log_a_run(directory, tag: str = "loss/train") -> None:
+def log_a_run(directory, *tags: str) -> None:
     directory.mkdir(parents=True)
     logger = TensorBoardLogger(directory=directory)
-    logger.log_metrics({tag: 1.0}, 1)
+    logger.log_metrics(dict.fromkeys(tags or ("loss/train",), 1.0), 1)
     logger.finalize("success")
 
 
@@ -62,20 +62,29 @@ def own_addresses() -> list[str]:
     ]
 
 
-def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path):
-    log_a_run(tmp_path / "outputs" / "train" / "a")
+def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path, monkeypatch):
     log_a_run(tmp_path / "outputs" / "train" / "b", "memory/host_rss_mib")
+    log_a_run(tmp_path / "outputs" / "train" / "a", "loss/train", "accuracy/val")
+    (tmp_path / "outputs" / "train" / "a" / "overrides.yaml").write_text("- optimizer.lr=0.1\n")
+    (place := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
     with started(tmp_path, "--port", "0", "--no-browser") as (process, line):
-        port = int(re.fullmatch(r"2 runs  http://127\.0\.0\.1:(\d+)/#timeseries  \(Ctrl-C ends it\)\n", line)[1])
-        assert sorted(fetched(f"http://127.0.0.1:{port}/data/runs")) == [
-            "train/a/tensorboard",
-            "train/b/tensorboard",
-        ]
+        port = int(
+            re.fullmatch(r"2 runs  http://127\.0\.0\.1:(\d+)/data/plugin/exp/overview  \(Ctrl-C ends it\)\n", line)[1]
+        )
+        assert sorted(fetched(f"http://127.0.0.1:{port}/data/runs")) == ["lr=0.1 · train a", "train b tensorboard"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/exp/overview", timeout=60) as reply:
+            found = urllib.parse.urlsplit(reply.url)
+        (cards,) = urllib.parse.parse_qs(found.query)["pinnedCards"]
+        assert json.loads(cards) == [{"plugin": "scalars", "tag": tag} for tag in ("loss/train", "accuracy/val")]
+        listed = fetched(f"http://127.0.0.1:{port}/data/plugins_listing")
+        assert "custom_scalars" in listed
+        assert "exp" not in listed
         layout = fetched(f"http://127.0.0.1:{port}/data/plugin/custom_scalars/layout")
         charts = {category["title"]: [chart["title"] for chart in category["chart"]] for category in layout["category"]}
-        assert charts == {"Overview": ["loss"], "Memory": ["host, MiB"]}
+        assert charts == {"Overview": ["loss", "metrics, validation"], "Memory": ["host, MiB"]}
         regex = layout["category"][1]["chart"][0]["multiline"]["tag"][0]
-        query = urllib.parse.urlencode({"run": "train/b/tensorboard", "tag": regex})
+        query = urllib.parse.urlencode({"run": "train b tensorboard", "tag": regex})
         drawn = fetched(f"http://127.0.0.1:{port}/data/plugin/custom_scalars/scalars?{query}")
         assert drawn["regex_valid"]
         assert [point[1:] for point in drawn["tag_to_events"]["memory/host_rss_mib"]] == [[1, 1.0]]
@@ -90,8 +99,14 @@ def test_it_serves_this_machine_alone_and_leaves_nothing(tmp_path):
         for address in own_addresses():
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5)
+        log_a_run(tmp_path / "outputs" / "train" / "c")
+        end = time.monotonic() + 60
+        while len(names := fetched(f"http://127.0.0.1:{port}/data/runs")) < 3 and time.monotonic() < end:
+            time.sleep(0.5)
+        assert "train c tensorboard" in names
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=100) == 0
+        assert list(place.iterdir()) == []
         assert psutil.wait_procs(family, timeout=60)[1] == []
         assert process.stderr.read() == ""
 
@@ -116,7 +131,7 @@ def test_the_page_of_a_sweep_has_a_row_for_each_job_with_its_values_and_its_end(
         }
         fetched(f"{address}data/runs")
         found = fetched(f"{address}data/plugin/hparams/session_groups", json.dumps(question).encode())
-    rows = {group["sessions"][0]["name"].split("/")[0]: group for group in found["sessionGroups"]}
+    rows = {group["sessions"][0]["name"].split()[0]: group for group in found["sessionGroups"]}
     assert sorted(map(int, rows)) == list(range(12))
     for job in range(12):
         row = rows[str(job)]
@@ -141,7 +156,7 @@ def test_a_port_that_is_taken_is_one_clear_line_and_a_wider_address_a_warning(tm
     assert "Choose another --port" in done.stderr
     assert "Traceback" not in done.stderr
     with started(tmp_path, "run", "--port", "0", "--host", "127.0.0.2", "--no-browser") as (process, line):
-        assert re.match(r"1 run  http://127\.0\.0\.2:\d+/#custom_scalars ", line)
+        assert re.match(r"1 run  http://127\.0\.0\.2:\d+/data/plugin/exp/overview ", line)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=100) == 143
         assert "127.0.0.2: whoever reaches this address can read everything" in process.stderr.read()
@@ -167,11 +182,11 @@ def test_the_page_is_the_one_that_fits(tmp_path):
     run, sweep = tmp_path / "train" / "2026-01-31" / "1", tmp_path / "train" / "sweeps" / "2026-01-31" / "12-00-00"
     for directory in (run, sweep / "0", sweep / "1"):
         log_a_run(directory)
-    assert len(runs_below(tmp_path)) == 3
-    pages = {path: page_for(path, runs=len(runs_below(path))) for path in (run, sweep, tmp_path)}
-    assert pages == {run: "custom_scalars", sweep: "hparams", tmp_path: "scalars"}
+    assert len(shown_below(tmp_path)) == 3
+    pages = {path: page_for(path, runs=len(shown_below(path))) for path in (run, sweep, tmp_path)}
+    assert pages == {run: "overview", sweep: "hparams", tmp_path: "overview"}
     with pytest.raises(DashboardError):
-        runs_below(tmp_path / "nowhere")
+        shown_below(tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a desktop is taken for granted")

@@ -38,10 +38,15 @@ def test_a_chart_comes_with_its_first_tag_and_the_groups_keep_their_order():
 def test_each_tag_is_in_one_chart():
     patterns = [pattern for charts in CHARTS.values() for pattern in charts.values()]
     for tag in [*TAGS, *ONLY_ON_CUDA, "f1/val", "memory/peak_forward_mib/max", "memory/fragmentation/mean"]:
-        if not tag.startswith(NOT_CURVES):
+        if not tag.startswith(NOT_CURVES) and tag not in HEAT_MAPS:
             assert sum(re.match(pattern, tag) is not None for pattern in patterns) == 1, tag
 
 
+HEAT_MAPS = {
+    *(f"gradients/{figure}" for figure in ("norm", "update_ratio", "zeros", "non_finite", "output_norm")),
+    *(f"activations/{figure}" for figure in ("mean", "std", "zeros", "dead_units", "saturated")),
+    "throughput/part_ms",
+}
 # What other tabs show, or the Scalars tab alone.
 NOT_CURVES = (
     "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
@@ -51,4 +56,4 @@ NOT_CURVES = (
 
 
 def test_what_other_tabs_show_brings_no_chart():
-    assert Layout().grown([tag for tag in TAGS if tag.startswith(NOT_CURVES)]) is None
+    assert Layout().grown([tag for tag in TAGS if tag.startswith(NOT_CURVES) or tag in HEAT_MAPS]) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,14 +22,11 @@ pytestmark = [
 LAYERS = [f"{layer}.{kind}" for layer in ("head", "hidden", "hidden2") for kind in ("bias", "weight")]
 TAGS = sorted([
     "accuracy/test", "accuracy/val",
-    *(f"gradients/{figure}/{layer}" for figure in ("norm", "update_ratio", "zeros", "non_finite") for layer in LAYERS),
-    "gradients/norm/total",
+    "gradients/norm/total", "gradients/update_ratio/total",
     "loss/test", "loss/train", "loss/train_epoch", "loss/val",
-    "memory/activations_mib", "memory/gradients_mib", "memory/host_rss_mib", "memory/optimizer_mib",
-    "memory/parameters_mib",
+    "memory/activations_mib", "memory/gradients_mib", "memory/optimizer_mib", "memory/parameters_mib",
     "optimizer/lr/default",
-    "throughput/backward_ms", "throughput/data_ms", "throughput/forward_ms", "throughput/optimizer_ms",
-    "throughput/rest_ms", "throughput/samples_per_second", "throughput/step_ms",
+    "throughput/samples_per_second", "throughput/step_ms",
 ])  # fmt: skip
 PARAMETERS = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
 
@@ -55,15 +54,17 @@ def steps(run: EventAccumulator, tag: str) -> list[int]:
 
 
 def test_the_tags_are_those_of_the_contract(run):
-    # The peaks of a process can be had on Linux alone, and not in every container.
-    assert sorted(tag for tag in run.Tags()["scalars"] if not tag.startswith("memory/host_peak_")) == TAGS
+    assert sorted(run.Tags()["scalars"]) == TAGS
+    assert sorted(run.Tags()["images"]) == ["gradients/norm", "gradients/update_ratio", "throughput/part_ms"]
 
 
 def test_the_x_axis_is_the_optimizer_step(run):
     assert steps(run, "loss/train") == list(range(1, 61))
     assert steps(run, "gradients/norm/total") == list(range(1, 61))
-    assert steps(run, "memory/optimizer_mib") == [1, 50]
-    assert steps(run, "throughput/step_ms") == [50]
+    # Of 60 steps 20 points, and the first.
+    assert steps(run, "memory/optimizer_mib") == [1, *range(3, 61, 3)]
+    assert steps(run, "gradients/update_ratio/total") == [1, *range(3, 61, 3)]
+    assert steps(run, "throughput/step_ms") == list(range(3, 61, 3))
     assert steps(run, "loss/val") == steps(run, "accuracy/val") == [20, 40, 60]
 
 
@@ -77,15 +78,21 @@ def test_memory_equals_the_count_by_hand(run):
     assert in_bytes["activations"][0] == pytest.approx(by_hand, rel=0.02)
 
 
-def test_the_total_norm_is_that_of_its_parts(run):
-    parts = [tag for tag in TAGS if tag.startswith("gradients/norm/") and not tag.endswith("total")]
-    for total, *norms in zip(values(run, "gradients/norm/total"), *(values(run, tag) for tag in parts), strict=True):
-        assert total == pytest.approx(math.hypot(*norms), rel=1e-5)
+def test_the_total_norm_is_that_of_its_parts_in_the_table(run):
+    with (Path(run.path).parent / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    totals = dict(zip(steps(run, "gradients/norm/total"), values(run, "gradients/norm/total"), strict=True))
+    assert [int(row["step"]) for row in rows] == [1, *range(3, 61, 3)]
+    for row in rows:
+        norms = [float(row[f"gradients/norm/{layer}"]) for layer in LAYERS]
+        assert totals[int(row["step"])] == pytest.approx(math.hypot(*norms), rel=1e-5)
 
 
 def test_speed_and_samples_agree(run):
-    (milliseconds,), (rate,) = values(run, "throughput/step_ms"), values(run, "throughput/samples_per_second")
-    assert 0.9 * 64 < rate * milliseconds / 1000 <= 64  # the last batch of an epoch is short
+    speeds = zip(values(run, "throughput/step_ms"), values(run, "throughput/samples_per_second"), strict=True)
+    for milliseconds, rate in speeds:
+        # The last batch of an epoch, of 5 samples, is one of three steps at most.
+        assert 2 / 3 * 64 < rate * milliseconds / 1000 <= 64.001
 
 
 def test_losses_are_the_same_bit_for_bit_without_hooks(run, tmp_path, monkeypatch):

@@ -159,6 +159,9 @@ def gradients(add: Any, index: int, step: dict[str, Any], settings: dict[str, An
             add(f"gradients/non_finite/{name}", index, (~one.isfinite()).double().mean())
             changed = step["after"][name].double() - step["before"][name].double()
             add(f"gradients/update_ratio/{name}", index, size([changed]) / size([step["before"][name]]))
+        before = step["before"]
+        moved = [step["after"][name].double() - one.double() for name, one in before.items()]
+        add("gradients/update_ratio/total", index, size(moved) / size(before.values()))
     if index % settings["memory"] == 0 or index == 1:
         add("memory/parameters_mib", index, sum(one.nbytes for one in step["after"].values()) / 2**20)
         add("memory/gradients_mib", index, sum(one.nbytes for one in step["gradients"].values()) / 2**20)
@@ -212,6 +215,7 @@ def command(settings: dict[str, Any]) -> list[str]:
         f"metric_stages=[{','.join(settings['metric_stages'])}]",
         f"scheduler={settings['scheduler']}",
         f"runtime.steps_per_execution={_word(settings['steps_per_execution'])}",
+        *("hooks.gradients.each_parameter=true", "hooks.gradients.clipped=total", "hooks.memory.details=true"),
         f"hooks.gradients.every_n_steps={settings['every_n_steps']}",
         f"hooks.gradients.shares_every_n_steps={settings['shares_every_n_steps']}",
         f"hooks.gradients.update_ratio_every_n_steps={settings['shares_every_n_steps']}",
@@ -279,7 +283,8 @@ def test_memory_and_times_are_those_of_all_ranks(ranks, tmp_path: Path) -> None:
     (tmp_path / "unequal.py").write_text(UNEQUAL)
     run = ranks.train(
         "strategy=ddp", "hooks=[memory,throughput]", "+hooks.unequal={_target_: unequal.Unequal}",
-        "security.allow=[unequal]", "hooks.memory.every_n_steps=4", "hooks.throughput.every_n_steps=4",
+        "security.allow=[unequal]", "hooks.memory.details=true", "hooks.memory.every_n_steps=4",
+        "hooks.throughput.every_n_steps=4",
         "trainer.max_epochs=1", "trainer.limit_train_batches=8", "data.batch_size=32", "test=false", ranks=2,
     )  # fmt: skip
     shown = points(run.directory)

@@ -27,6 +27,12 @@ OVERRIDES = [
     "hooks.activations.modules=[relu1]",
     "hooks.activations.histogram=true",
     "hooks.gradients.clipped=each",
+    "hooks.gradients.each_parameter=true",
+    "hooks.gradients.shares_every_n_steps=4",
+    "hooks.activations.each_layer=true",
+    "hooks.memory.details=true",
+    "hooks.retain_gradients.each_module=true",
+    "hooks.throughput.each_part=true",
     "hooks.pr_curve.max_classes=2",
     "hooks.retain_gradients.modules=[relu1]",
     "hooks.retain_gradients.histogram=true",
@@ -43,6 +49,7 @@ OF_TEXT = [
     "data.dataset.block_size=8",
     "data.dataset.files=text.txt",
     "hooks=[throughput]",
+    "hooks.throughput.each_part=true",
     "hooks.throughput.every_n_steps=2",
     "trainer.max_steps=4",
     "test=false",
@@ -85,6 +92,6 @@ def test_every_tag_of_the_snapshot_is_in_the_event_file_of_a_real_run(ranks, tmp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's figures need a CUDA device")
 def test_on_a_gpu_there_are_those_of_its_allocator_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = exp.fit(exp.compose(["hooks=[memory]", "trainer.max_steps=2", "test=false"]))
+    report = exp.fit(exp.compose(["hooks=[memory]", "hooks.memory.details=true", "trainer.max_steps=2", "test=false"]))
     read = EventAccumulator(str(Path(report.directory) / "tensorboard")).Reload()
     assert [tag for tag in ONLY_ON_CUDA if tag not in read.Tags()["scalars"]] == []

@@ -252,10 +252,11 @@ VALUES: dict[str, Any] = {
     "metrics.*.target": Text,
     "metrics.*.inputs": Annotated[dict[str, Text], "a mapping of parameters to names of values"] | None,
     "objective.*.weight": Number,
-    "hooks.*.every_n_steps": Count,
-    "hooks.*.histogram_every_n_steps": Count | None,
-    "hooks.*.update_ratio_every_n_steps": Count | None,
-    "hooks.*.shares_every_n_steps": Count | None,
+    "hooks.*.every_n_steps": Literal["auto"] | Count,
+    "hooks.*.heat_map_every_n_steps": Literal["auto"] | Count | None,
+    "hooks.*.histogram_every_n_steps": Literal["auto"] | Count | None,
+    "hooks.*.update_ratio_every_n_steps": Literal["auto"] | Count | None,
+    "hooks.*.shares_every_n_steps": Literal["auto"] | Count | None,
 }
 
 # Below the same nodes: what exp reads itself, so that it must be there, and what to write for "nothing special".

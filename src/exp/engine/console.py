@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.datamodule import RunTrainer
@@ -21,6 +24,7 @@ from exp.strategies.rank import Rank
 
 # Lightning's loggers print to the screen by themselves.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
+LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
 
 
 @contextmanager
@@ -35,6 +39,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
     file = _LogFile(path, entries)
     file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    file.addFilter(is_of_the_run)
     screen = _ScreenHandler(logging.WARNING if rank.is_first else logging.CRITICAL)
     collector = NotWritten(entries)
     root, own = logging.getLogger(), logging.getLogger("exp")
@@ -48,6 +53,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
         for logger, _, _ in chatty:
             logger.handlers, logger.propagate = [], True
         logging.captureWarnings(True)
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
         with outliving_output():
             for stream in lost_streams():
                 assert stream.lost is not None
@@ -62,6 +68,22 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
         own.removeHandler(collector)
         root.removeHandler(file)
         file.close()
+
+
+def is_of_the_run(record: logging.LogRecord) -> bool:
+    """Return whether a line says something of the run: what Lightning informs of is known, or an advert."""
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in LIGHTNING
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *place: Any, **named: Any
+) -> None:
+    """Show a warning, unless it is Lightning's advice on its loops, which exp's check gives, or on its own code."""
+    if issubclass(category, PossibleUserWarning):
+        return
+    if issubclass(category, DeprecationWarning | FutureWarning) and not LIGHTNING.isdisjoint(Path(filename).parts):
+        return
+    show(message, category, filename, *place, **named)
 
 
 class _Formatter(logging.Formatter):

@@ -32,7 +32,6 @@ from exp.engine.runtime import operator_at_most, set_threads, threads_of
 from exp.engine.step_hooks import Found
 from exp.errors import RunError
 from exp.hooks.hook import Hook
-from exp.loggers.run_logger import RunLogger
 from exp.nested import tensors_in
 from exp.optim.phase import rate_names
 from exp.precision.plugin import RunPrecision
@@ -82,9 +81,7 @@ class OwnRecording(StepRecording):
         self._step_hooks.attach(trainer, self._module)
         self._first = self._index
         self._values, self._size, self._rates = None, 0, {}
-        for logger in trainer.loggers:
-            if isinstance(logger, RunLogger):
-                logger.purge(self._index)  # what an earlier process logged from there on is void
+        self._begin_writing(self._index)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
@@ -94,6 +91,7 @@ class OwnRecording(StepRecording):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
+        self._end_writing(trainer)
         self._keep(trainer)
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
@@ -237,8 +235,7 @@ class OwnRecording(StepRecording):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self.flush(trainer)
-        for logger in trainer.loggers:
-            logger.save()  # a process that goes on from here begins behind what they hold back
+        self._save_written()
         self._step_hooks.pause()
         checkpoint[LATEST] = dict(self.latest)
         checkpoint[STATE] = {"index": self._index}

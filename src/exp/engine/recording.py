@@ -33,6 +33,7 @@ from exp.engine.step_hooks import Found, StepHooks
 from exp.errors import Interrupted, RunError
 from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
+from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import each_optimizer, rate_names
 from exp.output import tell_not_written
@@ -65,6 +66,7 @@ class StepRecording(Callback):
         # The optimizer step at which each stage was written last.
         self._stages: dict[Stage, int] = {}
         self._undrawn: set[str] = set()
+        self._heat_maps = HeatMaps(directory)
 
     def shown(self) -> dict[str, float]:
         """What the console shows of the last points: a stage's loss and metrics, and not the terms of a loss."""
@@ -76,6 +78,8 @@ class StepRecording(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._step_hooks.failed(exception)
         self._step_hooks.detach()
+        # What led to it is what a reader looks for.
+        self._end_writing(trainer)
 
     def _is_flush(self, index: int) -> bool:
         """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""
@@ -87,11 +91,34 @@ class StepRecording(Callback):
         """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
-            shown = self._drawn(panels) if panels else {}
+            shown = self._heat_maps.shown(self._drawn(panels), index) if panels else {}
             for logger in self._trainer.loggers:
                 logger.log_metrics(values, index)
                 if shown and isinstance(logger, RunLogger):
                     logger.log_panels(shown, index)
+
+    def _begin_writing(self, index: int) -> None:
+        """Void what an earlier process wrote from this step on, the first of the training."""
+        for logger in self._trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.purge(index)
+        if self._trainer.is_global_zero:
+            self._heat_maps.begin(index)
+
+    def _save_written(self) -> None:
+        """Write what is held back: a process that goes on from a checkpoint begins behind it."""
+        for logger in self._trainer.loggers:
+            logger.save()
+        if self._trainer.is_global_zero:
+            self._heat_maps.save()
+
+    def _end_writing(self, trainer: Trainer) -> None:
+        """Draw the heat maps that have grown since they were drawn last."""
+        if trainer.is_global_zero:
+            for index, shown in self._heat_maps.end().items():
+                for logger in trainer.loggers:
+                    if isinstance(logger, RunLogger):
+                        logger.log_panels(shown, index)
 
     def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
         """Draw panels; one that cannot be drawn is told once, and is no reason to end the run."""
@@ -178,13 +205,12 @@ class Recording(StepRecording):
         self._start_window()
         self._first_steps = FirstSteps(self._trainer, self._module)
         trainer.callback_metrics.update(_tensors(self.metrics))
-        for logger in trainer.loggers:
-            if isinstance(logger, RunLogger):
-                logger.purge(self._index + 1)  # what an earlier process logged from there on is void
+        self._begin_writing(self._index + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_steps.end()
         self.flush(trainer)
+        self._end_writing(trainer)
         # Before an average takes the place of the weights, and whether or not they are saved.
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
@@ -354,8 +380,7 @@ class Recording(StepRecording):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self.flush(trainer)
-        for logger in trainer.loggers:
-            logger.save()  # a process that goes on from here begins behind what they hold back
+        self._save_written()
         self._step_hooks.pause()
         checkpoint[LATEST] = dict(self.latest)
         checkpoint[STATE] = {

@@ -43,14 +43,15 @@ Owners = dict[str, tuple[Hook | None, str]]
 class Due:
     """The hooks of one step, by the methods that they override."""
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self.passed = _overriding(hooks, "passed")
-        self.around_forward = _overriding(hooks, "around_forward")
-        self.after_forward = _overriding(hooks, "after_forward")
-        self.before_update = _overriding(hooks, "before_update")
-        self.after_backward = _overriding(hooks, "after_backward")
-        self.after_clipping = _overriding(hooks, "after_clipping")
-        self.after_step = _overriding(hooks, "after_step")
+    def __init__(self, hooks: Mapping[Hook, frozenset[str]]) -> None:
+        """hooks: with the methods of each that have nothing to do."""
+        self.passed = _busy(hooks, "passed")
+        self.around_forward = _busy(hooks, "around_forward")
+        self.after_forward = _busy(hooks, "after_forward")
+        self.before_update = _busy(hooks, "before_update")
+        self.after_backward = _busy(hooks, "after_backward")
+        self.after_clipping = _busy(hooks, "after_clipping")
+        self.after_step = _busy(hooks, "after_step")
         self.at_modules = [hook for hook in hooks if hook.is_at_modules and not hook.transforms]
         self.keeps_batches = bool(self.before_update) or any(hook.keeps_batches for hook in hooks)
         self.watches_forward = bool(self.around_forward or self.at_modules)
@@ -76,8 +77,8 @@ class StepHooks(StepObserver):
         self._evaluating = _overriding(self._all, "evaluated")
         self._finishing = _overriding(self._all, "after_evaluation")
         # Which hooks are due together repeats: their lists are made once.
-        self._kinds: dict[tuple[bool, ...], Due] = {}
-        self._due = self._nothing = Due([])
+        self._kinds: dict[tuple[frozenset[str] | None, ...], Due] = {}
+        self._due = self._nothing = Due({})
         self._is_within_step = False
         self._step: Step | None = None
         self._index = self._batch_idx = self._size = self._samples = 0
@@ -112,7 +113,8 @@ class StepHooks(StepObserver):
         self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.metric_names(one)}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
-                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)
+                steps = self._total_steps
+                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale, total_steps=steps)
         module.observer = self
 
     def detach(self) -> None:
@@ -148,10 +150,11 @@ class StepHooks(StepObserver):
     def start_batch(self, batch: Batch, batch_idx: int, *, index: int) -> None:
         """Take a micro-batch of optimizer step `index`."""
         if not self._is_within_step:
-            kind = tuple([hook.due(index) for hook in self._all])
+            kind = tuple([hook.idle_at(index) if hook.due(index) else None for hook in self._all])
             due = self._kinds.get(kind)
             if due is None:
-                due = self._kinds[kind] = Due([hook for hook, is_due in zip(self._all, kind, strict=True) if is_due])
+                found = zip(self._all, kind, strict=True)
+                due = self._kinds[kind] = Due({hook: idle for hook, idle in found if idle is not None})
             self._due, self._is_within_step = due, True
             self.watches_forward = due.watches_forward
             self._index, self._size = index, 0
@@ -341,6 +344,10 @@ class StepHooks(StepObserver):
         for hook in self._finishing:
             found.update(given(hook, "after_evaluation", (stage, gather), owners=self._owners, place=stage))
         return found
+
+
+def _busy(hooks: Mapping[Hook, frozenset[str]], method: str) -> list[Hook]:
+    return [hook for hook, idle in hooks.items() if hook.overrides(method) and method not in idle]
 
 
 def _overriding(hooks: Sequence[Hook], method: str) -> list[Hook]:

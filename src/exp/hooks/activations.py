@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from exp.errors import RunError
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Boundary, Hook, Values
-from exp.hooks.panels import Histogram
+from exp.hooks.hook import Boundary, Hook, Period, Values
+from exp.hooks.panels import Column, Healthy, Histogram
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 
@@ -29,9 +29,22 @@ BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
 # it was asked whether they are saturated, and how many are.
 COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED = range(6)
 
+# Layers that a signal fades or grows in by three orders of magnitude, half of whose units give nothing, or which are
+# at their bounds in half of what they give.
+HEALTHY: dict[str, Healthy] = {
+    "std": Healthy(low=1e-3, high=1e3),
+    "dead_units": Healthy(high=0.5, is_logarithmic=False),
+    "saturated": Healthy(high=0.5, is_logarithmic=False),
+    "zeros": Healthy(high=0.99, is_logarithmic=False),
+    "mean": Healthy(is_logarithmic=False),
+}
+
 
 class Activations(Hook):
-    """Logs five figures of each module's output over the batch of a due step, of all ranks and micro-batches together.
+    """Draws five figures of each module's output over the batch of a due step, of all ranks and micro-batches together.
+
+    Each is a heat map, layers by steps, whose numbers are in the run's table.csv: `activations/std` and so on. With
+    `each_layer` they are scalars, too:
 
     `activations/mean/<module>`, `activations/std/<module>`: of all entries of the output, the deviation by their number
     (not by one less).
@@ -47,22 +60,25 @@ class Activations(Hook):
     them; of several tensors that it returns the first one counts. Functions in a forward program are no modules. The
     figures are taken in float32, and put together in float64.
 
+    each_layer: whether the figures are scalars, too.
     modules: `*` alone means layers, the modules without others below them.
     unit_axis: the axis of the units, for outputs that are laid out in another way: 1 for `[B, C, T]` of Conv1d.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
+    longest = {"every_n_steps": 100}
 
     def __init__(
         self,
         *,
-        every_n_steps: int = 100,
+        every_n_steps: Period = "auto",
+        each_layer: bool = False,
         modules: Sequence[str] = ("*",),
         unit_axis: int | None = None,
         histogram: bool = False,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        self.unit_axis, self.histogram = unit_axis, histogram
+        self.each_layer, self.unit_axis, self.histogram = each_layer, unit_axis, histogram
         self._seen: dict[str, _Seen] = {}
         self._counts = True
 
@@ -100,18 +116,24 @@ class Activations(Hook):
         parts = torch.stack([merged([part.to(device) for part in one.parts]) for one in seen.values()])
         lives = [torch.cat([live.to(device) for live in one.live.values()]) for one in seen.values()]
         ranks, alive = step.gather(parts), step.gather(torch.cat(lives).to(torch.uint8)).amax(0)
+        found: dict[str, dict[str, Tensor]] = {figure: {} for figure in HEALTHY}
         values: dict[str, Any] = {}
         for place, ((name, one), units) in enumerate(zip(seen.items(), alive.split([*map(len, lives)]), strict=True)):
             whole = merged(list(ranks[:, place]))
             name = name or "network"
-            values[f"activations/mean/{name}"] = whole[MEAN]
-            values[f"activations/std/{name}"] = (whole[SQUARES] / whole[COUNT]).sqrt()
-            values[f"activations/zeros/{name}"] = whole[ZEROS] / whole[COUNT]
-            values[f"activations/dead_units/{name}"] = 1 - units.float().mean()
+            found["mean"][name] = whole[MEAN]
+            found["std"][name] = (whole[SQUARES] / whole[COUNT]).sqrt()
+            found["zeros"][name] = whole[ZEROS] / whole[COUNT]
+            found["dead_units"][name] = 1 - units.float().mean()
             if one.bounded:
-                values[f"activations/saturated/{name}"] = whole[SATURATED] / whole[ASKED]
+                found["saturated"][name] = whole[SATURATED] / whole[ASKED]
             if one.last is not None:
                 values[f"activations/histogram/{name}"] = Histogram.of(one.last)
+        for figure, numbers in found.items():
+            if numbers:
+                values[f"activations/{figure}"] = Column.of(numbers, healthy=HEALTHY[figure])
+            if self.each_layer:
+                values |= {f"activations/{figure}/{name}": number for name, number in numbers.items()}
         return values
 
 

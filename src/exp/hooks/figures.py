@@ -1,13 +1,16 @@
-"""Figures that hooks draw on the host: captions below pictures, coloured cells, curves over an axis."""
+"""Figures that are drawn on the host: captions below pictures, coloured cells, heat maps, curves over an axis."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from exp.hooks.panels import Healthy
 
 # Told apart by those who see no red or no green, too (Okabe and Ito 2008).
 BLUE, ORANGE, GREEN, PINK = (0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167)
@@ -36,7 +39,13 @@ class Caption:
 def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Font]:
     """An empty sheet, a pen for it, and the font."""
     sheet = Image.new("RGB", (width, height), PAPER)
-    return sheet, ImageDraw.Draw(sheet), ImageFont.load_default(TEXT_SIZE)
+    return sheet, ImageDraw.Draw(sheet), font_of(TEXT_SIZE)
+
+
+@functools.cache
+def font_of(size: int) -> Font:
+    """Pillow's own font. Read once: that takes longer than most pictures."""
+    return ImageFont.load_default(size)
 
 
 def heights(
@@ -69,7 +78,7 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
     factor = max(1, 64 // max(height, width))
     pictures = pictures.repeat(factor, axis=1).repeat(factor, axis=2)
     height, width = height * factor, width * factor
-    font = ImageFont.load_default(TEXT_SIZE)
+    font = font_of(TEXT_SIZE)
     lines = max(len(caption.lines) for caption in captions)
     texts = [font.getlength(line) for caption in captions for line in caption.lines]
     wide = int(max([width, *texts])) + 2 * MARGIN
@@ -103,7 +112,7 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     shares = counts / np.maximum(rows, 1)
     cell = max(1, min(WIDEST_CELL, 900 // classes))
     colours = _tinted(shares)
-    font = ImageFont.load_default(TEXT_SIZE)
+    font = font_of(TEXT_SIZE)
     side = cell * classes
     left = int(font.getlength(str(classes - 1))) + 3 * MARGIN + TEXT_SIZE
     top = 2 * (TEXT_SIZE + MARGIN) + 3 * MARGIN + TEXT_SIZE
@@ -146,7 +155,7 @@ def _write_figures(
     cell: int,
     normalised: bool,
 ) -> None:
-    font = ImageFont.load_default(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
+    font = font_of(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
     for target, prediction in np.argwhere(counts):
         share = shares[target, prediction]
         figure = _per_cent(share) if normalised else short(int(counts[target, prediction]))
@@ -168,6 +177,125 @@ def short(count: int) -> str:
     size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if count >= size)
     scaled = count / size
     return f"{scaled:.1f}{unit}" if scaled < 9.95 else f"{scaled:.0f}{unit}"
+
+
+# Of a heat map: healthy numbers are grey, from light to dark as they grow; what is not is saturated.
+LIGHT, DARK = 232, 96
+LOW, HIGH, LOST = (0, 90, 255), (255, 96, 0), (225, 0, 120)
+MOST_ROWS = 720
+ROWS = 360
+WIDEST_COLUMN, HIGHEST_ROW = 28, 18
+LONGEST_NAME = 140
+KEY = 22
+
+
+def heat_map(
+    numbers: np.ndarray, *, names: Sequence[str], steps: Sequence[int], healthy: Healthy, title: str
+) -> np.ndarray:
+    """Rows by steps as a picture: uint8 `[H, W, 3]`.
+
+    A healthy number is grey, darker as it grows; one below the lower bound is blue, one above the upper bound orange,
+    one that is infinite or not a number pink, and where there is none it is white. Of more rows than MOST_ROWS, the
+    least healthy of several neighbours is shown.
+
+    numbers: `[R, S]`, infinite where a number is lost, nan where there is none. names: R. steps: S, rising.
+    """
+    numbers, names = _folded(numbers, names, healthy)
+    count, length = numbers.shape
+    font = font_of(TEXT_SIZE)
+    left = int(min(LONGEST_NAME, max(map(font.getlength, names)))) + 2 * MARGIN
+    wide = max(1, min(WIDEST_COLUMN, (CARD - left - MARGIN) // length))
+    high = max(1, min(HIGHEST_ROW, ROWS // count))
+    low, most = _limits(numbers, healthy)
+    cells = _colours(numbers, healthy, low, most).repeat(high, axis=0).repeat(wide, axis=1)
+    top, line = 2 * MARGIN + TEXT_SIZE, TEXT_SIZE + 3
+    down, across = top + cells.shape[0], left + cells.shape[1]
+    key = _key(healthy, low, most, lost=bool(np.isinf(numbers).any()))
+    key_width = int(max(font.getlength(text) for _, text in key)) + KEY + 2 * MARGIN
+    width = max(CARD, across + MARGIN, int(font.getlength(title)) + 2 * MARGIN, left + key_width)
+    sheet, pen, font = blank(width, down + 2 * line + MARGIN + len(key) * line + MARGIN)
+    pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
+    sheet.paste(Image.fromarray(cells), (left, top))
+    every = -(-(TEXT_SIZE + 1) // high)
+    for place in range(0, count, every):
+        name = _cut_front(names[place], font)
+        middle = top + place * high + (high if high > TEXT_SIZE else TEXT_SIZE) / 2
+        pen.text((left - MARGIN, middle), name, fill=INK, font=font, anchor="rm")
+    for place in dict.fromkeys((0, length // 2, length - 1)):
+        anchor = "la" if place == 0 else "ra" if place == length - 1 else "ma"
+        at = left + (place + (place > 0) * 0.5 + (place == length - 1 > 0) * 0.5) * wide
+        if place in (0, length - 1) or cells.shape[1] > 150:
+            pen.text((at, down + 2), str(steps[place]), fill=INK, font=font, anchor=anchor)
+    pen.text((left, down + 2 + line), "step", fill=INK, font=font)
+    for place, (colour, text) in enumerate(key):
+        upper = down + 2 * line + MARGIN + place * line
+        pen.rectangle((left, upper, left + KEY - 4, upper + TEXT_SIZE), fill=colour, outline=PALE)
+        pen.text((left + KEY, upper), text, fill=INK, font=font)
+    return np.array(sheet)
+
+
+def _cut_front(name: str, font: Font) -> str:
+    """A name as far as there is room for its end, which tells neighbours apart."""
+    if font.getlength(name) <= LONGEST_NAME:
+        return name
+    while font.getlength(f"...{name}") > LONGEST_NAME:
+        name = name[1:]
+    return f"...{name}"
+
+
+def _folded(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:
+    """As many rows as can be told apart."""
+    together = -(-len(names) // MOST_ROWS)
+    if together == 1:
+        return numbers, names
+    groups = [numbers[first : first + together] for first in range(0, len(names), together)]
+    rows = [np.take_along_axis(group, _harm(group, healthy).argmax(0)[None], 0)[0] for group in groups]
+    return np.stack(rows), names[::together]
+
+
+def _harm(numbers: np.ndarray, healthy: Healthy) -> np.ndarray:
+    """How far from healthy: 4 lost, 3 too large, 2 too small, 1 healthy, 0 missing."""
+    harm = np.where(np.isnan(numbers), 0, 1)
+    if healthy.low is not None:
+        harm[numbers < healthy.low] = 2
+    if healthy.high is not None:
+        harm[numbers > healthy.high] = 3
+    harm[np.isinf(numbers)] = 4
+    return harm
+
+
+def _limits(numbers: np.ndarray, healthy: Healthy) -> tuple[float, float]:
+    """The smallest and the largest healthy number; of a logarithmic scale the smallest above zero."""
+    fine = numbers[_harm(numbers, healthy) == 1]
+    if healthy.is_logarithmic:
+        fine = fine[fine > 0]
+    return (float(fine.min()), float(fine.max())) if len(fine) else (0.0, 0.0)
+
+
+def _colours(numbers: np.ndarray, healthy: Healthy, low: float, most: float) -> np.ndarray:
+    """uint8 `[R, S, 3]`."""
+    harm = _harm(numbers, healthy)
+    shares = np.zeros(numbers.shape)
+    if most > low:
+        known = np.where(harm == 1, numbers, low).clip(low, most)
+        magnitude = np.log if healthy.is_logarithmic else np.asarray
+        shares = (magnitude(known) - magnitude(low)) / (magnitude(most) - magnitude(low))
+    grey = (LIGHT + (DARK - LIGHT) * shares).round()
+    cells = np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
+    for level, colour in ((0, PAPER), (2, LOW), (3, HIGH), (4, LOST)):
+        cells[harm == level] = colour
+    return cells
+
+
+def _key(healthy: Healthy, low: float, most: float, *, lost: bool) -> list[tuple[tuple[int, int, int], str]]:
+    """What the colours mean."""
+    light, dark = (LIGHT,) * 3, (DARK,) * 3
+    found = [(light, f"{low:.3g}"), (dark, f"{most:.3g}")] if most > low else [(light, f"{low:.3g}")]
+    if healthy.low is not None:
+        found.append((LOW, f"below {healthy.low:g}"))
+    if healthy.high is not None:
+        found.append((HIGH, f"above {healthy.high:g}"))
+    return [*found, (LOST, "infinite or not a number")] if lost else found
 
 
 WIDTH, HEIGHT = 480, 320

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from exp.errors import Fault
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Hook, Values, has_come
+from exp.hooks.hook import Hook, Period, Values, has_come
 from exp.hooks.norms import norms, with_total
-from exp.hooks.panels import BINS, Histogram, bin_counts, finite_range
+from exp.hooks.panels import BINS, Column, Healthy, Histogram, Panel, bin_counts, finite_range
 from exp.hooks.step import Step
 from exp.models.matching import matching
 from exp.strategies.whole_state import local
@@ -22,44 +22,78 @@ if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
 
-NORM, CLIPPED = "gradients/norm/", "gradients/norm_clipped/"
+NORM, CLIPPED, RATIO = "gradients/norm/", "gradients/norm_clipped/", "gradients/update_ratio/"
 OWN_PERIODS = ("histogram_every_n_steps", "update_ratio_every_n_steps", "shares_every_n_steps")
+# By whether there are ratios, and norms behind clipping.
+IDLE = {
+    (has_ratio, is_clipped): frozenset(
+        ([] if has_ratio else ["after_step"]) + ([] if is_clipped else ["after_clipping"])
+    )
+    for has_ratio in (True, False)
+    for is_clipped in (True, False)
+}
+PERIODS = ("every_n_steps", "heat_map_every_n_steps", *OWN_PERIODS)
+# Below the first an optimizer such as Adam sees its own eps (1e-8 an entry), above the second losses use to diverge.
+HEALTHY_NORM = Healthy(low=1e-6, high=100.0)
+# Two orders of magnitude about the 0.001 that is the usual advice for weights: see UpdateRatio.
+HEALTHY_RATIO = Healthy(low=1e-5, high=0.1)
+# A gradient all of whose entries are zero teaches nothing, and none of them may be lost.
+ANY_SHARE, NO_SHARE = Healthy(high=0.999, is_logarithmic=False), Healthy(high=0.0, is_logarithmic=False)
 
 
 class Gradients(Hook):
     """Logs what follows, of the gradients of an optimizer step: accumulated, averaged over ranks, without a loss scale.
 
-    `gradients/norm/<parameter>`, the 2-norm of each parameter's gradient, and `gradients/norm/total` of all together,
-        before clipping. A parameter that got no gradient in a step has no value there.
-    `gradients/norm_clipped/total`, and `gradients/norm_clipped/<parameter>`, after clipping, where the run clips.
-    `gradients/histogram/<parameter>`, of its finite entries.
-    `gradients/update_ratio/<parameter>`, the norm of the change of the parameter in the step over its norm before.
-    `gradients/zeros/<parameter>` and `gradients/non_finite/<parameter>`, the shares of entries that are.
+    `gradients/norm/total`, the 2-norm of all of them together, before clipping.
+    `gradients/update_ratio/total`, the norm of the change of all parameters in the step over their norm before.
+    `gradients/norm`, a heat map, parameters by steps, of the norm of each parameter's gradient, and
+    `gradients/update_ratio`, one of the norm of each parameter's change over its own norm before. A parameter that got
+        no gradient in a step has no number there. The numbers are in the run's table.csv.
+    `gradients/histogram/<parameter>`, of the gradient's finite entries.
 
-    every_n_steps: of the norms; each of the others has a period of its own, None for none of it.
+    With `each_parameter` the numbers of the heat maps are scalars, too: `gradients/norm/<parameter>` and
+    `gradients/update_ratio/<parameter>`.
+    Of clipping, where the run clips, on request: `gradients/norm_clipped/total` and, of each parameter,
+        `gradients/norm_clipped/<parameter>`.
+    With a period of their own, on request: `gradients/zeros` and `gradients/non_finite`, heat maps of the shares of
+        entries that are, and scalars as above.
+
+    every_n_steps: of the total norm, and of the norms that are scalars.
+    each_parameter: whether what there is of each parameter is written as scalars, too.
     modules: patterns of modules whose parameters, and those of the modules below, are taken; the total is theirs.
     clipped: the norms after clipping: of all together, of each parameter, too, or none.
+    heat_map_every_n_steps: of the norm of each parameter. This and the other periods: auto goes by the length of the
+        run, and None is none of it.
     """
+
+    longest = {"heat_map_every_n_steps": 100, "histogram_every_n_steps": 100, "update_ratio_every_n_steps": 100}
+    # Of a small network a histogram takes as long as the norms of all parameters at a hundred steps.
+    fewest = {"histogram_every_n_steps": 5}
 
     def __init__(
         self,
         *,
         every_n_steps: int = 1,
+        each_parameter: bool = False,
         modules: Sequence[str] = ("*",),
-        clipped: Literal["total", "each"] | None = "total",
-        histogram_every_n_steps: int | None = 100,
-        update_ratio_every_n_steps: int | None = 100,
-        shares_every_n_steps: int | None = 100,
+        clipped: Literal["total", "each"] | None = None,
+        heat_map_every_n_steps: Period | None = "auto",
+        histogram_every_n_steps: Period | None = "auto",
+        update_ratio_every_n_steps: Period | None = "auto",
+        shares_every_n_steps: int | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        self.clipped = clipped
-        self.histogram_every_n_steps = histogram_every_n_steps
-        self.update_ratio_every_n_steps = update_ratio_every_n_steps
+        self.each_parameter, self.clipped = each_parameter, clipped
+        self.heat_map_every_n_steps = self._period("heat_map_every_n_steps", heat_map_every_n_steps)
+        self.histogram_every_n_steps = self._period("histogram_every_n_steps", histogram_every_n_steps)
+        self.update_ratio_every_n_steps = self._period("update_ratio_every_n_steps", update_ratio_every_n_steps)
         self.shares_every_n_steps = shares_every_n_steps
         self._parameters: list[nn.Parameter] = []
         self._names: list[str] = []
-        self._tags: dict[str, list[str]] = {}
         self._ratio = UpdateRatio()
+
+    def _period(self, setting: str, period: Period | None) -> int | None:
+        return None if period is None else self.steps_of(setting, period)
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """A parameter called total; and stage 3 of DeepSpeed has no gradients to look at, but their norms, and clips
@@ -96,7 +130,6 @@ class Gradients(Hook):
         ]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._tags = {beginning: [beginning + name for name in self._names] for beginning in (NORM, CLIPPED)}
 
     def teardown(self) -> None:
         self._ratio.forget()
@@ -108,24 +141,26 @@ class Gradients(Hook):
 
     def norms_alone(self, index: int) -> bool:
         """Whether norms before clipping are all that it gives at step `index`."""
-        return has_come(self.every_n_steps, index) and not any(
-            has_come(getattr(self, period), index) for period in OWN_PERIODS
-        )
+        return self.due(index) and not any(has_come(getattr(self, period), index) for period in OWN_PERIODS)
 
-    def named(self, each: Sequence[float]) -> dict[str, float]:
-        """Name norms that somebody else took, one of each of its parameters, and add the total."""
-        values = dict(zip(self._tags[NORM], each, strict=True))
+    def named(self, each: Sequence[float], index: int) -> dict[str, float | Panel]:
+        """Name norms of step `index` that somebody else took, one of each of its parameters, and add the total."""
         # By squares, as with_total has it.
-        values[NORM + "total"] = math.sqrt(sum([number * number for number in each]))
-        return values
+        total = math.sqrt(sum([number * number for number in each]))
+        return self._shown_norms(NORM, self._names, each, total, index)
 
     def due(self, index: int) -> bool:
         """Whether any of the periods has come."""
-        return any(has_come(getattr(self, period), index) for period in ("every_n_steps", *OWN_PERIODS))
+        return any(has_come(getattr(self, period), index) for period in PERIODS)
+
+    def idle_at(self, index: int) -> frozenset[str]:
+        return IDLE[has_come(self.update_ratio_every_n_steps, index), self.clipped is not None]
 
     def after_backward(self, step: Step) -> Values | None:
         index = step.index
-        values = self._norms(step, NORM) if has_come(self.every_n_steps, index) else {}
+        values: dict[str, Any] = {}
+        if has_come(self.every_n_steps, index) or has_come(self.heat_map_every_n_steps, index):
+            values = self._norms(step, NORM)
         has_histograms = has_come(self.histogram_every_n_steps, index)
         has_shares = has_come(self.shares_every_n_steps, index)
         has_ratio = has_come(self.update_ratio_every_n_steps, index)
@@ -136,9 +171,9 @@ class Gradients(Hook):
             if has_histograms:
                 values |= {f"gradients/histogram/{name}": one for name, one in histograms(found, step).items()}
             if has_shares:
-                for name, (zeros, non_finite) in shares(found, step).items():
-                    values[f"gradients/zeros/{name}"] = zeros
-                    values[f"gradients/non_finite/{name}"] = non_finite
+                zeros, non_finite = shares(found, step)
+                values |= self._shown("gradients/zeros/", zeros, healthy=ANY_SHARE)
+                values |= self._shown("gradients/non_finite/", non_finite, healthy=NO_SHARE)
             if has_ratio:
                 chosen = dict(zip(self._names, self._parameters, strict=True))
                 self._ratio.remember({name: chosen[name] for name in names})
@@ -147,16 +182,24 @@ class Gradients(Hook):
     def after_clipping(self, step: Step) -> Values | None:
         if self.clipped is None or not step.clips or not has_come(self.every_n_steps, step.index):
             return None
-        values = self._norms(step, CLIPPED)
-        if self.clipped == "each" or not values:
-            return values
-        total = CLIPPED + "total"
-        return {total: values[total]}
+        return self._norms(step, CLIPPED)
 
     def after_step(self, step: Step) -> Values | None:
         if not has_come(self.update_ratio_every_n_steps, step.index):
             return None
-        return {f"gradients/update_ratio/{name}": ratio for name, ratio in self._ratio.taken(step).items()}
+        ratios, total = self._ratio.taken(step)
+        return {**self._shown(RATIO, ratios, healthy=HEALTHY_RATIO), f"{RATIO}total": total} if ratios else None
+
+    def _shown(
+        self, beginning: str, numbers: Mapping[str, Tensor | float], *, healthy: Healthy
+    ) -> dict[str, Tensor | float | Panel]:
+        """A column of the heat map of numbers by parameter, and scalars where they are wanted."""
+        if not numbers:
+            return {}
+        values: dict[str, Tensor | float | Panel] = {beginning.rstrip("/"): Column.of(numbers, healthy=healthy)}
+        if self.each_parameter:
+            values |= {beginning + name: one for name, one in numbers.items()}
+        return values
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
         """Of the parameters that have one, and their names."""
@@ -168,23 +211,29 @@ class Gradients(Hook):
         return [name for name, _ in pairs], [gradient for _, gradient in pairs]
 
     def _norms(self, step: Step, beginning: str) -> dict[str, Any]:
-        """Of each gradient, and of all together; the tags begin so."""
+        """Of all gradients together, and of each where it is wanted; the tags begin so."""
         if step.parts is None:
-            gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
-            tags = self._tags[beginning]
-            if len(gradients) != len(tags):
-                tags = [beginning + name for name in self._gradients()[0]]
+            names, gradients = self._gradients()
             each, total = with_total(norms(gradients))
         else:
             names, gradients = self._gradients()
             # Also without any here: other ranks may hold some.
             found = step.norms(dict(zip(names, gradients, strict=True)))
-            tags = [beginning + name for name in found]
+            names = list(found)
             each, total = with_total(list(found.values()))
-        if not tags:
-            return {}
-        values = dict(zip(tags, each, strict=True))
-        values[beginning + "total"] = total
+        return self._shown_norms(beginning, names, each, total, step.index) if names else {}
+
+    def _shown_norms(
+        self, beginning: str, names: Sequence[str], each: Sequence[Any], total: Any, index: int
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if has_come(self.every_n_steps, index):
+            values[beginning + "total"] = total
+            if self.clipped == "each" if beginning == CLIPPED else self.each_parameter:
+                values |= zip([beginning + name for name in names], each, strict=True)
+        if beginning == NORM and has_come(self.heat_map_every_n_steps, index):
+            numbers = dict(zip(names, each, strict=True))
+            values[beginning.rstrip("/")] = Column.of(numbers, healthy=HEALTHY_NORM)
         return values
 
 
@@ -202,9 +251,9 @@ def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram
     return {name: Histogram.counted(totals[name], *limits[name]) for name in totals}
 
 
-def shares(tensors: Mapping[str, Tensor], step: Step) -> dict[str, tuple[Tensor, Tensor]]:
+def shares(tensors: Mapping[str, Tensor], step: Step) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The share of each whole tensor's entries that are zero, and that are infinite or not a number: 0-d, on its
-    device. Where ranks have parts every one of them must call it."""
+    device, by name. Where ranks have parts every one of them must call it."""
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         part = local(tensor)
@@ -214,7 +263,8 @@ def shares(tensors: Mapping[str, Tensor], step: Step) -> dict[str, tuple[Tensor,
         finite = torch.count_nonzero(stored.isfinite())
         own[name] = torch.stack([zeros, stored.numel() - finite, torch.full_like(zeros, part.numel())])
     counts = own if step.parts is None else step.parts.sums(own, tensors)
-    return {name: (count[0] / count[2], count[1] / count[2]) for name, count in counts.items()}
+    zero, lost = ({name: count[place] / count[2] for name, count in counts.items()} for place in (0, 1))
+    return zero, lost
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -245,17 +295,26 @@ class UpdateRatio:
                 self._before[name] = (parameter, parameter.detach().clone())
 
     @torch.no_grad()
-    def taken(self, step: Step) -> dict[str, Tensor]:
-        """The ratios, 0-d, by name, and forgets the copies. Where ranks have parts every one of them must call it."""
+    def taken(self, step: Step) -> tuple[dict[str, Tensor], Tensor | float]:
+        """The ratios, 0-d, by name, and that of all parameters together; forgets the copies.
+
+        Where ranks have parts every one of them must call it.
+        """
         held, self._before = self._before, {}
         before = step.norms({name: copy for name, (_, copy) in held.items()})
         changed = step.norms({name: parameter.detach() - copy for name, (parameter, copy) in held.items()})
         if not before:
-            return {}
-        size, change = torch.stack(list(before.values())), torch.stack(list(changed.values()))
-        ratios = change / torch.where(size == 0, change, size)
-        return dict(zip(before, torch.where(change == 0, 0.0, ratios).unbind(), strict=True))
+            return {}, 0.0
+        sizes, changes = torch.stack(list(before.values())), torch.stack(list(changed.values()))
+        whole = torch.stack([torch.linalg.vector_norm(sizes), torch.linalg.vector_norm(changes)])
+        ratios = _ratio(torch.cat([sizes, whole[:1]]), torch.cat([changes, whole[1:]])).unbind()
+        return dict(zip(before, ratios[:-1], strict=True)), ratios[-1]
 
     def forget(self) -> None:
         """Frees the copies of a step that came to no end."""
         self._before = {}
+
+
+def _ratio(sizes: Tensor, changes: Tensor) -> Tensor:
+    """`[K]` each."""
+    return torch.where(changes == 0, 0.0, changes / torch.where(sizes == 0, changes, sizes))

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, "Tensor | float | Panel"]
 Boundary = Literal["batch", "forward", "backward", "optimizer"]
+# A number of optimizer steps, or `auto`: by the length of the run.
+Period = int | Literal["auto"]
+FEWEST_POINTS = 20
 IN_FORWARD = ("forward_pre", "forward", "tensor_gradient")
 IN_BACKWARD = ("full_backward", "post_accumulate_grad")
 # In a step; a state dict's are always there.
@@ -79,13 +82,16 @@ class Hook:
     runs without a graph, and what it returns must be None; a compiled network runs uncompiled in such a step. A
     transform is attached always, in evaluation too, and what it returns takes the place of what it was given.
 
-    every_n_steps: the hook is due at the first step and at every multiple of it.
+    every_n_steps: the hook is due at the first step and at every multiple of it; `auto`, of a class that says the
+        longest, goes by the length of the run: see `period_of`.
     modules: patterns of module names, such as `encoder.*`, or names of types, such as `Linear`; `*` is every module.
 
     transforms: whether its methods at modules change what they see.
     keeps_batches: whether it asks for `step.batches`: of accumulated micro-batches all stay in memory until the step.
     needs: what it needs of a run, words of `exp.hooks.declarations.NEEDS`; what follows from its methods is added.
     least: the smallest values of settings that are numbers, by their names; null is none of them.
+    longest: of settings that are periods and may be `auto`, the longest that this makes of them.
+    fewest: how many points a run has with them at least, where it is not FEWEST_POINTS.
     name: its name in the config. directory: the run directory, while attached; files of a hook lie below its name.
     """
 
@@ -93,16 +99,32 @@ class Hook:
     keeps_batches: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     least: ClassVar[Mapping[str, int]] = {}
+    longest: ClassVar[Mapping[str, int]] = {}
+    fewest: ClassVar[Mapping[str, int]] = {}
 
-    def __init__(self, *, every_n_steps: int = 1, modules: Sequence[str] = ("*",)) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps is {every_n_steps}; expected a whole number of steps, 1 or more")
-        self.every_n_steps = every_n_steps
+    def __init__(self, *, every_n_steps: Period = 1, modules: Sequence[str] = ("*",)) -> None:
+        # The settings that go by the length of the run.
+        self._by_length: list[str] = []
+        if every_n_steps != "auto" and every_n_steps < 1:
+            raise ValueError(f"every_n_steps is {every_n_steps}; expected a whole number of steps, 1 or more, or auto")
+        self.every_n_steps = self.steps_of("every_n_steps", every_n_steps)
         self.modules = tuple(modules)
         self.name = type(self).__name__.lower()
         self.directory: Path | None = None
         self._attached: Attached | None = None
         self._loss_scale: Callable[[], Tensor | float] | None = None
+
+    def steps_of(self, setting: str, period: Period) -> int:
+        """A period as a number of steps; of `auto` the longest, until the length of the run is known.
+
+        Raises ValueError: auto for a setting that has no longest.
+        """
+        if period != "auto":
+            return period
+        if setting not in self.longest:
+            raise ValueError(f"{setting} is auto; expected a whole number of steps, 1 or more")
+        self._by_length.append(setting)
+        return self.longest[setting]
 
     # --- before the run ---
 
@@ -251,6 +273,10 @@ class Hook:
         """Whether step `index`, counted from 1, is one of this hook's."""
         return has_come(self.every_n_steps, index)
 
+    def idle_at(self, index: int) -> frozenset[str]:
+        """The methods that have nothing to do at this due step, and are not called: so each costs nothing then."""
+        return frozenset()
+
     def overrides(self, method: str) -> bool:
         """Whether a subclass gave `method` a body: the engine calls no empty one."""
         return getattr(type(self), method) is not getattr(Hook, method)
@@ -267,18 +293,27 @@ class Hook:
         name: str | None = None,
         directory: Path | None = None,
         loss_scale: Callable[[], Tensor | float] | None = None,
+        total_steps: int | None = None,
     ) -> None:
         """Check the patterns, attach what is always at its modules, and call `setup`.
 
         name: the hook's name in the config; by default its class's.
+        total_steps: of the whole run; None where its end is not known.
 
         Raises ConfigError: a pattern that matches no module, with the names that are there.
         """
         self.name = name or self.name
         self.directory, self._loss_scale = directory, loss_scale
+        self.fit_periods(total_steps)
         modules = matching(network, self.modules, key=f"hooks.{self.name}.modules")
         self._attached = Attached(self, modules, network=network)
         self.setup(network)
+
+    def fit_periods(self, total_steps: int | None) -> None:
+        """Make of the periods that are `auto` those of a run of so many steps; None where its end is not known."""
+        for setting in self._by_length:
+            points = self.fewest.get(setting, FEWEST_POINTS)
+            setattr(self, setting, period_of(total_steps, longest=self.longest[setting], fewest=points))
 
     def engaged(self) -> AbstractContextManager[object]:
         """Around the forward of a due step: an observer is at its modules. What it has in the backward stays behind
@@ -297,6 +332,14 @@ class Hook:
             self._attached = None
             self._loss_scale = None
             self.teardown()
+
+
+def period_of(total_steps: int | None, *, longest: int, fewest: int = FEWEST_POINTS) -> int:
+    """The period by which a run of so many steps has so many points at least, and one a step where it is shorter.
+
+    total_steps: None where the end of the run is not known.
+    """
+    return longest if total_steps is None else max(1, min(longest, total_steps // fewest))
 
 
 def has_come(period: int | None, index: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import Fault
-from exp.hooks.hook import Boundary, Hook, Values
+from exp.hooks.hook import Boundary, Hook, Period, Values
 from exp.hooks.memory_peaks import HOST, Peak, peak_of
 from exp.hooks.memory_snapshot import record_history, stop_history, take
 from exp.hooks.out_of_memory import is_out_of_memory
@@ -41,27 +41,31 @@ class Memory(Hook):
     `memory/parameters_mib`, `memory/gradients_mib` (when the backward is done) and `memory/optimizer_mib` (when the
     step is) are exact to the byte: each storage counts once, however many tensors share it. `memory/activations_mib` is
     what the forward keeps for the backward, parameters and buffers excluded; the largest micro-batch's where gradients
-    are accumulated. `memory/host_rss_mib` is the process's resident set, and `memory/host_peak_<phase>_mib` the largest
-    one in the forward, the backward and the optimizer's step, where the system counts it (Linux). Of a pipeline the
-    phase `forward_backward` is in the place of the first two, which its stages run by turns.
+    are accumulated. On CUDA `memory/peak_mib` is the largest that the allocator gave since the start.
 
-    On CUDA `memory/allocated_mib`, `memory/reserved_mib` and `memory/peak_mib` (since the start) are the allocator's,
+    With `details` there are, too: `memory/host_rss_mib`, the process's resident set, and
+    `memory/host_peak_<phase>_mib`, the largest one in the forward, the backward and the optimizer's step, where the
+    system counts it (Linux). Of a pipeline the phase `forward_backward` is in the place of the first two, which its
+    stages run by turns. On CUDA `memory/allocated_mib` and `memory/reserved_mib` are the allocator's,
     `memory/fragmentation` is the share of what is reserved that is not allocated, and `memory/peak_<phase>_mib` the
     largest allocated in the phase. With runtime.cuda_graph there are no activations and no peaks of forward and
     backward: what these keep lies in the graph, which calls neither Python nor the allocator.
 
-    These are the first rank's. Of several ranks, each tag has /min, /mean and /max over them, too.
+    These are the first rank's. With `details` each tag of several ranks has /min, /mean and /max over them, too.
 
     Where memory runs out, `on_error` leaves a file below the run directory, a table in the log, and a suggestion.
 
+    details: whether host, phases, allocator and all ranks are told beside the parts.
     record_history: on CUDA, who asked the allocator for what goes into that file; it slows each allocation.
 
     It is measured on few steps because the forward of such a step costs up to a quarter more on a tiny network.
     """
 
-    def __init__(self, *, every_n_steps: int = 50, record_history: bool = False) -> None:
+    longest = {"every_n_steps": 50}
+
+    def __init__(self, *, every_n_steps: Period = "auto", details: bool = False, record_history: bool = False) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        self.record_history = record_history
+        self.details, self.record_history = details, record_history
         self._process = psutil.Process()
         self._network: nn.Module | None = None
         # Of the step under way, and of the last forward that was measured.
@@ -78,7 +82,7 @@ class Memory(Hook):
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """A history of an allocator that there is not, and phases that are called as a figure over ranks."""
         yield from super().faults(planned)
-        if planned.placement.world_size > 1:
+        if planned.placement.world_size > 1 and self.details:
             for name in sorted({*OVER_RANKS}.intersection(planned.config["phases"])):
                 yield self.fault(
                     key=f"phases.{name}",
@@ -105,6 +109,8 @@ class Memory(Hook):
     # --- a measured step ---
 
     def passed(self, boundary: Boundary, step: Step) -> None:
+        if not self.details:
+            return
         self._has_forward |= boundary == "forward"
         phase = PHASES.get(boundary)
         if boundary == "backward" and not self._has_forward:
@@ -138,20 +144,31 @@ class Memory(Hook):
         return {"memory/gradients_mib": gradients}
 
     def after_step(self, step: Step) -> Values:
+        values: dict[str, float | Tensor] = {
+            "memory/parameters_mib": mebibytes(step.network.parameters()),
+            "memory/optimizer_mib": mebibytes(tensors_in([optimizer.state for optimizer in step.optimizers])),
+            **({} if step.is_graphed else {"memory/activations_mib": self._activations / MIB}),
+        }
+        if step.device.type == "cuda":
+            values["memory/peak_mib"] = peak_of(step.device).so_far() / MIB
+        if self.details:
+            values |= self._detailed(values, step)
+        self._activations, self._gradients, self._peaks, self._has_forward = 0, 0.0, {}, False
+        return values
+
+    def _detailed(self, parts: Mapping[str, float | Tensor], step: Step) -> dict[str, float | Tensor]:
+        """What the host and the allocator say, and all of it over the ranks where there are several."""
         place = step.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
         # The ranks are at one point from here on: a barrier that also tells how many there are.
         ranks = len(step.gather(torch.zeros(1, dtype=dtype, device=place)))
-        values = {
-            "memory/parameters_mib": mebibytes(step.network.parameters()),
-            "memory/optimizer_mib": mebibytes(tensors_in([optimizer.state for optimizer in step.optimizers])),
-            **({} if step.is_graphed else {"memory/activations_mib": self._activations / MIB}),
+        values: dict[str, float | Tensor] = {
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
             **_allocated(place),
             **{tag: peak / MIB for tag, peak in self._peaks.items()},
         }
         if ranks > 1:
-            own = {"memory/gradients_mib": self._gradients, **values}
+            own = {"memory/gradients_mib": self._gradients, **parts, **values}
             tags = sorted({*own, *_peak_tags(place)})
             numbers = torch.tensor([own.get(tag, torch.nan) for tag in tags], dtype=dtype, device=place)
             found = step.gather(numbers)
@@ -165,7 +182,6 @@ class Memory(Hook):
                 for tag, number in zip(tags, numbers.unbind(), strict=True)
                 if tag in self._tags
             }
-        self._activations, self._gradients, self._peaks, self._has_forward = 0, 0.0, {}, False
         return values
 
     def _keep(self, kept: Kept, failed: bool) -> None:
@@ -207,7 +223,7 @@ def _peak_tags(device: torch.device) -> list[str]:
 
 
 def _allocated(device: torch.device) -> dict[str, float]:
-    """What the allocator of a CUDA device says."""
+    """What the allocator of a CUDA device says now."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -215,7 +231,6 @@ def _allocated(device: torch.device) -> dict[str, float]:
         "memory/allocated_mib": allocated / MIB,
         "memory/reserved_mib": reserved / MIB,
         "memory/fragmentation": (reserved - allocated) / reserved if reserved else 0.0,
-        "memory/peak_mib": peak_of(device).so_far() / MIB,
     }
 
 

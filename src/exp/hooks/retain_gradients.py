@@ -8,33 +8,48 @@ import torch
 from torch import Tensor, nn
 
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Boundary, Hook
+from exp.hooks.gradients import HEALTHY_NORM
+from exp.hooks.hook import Boundary, Hook, Period
 from exp.hooks.norms import joined, norm
-from exp.hooks.panels import Histogram
+from exp.hooks.panels import Column, Histogram, Panel
 from exp.hooks.step import Step
 from exp.models.matching import matching
 
 # The network itself has the empty name, which no tag can end with.
 WHOLE = "network"
+OUTPUT_NORM = "gradients/output_norm"
 
 
 class RetainGradients(Hook):
-    """Logs `gradients/output_norm/<module>`, the 2-norm of the loss's gradient with respect to what a module returns.
+    """Draws `gradients/output_norm`, the 2-norm of the loss's gradient with respect to what a module returns.
+
+    It is a heat map, modules by steps, whose numbers are in the run's table.csv; with `each_module` they are scalars,
+    too: `gradients/output_norm/<module>`.
 
     The loss is the step's, a mean over the samples of all ranks and micro-batches, without a loss scale; the norm is
     that of the outputs for all these samples together, as if one batch had held them: the root of the sum of squares
     over ranks, micro-batches, calls of the module and tensors that it returns. torch's `retain_grad()` keeps it.
     A module into whose output no gradient flows has no value in that step.
 
+    each_module: whether the norms are scalars, too.
     histogram: log `gradients/output_histogram/<module>`, too: of each number, for this rank's samples. It keeps the
         gradients of all outputs until the step.
     """
 
     needs = frozenset({"whole_outputs", "all_layers"})
 
-    def __init__(self, *, every_n_steps: int = 50, modules: Sequence[str] = ("*",), histogram: bool = False) -> None:
+    longest = {"every_n_steps": 50}
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: Period = "auto",
+        each_module: bool = False,
+        modules: Sequence[str] = ("*",),
+        histogram: bool = False,
+    ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        self.histogram = histogram
+        self.each_module, self.histogram = each_module, histogram
         self._names: list[str] = []
         # Of each forward by itself: of a phase's repeats the last one's are the step's.
         self._forwards: list[dict[str, list[Tensor]]] = []
@@ -59,7 +74,7 @@ class RetainGradients(Hook):
             # One append, for the devices of nn.DataParallel call from threads of their own.
             self._forwards[-1].setdefault(name, []).append(gradient if self.histogram else norm(gradient))
 
-    def after_backward(self, step: Step) -> dict[str, Tensor | Histogram] | None:
+    def after_backward(self, step: Step) -> dict[str, Tensor | Panel] | None:
         forwards, self._forwards = self._forwards[-self._batches :], []
         found: dict[str, list[Tensor]] = {}
         for name, gradients in (item for forward in forwards for item in forward.items()):
@@ -68,15 +83,20 @@ class RetainGradients(Hook):
         factor = 1.0 / (step.world_size * self.loss_scale)
         norms = torch.stack([self._total(found.get(name, ()), step.device) for name in self._names]) * factor
         norms = torch.linalg.vector_norm(step.gather(norms), dim=0)
-        values: dict[str, Tensor | Histogram] = {}
+        values: dict[str, Tensor | Panel] = {}
+        sizes: dict[str, Tensor] = {}
         for name, size in zip(self._names, norms.unbind(), strict=True):
             if name not in found:
                 continue
-            values[f"gradients/output_norm/{name or WHOLE}"] = size
+            sizes[name or WHOLE] = size
             if self.histogram:
                 wide = [one.flatten().to(step.device, at_least_float32(one.dtype)) for one in found[name]]
                 numbers = torch.cat(wide) * factor
                 values[f"gradients/output_histogram/{name or WHOLE}"] = Histogram.of(numbers)
+        if sizes:
+            values[OUTPUT_NORM] = Column.of(sizes, healthy=HEALTHY_NORM)
+        if self.each_module:
+            values |= {f"{OUTPUT_NORM}/{name}": size for name, size in sizes.items()}
         return values
 
     def _total(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -12,14 +12,16 @@ import torch
 from annotated_types import Gt
 from torch import Tensor, nn
 
-from exp.hooks.hook import Boundary, Hook, Workload
-from exp.hooks.panels import Panel
+from exp.hooks.hook import Boundary, Hook, Period, Workload
+from exp.hooks.panels import Column, Healthy, Panel
 from exp.hooks.step import Step
 from exp.hooks.utilisation import PeakFlops, Utilisation
 
 AHEAD = 5
 # Steps by which a device may lag behind the host before the split of one is given up.
 LAG = 64
+# Of what a part takes nobody can say that it is too long.
+NO_BOUND = Healthy()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,35 +42,42 @@ class Throughput(Hook):
     end) have no such time and are left out. On CUDA the host runs ahead of the device, by a bounded queue: the means
     hold, a single step's time would not.
 
-    `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are those of one step, and their sum
-    is its time. It lies up to five steps before the one at which they are logged, since other hooks that are due at
+    `throughput/part_ms` is a heat map of data, forward, backward, optimizer and rest of one step, whose sum is its
+    time, and with `each_part` `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are
+    scalars, too.
+    The step lies up to five steps before the one at which they are logged, since other hooks that are due at
     every n-th step are due then, and a GPU may lag behind; with every_n_steps of 1 or 2 it is that step itself. On CUDA
     they are logged when the device is through with it: nothing waits. Of a pipeline `forward_backward_ms` is in the
     place of forward and backward, which its stages run by turns.
 
     `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` what it was computed from.
 
+    each_part: whether the parts of a step are scalars, too.
     peak_flops: FLOPs a second of one device; `measured` measures them once, by matrix products; None looks a GPU up,
         and logs no utilisation on a CPU.
     flops_per_sample: FLOPs of one sample in a step; None counts them once, on the meta device.
     workload: given by exp.
     """
 
+    longest = {"every_n_steps": 50}
+
     def __init__(
         self,
         *,
-        every_n_steps: int = 50,
+        every_n_steps: Period = "auto",
+        each_part: bool = False,
         peak_flops: PeakFlops = None,
         flops_per_sample: Annotated[float, Gt(0)] | None = None,
         workload: Workload | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps)
         self._utilisation = Utilisation(peak_flops=peak_flops, flops_per_sample=flops_per_sample, workload=workload)
-        # How far before the due step the one lies that is split: by then a GPU is through with it.
-        self._ahead = min(AHEAD, (every_n_steps - 1) // 2)
+        self.each_part = each_part
         self._begin()
 
     def _begin(self) -> None:
+        # How far before the due step the one lies that is split: by then a GPU is through with it.
+        self._ahead = min(AHEAD, (self.every_n_steps - 1) // 2)
         self._window = _TimedSteps()
         # The end of the last step that was looked at: when, its index, and the samples until then.
         self._last: tuple[float, int, int] | None = None
@@ -144,7 +153,10 @@ class Throughput(Hook):
         while self._ended and self._ended[0].is_known:
             known = self._ended.popleft()
         if known is not None:
-            values |= {f"throughput/{part}_ms": taken for part, taken in known.milliseconds().items()}
+            parts = known.milliseconds()
+            values["throughput/part_ms"] = Column.of(parts, healthy=NO_BOUND)
+            if self.each_part:
+                values |= {f"throughput/{part}_ms": taken for part, taken in parts.items()}
         return values
 
 

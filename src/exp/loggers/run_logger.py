@@ -204,7 +204,7 @@ class LeftOut:
             elif type(panel) not in self._said:
                 self._said.add(type(panel))
                 kind = type(panel).__name__
-                log.warning("logger %s cannot show a %s: %s and its like are left out", self._name, kind, tag)
+                log.info("logger %s cannot show a %s: %s and its like are left out", self._name, kind, tag)
         return shown
 
 

@@ -5,6 +5,7 @@ Private names of Lightning (seen in 2.6.6): Precision._after_closure, which call
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -197,11 +198,10 @@ class RunPrecision(Precision):
 
     def _keep(self, network: nn.Module) -> dict[str, str]:
         """The config's map, and layers that have no kernel in the word's dtype."""
-        if not self.word.needs_scaler or self.device_type != "cpu":
+        if self.word.autocast is None or self.device_type != "cpu":
             return self.keep
-        # mkldnn has none ("could not create a primitive", torch 2.13).
         without = {name: "fp32" for name, part in network.named_modules() if type(part) is nn.LSTM}
-        return {**without, **self.keep}
+        return self.keep if not without or _runs_lstm(self.word.autocast) else {**without, **self.keep}
 
     def _speak(self, network: nn.Module) -> None:
         """Logs, once a run, where the word does something else than one might think."""
@@ -209,7 +209,8 @@ class RunPrecision(Precision):
             return
         self._has_spoken = True
         for name in self._keep(network).keys() - self.keep.keys():
-            log.warning("%s: an LSTM has no float16 on CPU; it runs in float32", name)
+            lacking = str(self.word.autocast).removeprefix("torch.")
+            log.warning("%s: an LSTM has no %s on this CPU; it runs in float32", name, lacking)
         if self.word.tf32:
             if reason := why_without_effect(self.device_type):
                 log.warning("precision=tf32 changes nothing here and trains in float32: %s", reason)
@@ -396,3 +397,15 @@ def why_without_effect(device_type: str) -> str | None:
     if capability < FIRST_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, TensorFloat-32 begins with 8.0"
     return None
+
+
+@functools.cache
+def _runs_lstm(dtype: torch.dtype) -> bool:
+    """Whether this CPU has an LSTM under autocast in a dtype: oneDNN has one of float16 nowhere, and of bfloat16 with
+    AVX-512 alone ("could not create a primitive", torch 2.13)."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype):
+            nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+    except RuntimeError:
+        return False
+    return True

@@ -44,6 +44,7 @@ from exp.engine.trial_record import TrialOfJob
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
 from exp.hooks.panels import Panel
+from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
 from exp.run_report import Ongoing, Report, Status, write_report
 from exp.shared_types import EPOCH_LOSS, Stage
@@ -107,6 +108,8 @@ class Member:
         self.seconds_before = 0.0
         self._started: float | None = None
         self._loggers: list[RunLogger] = []
+        # Pictures of many members would take longer than their training.
+        self._heat_maps = HeatMaps(directory, is_drawn=False)
         self._lines: list[str] = []
         self._is_better = False
         self.is_pruned = False
@@ -146,6 +149,7 @@ class Member:
         self._started = time.monotonic()
         for logger in self._loggers:
             logger.purge(self.step + 1)
+        self._heat_maps.begin(self.step + 1)
 
     def pause(self) -> None:
         """Training ends; the clock stands still."""
@@ -176,10 +180,12 @@ class Member:
     def write(self, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
         """Write what optimizer step `index` gave, by tag."""
         self.latest.update(values)
+        shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
+        shown = self._heat_maps.shown(shown, index)
         for logger in self._loggers:
             logger.log_metrics(dict(values), index)
-            if panels:
-                logger.log_panels({tag: panel.drawn() for tag, panel in panels.items()}, index)
+            if shown:
+                logger.log_panels(shown, index)
 
     def write_step(self, values: Mapping[str, Any], index: int) -> None:
         """Write a step, of whose values some may be panels, and tensors."""
@@ -196,6 +202,7 @@ class Member:
 
     def flush(self) -> None:
         """Let loggers write what they hold back, and close their files: a stack has many."""
+        self._heat_maps.save()
         for logger in self._loggers:
             logger.finalize("")
 

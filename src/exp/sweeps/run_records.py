@@ -125,7 +125,10 @@ def natural(path: Path) -> list[tuple[int, int, str]]:
 def is_sweep(directory: Path) -> bool:
     """Whether a folder is the one of a sweep."""
     # os.path, for pathlib raises where a directory may not be entered.
-    return any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS, "table.csv"))
+    if any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS)):
+        return True
+    # A run has a table of its own, beside its config.
+    return os.path.isfile(directory / "table.csv") and not os.path.isfile(directory / "config.yaml")
 
 
 def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:

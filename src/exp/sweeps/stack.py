@@ -246,6 +246,8 @@ class Stack:
         self._seeds = [member.plain["seed"] for member in members]
         self._precision = build_run_precision(plain, device_type="cpu")
         self._loader = self._loader_of(decided.data.seed)
+        steps = -(-len(self._loader) // self._window) * self._epochs
+        self._total_steps = min(steps, self._max_steps) if self._max_steps else steps
         self._is_shuffled = decided.data.shuffle
         self._objectives = objectives = [build_objective(member.plain) for member in members]
         self._module = self._represented(members, objectives)
@@ -268,6 +270,7 @@ class Stack:
             objective=self._objective,
             autocast=self._precision.forward_context,
             clips=[bool(member.plain["trainer"]["gradient_clip_val"]) for member in members],
+            total_steps=self._total_steps,
         )
         fitted = decided.data.fitted
         self._shared = Shared(
@@ -312,12 +315,9 @@ class Stack:
 
     def _learn(self) -> None:
         """Make each member's optimizer and schedule, of its own network, whose tensors are rows of the stack."""
-        batches = len(self._loader)
-        steps = -(-batches // self._window) * self._epochs
-        steps = min(steps, self._max_steps) if self._max_steps else steps
         for member in self._members:
             optimization = build_optimization(member.plain)
-            member.learn(*optimization.make(member.network, total_steps=steps, total_epochs=self._epochs))
+            member.learn(*optimization.make(member.network, total_steps=self._total_steps, total_epochs=self._epochs))
             member.interval, member.plateau = optimization.interval, optimization.monitor
             if self._objective.weighed:
                 member.train_values = self._new_train_values()

@@ -38,7 +38,7 @@ class StackedHooks:
     """The hooks of M members, told of their steps in the order in which a run alone tells them.
 
     hooks: by name, not attached to anything. networks, optimizers: of each member. run, objective, autocast: of a
-    forward. clips: whether each member's gradients are clipped.
+    forward. clips: whether each member's gradients are clipped. total_steps: of the whole run.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class StackedHooks:
         objective: Objective,
         autocast: Callable[[], AbstractContextManager[object]],
         clips: Sequence[bool],
+        total_steps: int,
     ) -> None:
         self._networks, self._optimizers = list(networks), list(optimizers)
         self._run, self._objective, self._autocast = run, objective, autocast
@@ -62,12 +63,13 @@ class StackedHooks:
             if isinstance(hook, Gradients):
                 each = [copy.deepcopy(hook) for _ in networks]
                 for one, network in zip(each, networks, strict=True):
-                    one.attach(network, name=name)
+                    one.attach(network, name=name, total_steps=total_steps)
                 self._gradients.append(each)
             elif isinstance(hook, Throughput):
-                hook.attach(networks[0], name=name)
+                hook.attach(networks[0], name=name, total_steps=total_steps)
                 self._throughput.append(hook)
             else:
+                hook.fit_periods(total_steps)
                 self._memory.append(cast(Memory, hook))
         self._activations: dict[int, int] = {}
         self._peaks: dict[str, float] = {}
@@ -109,7 +111,7 @@ class StackedHooks:
         self._position = epoch, batch_idx
         if self._step is not None:
             self._bring_up(self._step)
-        if self._is_measured:
+        if self._is_detailed:
             HOST.restart()
 
     def after_backward(self) -> None:
@@ -117,7 +119,7 @@ class StackedHooks:
         for hook in self._throughput:
             if hook.due(self._index):
                 hook.passed("backward", self._step_of(0))
-        if self._is_measured and HOST.can_restart:
+        if self._is_detailed:
             self._note_peak("forward_backward")
 
     def need_gradients(self) -> bool:
@@ -135,7 +137,7 @@ class StackedHooks:
             if not each[0].due(index):
                 continue
             if each[0].norms_alone(index):
-                for values, norms_of_one in zip(found, _norms(each, gradients), strict=True):
+                for values, norms_of_one in zip(found, _norms(each, gradients, index), strict=True):
                     values |= norms_of_one
                 continue
             for place, hook in enumerate(each):
@@ -164,7 +166,8 @@ class StackedHooks:
                 for place, one in enumerate(each):
                     found[place] |= one.after_step(self._step_of(place)) or {}
         if self._is_measured:
-            self._note_peak("step")
+            if self._is_detailed:
+                self._note_peak("step")
             shared = self._memory_parts()
             for values in found:
                 values |= shared
@@ -181,6 +184,10 @@ class StackedHooks:
     def _is_measured(self) -> bool:
         return any(has_come(hook.every_n_steps, self._index) for hook in self._memory)
 
+    @property
+    def _is_detailed(self) -> bool:
+        return any(hook.details and has_come(hook.every_n_steps, self._index) for hook in self._memory)
+
     def _note_peak(self, phase: str) -> None:
         if HOST.can_restart:
             tag = f"memory/host_peak_{phase}_mib"
@@ -194,7 +201,7 @@ class StackedHooks:
             "memory/parameters_mib": sum(one.nbytes for one in network.parameters()) / MIB,
             "memory/optimizer_mib": sum(one.nbytes for one in tensors_in([optimizer.state])) / MIB,
             "memory/activations_mib": max(self._kept(batch) for batch in self._window) / MIB,
-            "memory/host_rss_mib": self._process.memory_info().rss / MIB,
+            **({"memory/host_rss_mib": self._process.memory_info().rss / MIB} if self._is_detailed else {}),
             **peaks,
         }
 
@@ -244,9 +251,9 @@ class StackedHooks:
         step.data = self._window[-1].data
 
 
-def _norms(each: Sequence[Gradients], gradients: Mapping[str, Tensor]) -> Found:
+def _norms(each: Sequence[Gradients], gradients: Mapping[str, Tensor], index: int) -> Found:
     """Of each member, by one call a parameter for the gradients of all."""
     rows = [gradients[name].flatten(1) for name in each[0].names]
     found = [torch.linalg.vector_norm(one, dim=1, dtype=at_least_float32(one.dtype)) for one in rows]
     numbers = torch.stack(found, dim=1).tolist() if found else [[]] * len(each)
-    return [dict(hook.named(of_one)) for hook, of_one in zip(each, numbers, strict=True)]
+    return [dict(hook.named(of_one, index)) for hook, of_one in zip(each, numbers, strict=True)]

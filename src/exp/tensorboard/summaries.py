@@ -109,13 +109,15 @@ CHARTS: dict[str, dict[str, str]] = {
         "metrics, validation": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/val$",
         "metrics, test": r"^(?!(loss|optimizer|precision|confusion|pr_curve|samples)/)[^/]+/test$",
         "learning rate": r"^optimizer/lr/",
+        "gradient norm": r"^gradients/norm(_clipped)?/total",
+        "update to weight": r"^gradients/update_ratio/total",
+        "samples and tokens a second": r"^throughput/(samples|tokens)_per_second$",
     },
     "Gradients": {
-        "norm, total": r"^gradients/norm(_clipped)?/total",
         "norm of each parameter": r"^gradients/norm/(?!total)",
         "norm of each parameter, clipped": r"^gradients/norm_clipped/(?!total)",
         "norm at what modules return": r"^gradients/output_norm/",
-        "update to weight": r"^gradients/update_ratio/",
+        "update to weight of each parameter": r"^gradients/update_ratio/(?!total)",
         "share of zeros": r"^gradients/zeros/",
         "share not finite": r"^gradients/non_finite/",
         "norm of single samples": r"^per_sample_gradients/norm",
@@ -144,8 +146,7 @@ CHARTS: dict[str, dict[str, str]] = {
         "skipped steps": r"^precision/skipped_steps",
     },
     "Throughput": {
-        "samples and tokens a second": r"^throughput/(samples|tokens)_per_second$",
-        "step, ms": r"^throughput/[a-z_]+_ms$",
+        "step, ms": r"^throughput/(?!part_ms$)[a-z_]+_ms$",
         "model FLOPs utilisation": r"^throughput/mfu$",
     },
 }

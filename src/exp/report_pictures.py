@@ -1,0 +1,70 @@
+"""The pictures of a run's report.md: loss, metrics, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from exp.hooks.figures import COLOURS, curves
+from exp.hooks.gradients import HEALTHY_NORM, NORM
+from exp.hooks.panels import png
+from exp.loggers.heat_maps import kept_heat_map
+from exp.run_report import parted
+from exp.shared_types import EPOCH_LOSS
+from exp.tensorboard.curves import Curve, read_curves
+
+TOTAL_NORM = f"{NORM}total"
+# A point a pixel: of more, means are shown.
+MOST_POINTS = 400
+
+
+def pictures_of(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
+    """As PNG files by name, as far as a run has what they show: its event files, and its table.
+
+    tags: of the run, whose last values the report has.
+    Raises: OSError where what the run wrote cannot be read.
+    """
+    groups: dict[str, list[str]] = {"loss": [], "metrics": []}
+    for tag in sorted(tags):
+        name, stage = parted(tag)
+        if tag == EPOCH_LOSS or (stage in ("train", "val") and name.partition("/")[0].startswith("loss")):
+            groups["loss"].append(tag)
+        elif stage in ("train", "val"):
+            groups["metrics"].append(tag)
+    wanted = {tag for group in groups.values() for tag in group[: len(COLOURS)]}
+    found = read_curves(directory / "tensorboard", wants=lambda tag: tag in wanted or tag == TOTAL_NORM).by_tag
+    drawn = {
+        name: _drawn({tag: found[tag] for tag in group if tag in found}, title=name) for name, group in groups.items()
+    }
+    tag = NORM.rstrip("/")
+    heat_map = kept_heat_map(directory, tag, healthy=HEALTHY_NORM)
+    if heat_map is not None:
+        drawn["gradients"] = heat_map.picture(title=f"{tag}, the norm of each parameter's gradient")
+    elif TOTAL_NORM in found:
+        drawn["gradients"] = _drawn({TOTAL_NORM: found[TOTAL_NORM]}, title="gradients")
+    return {name: png(sheet) for name, sheet in drawn.items() if sheet is not None}
+
+
+def _drawn(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
+    """uint8 `[H, W, 3]`; None without two points of one of them."""
+    thinned = {tag: _thinned(curve) for tag, curve in named.items()}
+    if not any(len(steps) > 1 for steps, _ in thinned.values()):
+        return None
+    x = np.unique(np.concatenate([steps for steps, _ in thinned.values()]))
+    # Between its points a curve is straight; before and behind them there is none.
+    lines = {
+        tag: np.interp(x, steps, values, left=np.nan, right=np.nan).tolist() for tag, (steps, values) in thinned.items()
+    }
+    return curves(x.tolist(), lines, title=title, along="step")
+
+
+def _thinned(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """As many points as can be told apart, each the mean of its neighbours: steps and values, `[N]` each."""
+    every = -(-len(curve.steps) // MOST_POINTS)
+    if every == 1:
+        return curve.steps, curve.values
+    firsts = np.arange(0, len(curve.steps), every)
+    counts = np.diff([*firsts, len(curve.steps)])
+    return np.add.reduceat(curve.steps, firsts) / counts, np.add.reduceat(curve.values, firsts) / counts

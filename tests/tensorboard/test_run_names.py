@@ -1,0 +1,81 @@
+"""Runs are called by what was typed, each by a name of its own that stays."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import yaml
+
+from exp.tensorboard.hparams import OF_SWEEP
+from exp.tensorboard.overview import in_order
+from exp.tensorboard.run_names import LinkedRuns, run_name
+
+TODAY = f"{datetime.date.today():%Y-%m-%d}"
+
+
+def made(directory, *typed: str):
+    (directory / "tensorboard").mkdir(parents=True)
+    (directory / "tensorboard" / "events.out.tfevents.1.here").write_bytes(b"")
+    (directory / "overrides.yaml").write_text(yaml.safe_dump([*typed]))
+    return directory / "tensorboard"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ([], "defaults"),
+        (["optimizer.lr=0.01", "model=lenet"], "lr=0.01 model=lenet"),
+        (["hydra.run.dir=x", "name=mine", "resume=outputs/a/last.ckpt", "seed=2"], "seed=2"),
+        (["model.layers.a.out_features=8", "model.layers.b.out_features=16"],
+         "model.layers.a.out_features=8 model.layers.b.out_features=16"),
+        (["~hooks.memory", "+hooks=activations", "data.dataset.path=/data/my/table.csv"],
+         "~hooks.memory +hooks=activations path=table.csv"),
+    ],
+)  # fmt: skip
+def test_a_name_has_what_was_typed_and_no_folder(tmp_path, typed, name):
+    folder = made(tmp_path / "train" / TODAY / "09-39-17", *typed)
+    assert run_name(folder, below=tmp_path) == f"{name} · 09-39"
+
+
+def test_a_job_has_its_number_and_an_older_run_its_date(tmp_path):
+    job = made(tmp_path / "train" / "sweeps" / TODAY / "09-39-17" / "3", "seed=3")
+    old = made(tmp_path / "train" / "2024-02-29" / "23-01-00-2", "seed=4")
+    assert run_name(job, below=tmp_path) == "seed=3 · 09-39 job 3"
+    assert run_name(old, below=tmp_path) == "seed=4 · 02-29 23-01"
+    assert len(run_name(made(tmp_path / TODAY / "10-00-00", f"tag={'x' * 500}"), below=tmp_path)) < 110
+
+
+def test_links_stay_and_follow_what_comes_and_goes(tmp_path):
+    outputs, place = tmp_path / "outputs", tmp_path / "links"
+    place.mkdir()
+    first = made(outputs / "train" / TODAY / "09-39-17", "seed=1")
+    links = LinkedRuns(outputs, place)
+    links.refresh()
+    second = made(outputs / "train" / TODAY / "09-39-40", "seed=1")
+    sweep = outputs / "train" / "sweeps" / TODAY / "12-00-00"
+    sweep.mkdir(parents=True)
+    (sweep / f"events.out.tfevents.1.here{OF_SWEEP}").write_bytes(b"")
+    links.refresh()
+    found = {link.name: link.resolve() for link in place.iterdir() if link.is_symlink()}
+    assert found == {"seed=1 · 09-39": first, "seed=1 · 09-39 (2)": second}
+    assert os.listdir(place / "sweep · 12-00") == [f"events.out.tfevents.1.here{OF_SWEEP}"]
+    (first / "events.out.tfevents.1.here").unlink()
+    links.refresh()
+    assert [link.name for link in place.iterdir() if link.is_symlink()] == ["seed=1 · 09-39 (2)"]
+
+
+def test_what_people_look_at_first_stands_first():
+    own = [
+        "throughput/samples_per_second",
+        "accuracy/val",
+        "loss/test",
+        "loss/val",
+        "loss/train",
+        "optimizer/lr/default",
+    ]
+    assert in_order(own) == [
+        "loss/train", "loss/val", "accuracy/val", "optimizer/lr/default", "throughput/samples_per_second",
+    ]  # fmt: skip
+    assert in_order(["val/acc", "train/loss", "val/loss", "test/acc"]) == ["train/loss", "val/loss", "val/acc"]

@@ -11,8 +11,7 @@ from exp.hooks.figures import COLOURS, curves
 from exp.hooks.gradients import HEALTHY_NORM, NORM
 from exp.hooks.panels import png
 from exp.loggers.heat_maps import kept_heat_map
-from exp.run_report import parted
-from exp.shared_types import EPOCH_LOSS
+from exp.shared_types import EPOCH_LOSS, parted
 from exp.tensorboard.curves import Curve, read_curves
 
 TOTAL_NORM = f"{NORM}total"

@@ -24,7 +24,7 @@ from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE, tell_not_written
-from exp.shared_types import STAGES, compared_tag
+from exp.shared_types import compared_tag, parted
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -496,15 +496,6 @@ def _by_stage(report: Report) -> dict[str, dict[str, float]]:
         if stage:
             rows.setdefault(name, {})[stage] = value
     return dict(sorted(rows.items()))
-
-
-def parted(tag: str) -> tuple[str, str]:
-    """The name and the stage of a tag: `accuracy/val`, or `val/acc` as people write it to self.log; else no stage."""
-    name, _, stage = tag.rpartition("/")
-    if stage in STAGES:
-        return name, stage
-    first, _, rest = tag.partition("/") if "/" in tag else tag.partition("_")
-    return (rest, first) if rest and first in STAGES else (tag, "")
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

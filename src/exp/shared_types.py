@@ -47,6 +47,15 @@ def span_seconds(span: str) -> float:
     return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
 
 
+def parted(tag: str) -> tuple[str, str]:
+    """The name and the stage of a tag: `accuracy/val`, or `val/acc` as people write it to self.log; else no stage."""
+    name, _, stage = tag.rpartition("/")
+    if stage in STAGES:
+        return name, stage
+    first, _, rest = tag.partition("/") if "/" in tag else tag.partition("_")
+    return (rest, first) if rest and first in STAGES else (tag, "")
+
+
 def compared_tag(monitor: str) -> str:
     """The tag whose values a monitor compares."""
     return EPOCH_LOSS if monitor == "loss/train" else monitor

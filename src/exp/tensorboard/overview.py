@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,20 +10,17 @@ from typing import Any
 
 from tensorboard.backend.experimental_plugin import ExperimentalPlugin
 from tensorboard.plugins import base_plugin
-from werkzeug.utils import redirect
 
+from exp.shared_types import parted
 from exp.tensorboard.curves import event_files, read_curves
 
 ROUTE = "data/plugin/exp/overview"
-# exp's own, and as people write them to self.log: train/loss, val_acc.
-LOSS = re.compile(r"loss/(train|val)$|(train|val)[/_]loss")
-METRIC = re.compile(r"[^/]+/val$|val[/_]")
 # Behind losses, metrics and learning rates.
 LOOKED_AT = ("gradients/norm/total", "gradients/update_ratio/total", "throughput/samples_per_second")
 MOST_PINNED = 9
 
 
-class Overview(base_plugin.TBPlugin, ExperimentalPlugin):  # type: ignore[misc]  # tensorboard has no types
+class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
     """Answers an address that can be read with the long one that names the cards.
 
     An experimental plug-in has no tab. Relied on, and tested: the parameter `pinnedCards` of Time Series (seen in
@@ -44,8 +40,8 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):  # type: ignore[misc] 
         return False
 
     def _overview(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        address = f"/?{question(self._directory)}#timeseries"
-        return redirect(address)(environ, start_response)
+        start_response("302 Found", [("Location", f"/?{question(self._directory)}#timeseries")])
+        return []
 
 
 def question(directory: Path) -> str:
@@ -62,8 +58,10 @@ def in_order(tags: Iterable[str]) -> list[str]:
     """Those that people look at first, in their order."""
     known = sorted(tags)
     # A test has one point, which report.md has.
-    losses = [tag for tag in known if LOSS.match(tag)]
-    metrics = [tag for tag in known if METRIC.match(tag) and tag not in losses]
+    named = {tag: parted(tag) for tag in known}
+    losses = [tag for tag, (name, stage) in named.items() if name.startswith("loss") and stage in ("train", "val")]
+    losses = [tag for tag in losses if "/" not in named[tag][0]]  # of several terms the sum
+    metrics = [tag for tag, (name, stage) in named.items() if stage == "val" and "/" not in name and tag not in losses]
     rates = [tag for tag in known if tag.startswith("optimizer/lr/")]
     first = (*losses, *metrics, *rates, *LOOKED_AT)
     return [tag for tag in first if tag in known][:MOST_PINNED]

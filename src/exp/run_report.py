@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # The folder of a run with the pictures of its report.md.
-PICTURES = "report"
+PICTURES = "pictures"
 # The modules of exp that write files.
 WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).

@@ -13,7 +13,7 @@ import pytest
 RUN_FILES = {
     "config.yaml", "overrides.yaml", "provenance.json", "train.log", "report.json", "report.md",
     "checkpoints/last.ckpt", "checkpoints/best.ckpt",
-    "table.csv", "report/loss.png", "report/metrics.png", "report/gradients.png",
+    "table.csv", "pictures/loss.png", "pictures/metrics.png", "pictures/gradients.png",
 }  # fmt: skip
 REPORT_KEYS = {
     "status", "metrics", "best", "steps", "epochs", "wall_seconds", "step_ms", "peak_memory_mib", "world_size",

@@ -94,7 +94,7 @@ def test_help_lists_every_group_with_its_options():
         (["--cfg", "job", "seed=1,2"], "seed"),
         (["--shell-completion", "nonsense=1"], "subcommand"),
         (["-m", "optimizer=adamw,adamm"], "optimizer"),
-        (["-m", "hydra.sweep.dir=../x", "seed=1,2"], "hydra.sweep.dir"),
+        (["-m", "hydra.sweep.dir=.", "seed=1,2"], "hydra.sweep.dir"),
         (["-m", "hydra/launcher=nope", "seed=1,2"], "hydra/launcher"),
     ],
 )

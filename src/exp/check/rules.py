@@ -21,7 +21,7 @@ from exp.check.phase_rules import (
     readable,
 )
 from exp.config.freeze import COMPOSITION
-from exp.config.hydra_node import packages_allowed_by
+from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data, has_module
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.config.slots import nodes_in

@@ -13,10 +13,9 @@ from pathlib import Path
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
 from exp.config.search_path import search_places
+from exp.config.slots import MANY
 from exp.errors import ConfigError
 
-ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
-MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
 COMMAND_LINE = "command line"
 PRIMARY = "train"
@@ -34,12 +33,18 @@ class Vocabulary:
         # Of each group of which there is one, what is chosen where nobody chooses.
         self._chosen = {group: option for group, option in declared.items() if isinstance(option, str)}
         self.groups = sorted(set(groups))
+        self.own = loader.own_groups
         self.keys = sorted((set(keys) | set(groups)) - {"experiment", "debug", "local", "hydra", "defaults"})
 
     def kind(self, group: str) -> str:
-        """`one`, `many` or `axis`; a group that only the user's own train.yaml declares is a `one`."""
+        """`one`, `many`, `axis` or `own`; a group that only the user's own train.yaml declares is a `one`.
+
+        Of one that no train.yaml declares, a folder of the user's, Hydra's rules hold: + where nothing was chosen.
+        """
         if group in MANY:
             return "many"
+        if group not in self.groups and group.partition("/")[0] in self.own:
+            return "own"
         return "axis" if group in AXIS else "one"
 
     def options(self, group: str) -> list[str]:
@@ -59,10 +64,10 @@ class Vocabulary:
         return self._keys_below
 
     def words(self) -> list[str]:
-        return sorted({*self.groups, *self.keys})
+        return sorted({*self.groups, *self.keys, *self.own})
 
     def in_use(self, group: str) -> bool:
-        return group in self.groups or group in USED_GROUPS
+        return group in self.groups or group in USED_GROUPS or self.kind(group) == "own"
 
     def example(self, group: str) -> str:
         """A right command for this group."""

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from exp.config.resolvers import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
 from exp.secrets import interpolation, is_secret
@@ -228,6 +229,8 @@ class _Reader:
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
+        if is_of_a_target(error):
+            return  # told at the key of the resolver
         for variable in ENVIRONMENT.findall(text):
             if "environment variable" in str(error).lower():
                 self.fault(

@@ -116,6 +116,9 @@ SLOTS = (
 LAYER = Slot(pattern="model.**.layers.*", bases=(MODULE,))
 ANYWHERE = Slot(pattern="**")
 
+# Groups of which one option is a node, and those whose options are named entries of one, several at a time.
+ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
+MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 # One-groups own the node of their name; many-groups hold named entries, each a node.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
 COLLECTIONS = ("objective", "metrics", "hooks", "callbacks", "logger")

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
@@ -26,7 +29,7 @@ class Vocabulary:
 
     def __init__(self, loader: Loader, *, config_name: str) -> None:
         self.loader, self.config_name = loader, config_name
-        self._keys_below: list[str] | None = None
+        self._default: DictConfig | None = None
         self._options: dict[str, list[str]] = {}
         keys, declared = loader.primary(config_name)
         groups = [group for group in declared if not group.startswith("hydra/")]
@@ -54,14 +57,23 @@ class Vocabulary:
 
     def keys_below(self) -> list[str]:
         """All dotted keys of the config without overrides; none where even that does not compose."""
-        if self._keys_below is None:
+        return dotted_keys(self._without_overrides())
+
+    def default(self, key: str) -> Any:
+        """What stands at a key without overrides; None where there is nothing, too."""
+        try:
+            return OmegaConf.select(self._without_overrides(), key)
+        except HYDRA_ERRORS:
+            return None
+
+    def _without_overrides(self) -> DictConfig:
+        if self._default is None:
             try:
-                config = self.loader.compose(config_name=self.config_name, overrides=[])
-                self._keys_below = dotted_keys(config)
+                self._default = self.loader.compose(config_name=self.config_name, overrides=[])
             except (ConfigError, *HYDRA_ERRORS):
                 # Asked for a proposal only; the composition itself will tell what is wrong.
-                self._keys_below = []
-        return self._keys_below
+                self._default = DictConfig({})
+        return self._default
 
     def words(self) -> list[str]:
         return sorted({*self.groups, *self.keys, *self.own})

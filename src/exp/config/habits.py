@@ -177,7 +177,7 @@ KEYS = {
     "hydra.sweeper.max_batch_size": "Write sweep.jobs={value}",
     "hydra.launcher.n_jobs": "Write sweep.jobs={value}",
     "hydra.sweeper.storage": "Write sweep.storage={value}",
-    "hydra.sweeper.direction": "Write mode=min, or mode=max",
+    "hydra.sweeper.direction": "Write mode=min, or monitor=accuracy/val mode=max",
     "hydra.sweeper.study_name": "Write name={value}",
     "hydra.sweeper.sampler": "Write sweep.sampler=tpe, or grid, random, gp, cmaes, nsga2, qmc",
     "hydra.sweeper.sampler.": "Write sweep.sampler=tpe, or grid, random, gp, cmaes, nsga2, qmc",
@@ -205,7 +205,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.progress_bar_refresh_rate": {"0": "Write trainer.enable_progress_bar=false"},
     "trainer.weights_summary": dict.fromkeys(OFF, "Write trainer.enable_model_summary=false"),
     "trainer.default_root_dir": {"null": "Leave it out: results go to outputs/"},
-    "hydra.sweeper.direction": {"minimize": "Write mode=min", "maximize": "Write mode=max"},
+    "hydra.sweeper.direction": {"minimize": "Write mode=min", "maximize": "Write monitor=accuracy/val mode=max"},
     "hydra.job.chdir": {},
     "data.sampler": {
         "weighted": "Write data.sampler=balanced", "weightedrandomsampler": "Write data.sampler=balanced",
@@ -289,6 +289,14 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "strategy": {word: f"Write {typed}" for word, typed in STRATEGIES.items() if typed != f"strategy={word}"},
 }  # fmt: skip
+# Flags of LightningCLI and of scripts with argparse that are no value of a config.
+FLAGS_OF_OTHERS = {
+    "--print_config": "Write --cfg job",
+    "--help_all": "Write --help",
+    "--debug": "Write debug=one_batch",
+    "--fast_dev_run": "Write debug=one_batch",
+    "--resume": "Write resume=auto",
+}
 # The template's and Lightning's names for a tag, `val/acc_best` or `val_loss`.
 TAG = re.compile(r"(train|val|valid|validation|test)[/_](\w+?)(?:_best|_epoch|_step)?")
 MEASURES = {"acc": "accuracy"}
@@ -323,9 +331,7 @@ def cure_of_flag(flag: str, value: str) -> str | None:
     """What to write instead of a flag of LightningCLI's that is no value of the config; None of any other flag."""
     if flag == "--config":
         return f"Write --config-name {PurePath(value).stem}, for conf/{PurePath(value).stem}.yaml"
-    if flag.endswith((".help", "help_all")):
-        return "Write --help, or --cfg job for all keys"
-    return "Write --cfg job" if flag == "--print_config" else None
+    return "Write --cfg job" if flag.endswith(".help") else FLAGS_OF_OTHERS.get(flag)
 
 
 def cure_of_option(group: str, option: object) -> str | None:

@@ -276,7 +276,9 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if line.parsed.package is not None and (fault := _place_fault(line, vocabulary)) is not None:
         return fault
     if line.is_sweep and not multirun:
-        return _fault(line.key, f"several values, {line.value_text}", "one value without -m", _cure_of_several(line))
+        return _fault(
+            line.key, f"several values, {line.value_text}", "one value without -m", _cure_of_several(line, vocabulary)
+        )
     return _choice_fault(line, vocabulary) if line.group else _value_fault(line, vocabulary)
 
 
@@ -295,17 +297,21 @@ def _place_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
     return None
 
 
-def _cure_of_several(line: Line) -> str:
-    """What to write for several values without -m, by what the values look like."""
+def _cure_of_several(line: Line, vocabulary: Vocabulary) -> str:
+    """What to write for several values without -m, by what the key holds and what the values look like."""
     text, key = line.value_text, line.key
-    written = f"write a list as {key}=[{text}], a text as '{key}=\"{text}\"'"
+    each = "Put -m in front for one job each"
+    if line.group:
+        several = f"write {line.sign}{key}=[{text}] for all of them at once"
+        return f"{each}, {several}" if vocabulary.kind(line.group) == "many" else each
     if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
-        written = f"write one number as {key}={text.replace(',', '')}"
-    elif re.fullmatch(r"\d+,\d+", text):
-        written = f"write one number as {key}={text.replace(',', '.')}, a list as {key}=[{text}]"
-    elif line.group and line.group not in MANY:
-        written = f"or choose one, {line.sign}{key}={text.partition(',')[0]}"
-    return f"Put -m in front for one job each, {written}"
+        return f"{each}, write {key}={text.replace(',', '')} for one number"
+    if re.fullmatch(r"\d+,\d+", text):
+        each = f"{each}, write {key}={text.replace(',', '.')} for one number"
+    default = vocabulary.default(key)
+    if OmegaConf.is_list(default) or (default is None and not isinstance(line.value, RangeSweep | IntervalSweep)):
+        each = f"{each}, write {key}=[{text}] for a list"
+    return f"{each}, write '{key}=\"{text}\"' for a text" if isinstance(default, str) else each
 
 
 def _pair_fault(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> Fault | None:
@@ -459,11 +465,12 @@ def _refused_fault(line: Line, config: DictConfig, loader: Loader, error: Except
     parent, node = _longest_part(config, line.key)
     if parent != line.key:
         return _missing_key_fault(line, config, loader, parent=parent, node=node)
-    if line.sign == "+":
+    holds_keys = isinstance(node, DictConfig) and bool(node) and not line.value_text.startswith("{")
+    if line.sign == "+" and not holds_keys:
         return _fault(line.key, "+ on a key that is there", "= to change it", f"Write {line.text[1:]}")
     is_mapping = line.sign == "" and isinstance(node, DictConfig)
     adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
-    if isinstance(node, DictConfig) and node and not line.value_text.startswith("{"):
+    if isinstance(node, DictConfig) and holds_keys:
         keys = [str(key) for key in node]
         adds = f"Its keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
     return _fault(line.key, f"{_short(line.text)}: {fault_of(error).got}", "a value that fits", adds)

@@ -240,15 +240,15 @@ class _Reader:
                     cure=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
                 )
                 return
-        cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name))]
+        cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
         reason = (str(error).splitlines() or ["it refers to itself"])[0]
         expected = "an interpolation that leads to a value"
         if REFERENCE.search(text) is None or not cures:
             expected += f" ({reason})"
         self.fault(key, got=text, expected=expected, cure=cures[0] if cures else None)
 
-    def near(self, reference: str) -> str | None:
-        """The existing key most like one that leads nowhere: a sibling first, then any key."""
+    def near(self, reference: str, key: str) -> str | None:
+        """The existing key most like one that leads nowhere: a sibling first, then any key but `key`, which asks."""
         known = [path for path, _ in leaves(self.raw)]
         if reference.startswith(".") or reference in known:
             return None
@@ -260,8 +260,9 @@ class _Reader:
         if found:
             return siblings[found[0]]
         # A part of the key itself is like it, and no help.
-        others = [path for path in known if not reference.startswith(f"{path}.")]
-        return next(iter(nearest(reference, others)), None)
+        others = [path for path in known if not reference.startswith(f"{path}.") and path != key]
+        alike = [path for path in others if path.rpartition(".")[2] == word]
+        return next(iter([*alike, *nearest(reference, others, likeness=0.8)]), None)
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
         """References that resolving a text follows, at least; a circle ends where it closes."""

@@ -16,6 +16,7 @@ from exp.sweeps.sweep import compose_sweep
 # What one can type behind a word such as Write: overrides, in quotes or not, and flags.
 TOKEN = r"(?:'[^']*'|\"[^\"]*\"|~[\w.]+|[~+]*[A-Za-z_][\w./@]*=\S+|--?[a-z][\w-]*)"
 FLAGS = (["--package"], ["--config-dir"], ["--config-name"], ["--cfg"], ["--info"])
+SHORT = {"--package": "-p", "--config-path": "-cp", "--config-name": "-cn"}
 VERB = re.compile(r"\b(?:[Ww]rite|[Aa]dd|[Oo]r|is) ")
 VALUE = re.compile(r"Write ((?:-?\d[\w.]*|null|true|false))(?: without quotes)?$")
 SPELLING = re.compile(r"Did you mean (\S+)\?")
@@ -76,12 +77,13 @@ def is_about(key: str, text: str) -> bool:
 
 
 def without_flag(argv: Sequence[str], flag: str) -> list[str]:
+    names = (flag, SHORT[flag]) if flag in SHORT else (flag,)
     kept, words = [], list(argv)
     while words:
         word = words.pop(0)
-        if word.partition("=")[0] != flag:
+        if word.partition("=")[0] not in names:
             kept.append(word)
-        elif word == flag and words and not words[0].startswith("-") and "=" not in words[0]:
+        elif word in names and words and not words[0].startswith("-") and "=" not in words[0]:
             words.pop(0)
     return kept
 

@@ -38,7 +38,7 @@ REFUSED = {
     "from_run=outputs/": "from_run: ",
     "optimizer.lr=abc": "; expected ",
     "optimzer=sgd": "; expected ",
-    "ckpt_path=last.ckpt": "A checkpoint is resume=PATH",
+    "ckpt_path=last.ckpt": "Write resume=last.ckpt",
     "trainer=ddp": "Write strategy=ddp",
     "model=mine": "model: there is no option 'mine'",
 }

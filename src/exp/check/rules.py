@@ -86,7 +86,8 @@ def resume_is_there(values: Values) -> Iterator[Fault]:
         yield Fault(key="resume", got=show(path), expected="a file on this machine", cure="Download it first")
     # Path.is_file raises for a name that is too long.
     elif not os.path.isfile(path):
-        yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=_near_file(path))
+        cure = "Write resume=null" if path.lower() == "none" else _near_file(path)
+        yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=cure)
 
 
 def weights_are_there(values: Values) -> Iterator[Fault]:

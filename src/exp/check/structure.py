@@ -19,6 +19,7 @@ from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, number_meant, show
 
+KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
 # Of one repeat it is keys.Repeats, whose layers may be blocks of several.
 MAX_LAYERS = 100_000
 # So many keys nobody forgets one by one.
@@ -29,7 +30,7 @@ MAX_INTEGER = 2**63
 
 def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
-    absent = [name for name in (*SCHEMA, *NODES, *COLLECTIONS, PHASES) if name not in plain]
+    absent = [name for name in KNOWN if name not in plain]
     if len(absent) > FORGOTTEN:
         cure = (
             "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
@@ -125,7 +126,7 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
 def own_groups(plain: dict[str, Any]) -> list[str]:
     """The keys at the top that are groups of the user's own, folders of ./conf of which an option was chosen."""
     found = Values(plain)[f"{COMPOSITION}.{OWN_GROUPS}"]
-    return found if isinstance(found, list) else []
+    return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
 
 
 def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[Fault]:

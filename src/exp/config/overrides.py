@@ -305,9 +305,9 @@ def _cure_of_several(line: Line, vocabulary: Vocabulary) -> str:
         several = f"write {line.sign}{key}=[{text}] for all of them at once"
         return f"{each}, {several}" if vocabulary.kind(line.group) == "many" else each
     if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
-        return f"{each}, write {key}={text.replace(',', '')} for one number"
-    if re.fullmatch(r"\d+,\d+", text):
-        each = f"{each}, write {key}={text.replace(',', '.')} for one number"
+        return f"Write {key}={text.replace(',', '')} for one number, or put -m in front for one job each"
+    if re.fullmatch(r"0,\d+", text):
+        return f"Write {key}={text.replace(',', '.')} for one number, or put -m in front for one job each"
     default = vocabulary.default(key)
     if OmegaConf.is_list(default) or (default is None and not isinstance(line.value, RangeSweep | IntervalSweep)):
         each = f"{each}, write {key}=[{text}] for a list"

@@ -338,9 +338,8 @@ def resolve(config: DictConfig) -> Resolved:
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
     if not _touched(first, ("weights",)):
         _find_weights(config)
-    if not _touched(first, ("data", "trainer")):
-        _hold_batches(config)
-    if _beginnings(config, first) != asked:
+    held = not _touched(first, ("data", "trainer")) and _hold_batches(config)
+    if held or _beginnings(config, first) != asked:
         reading = read(config)
         first = first_stage(reading)
     if not _touched(first, DATA_KEYS):  # else told with the first stage
@@ -953,15 +952,18 @@ def _find_weights(config: DictConfig) -> None:
         config.weights["from"] = None if found is None else str(found)
 
 
-def _hold_batches(config: DictConfig) -> None:
+def _hold_batches(config: DictConfig) -> bool:
     """Keep the order of the samples where a run is to overfit a few batches, unless somebody says otherwise.
 
     Shuffled they would be others in each epoch; Lightning takes the shuffling of its own loaders away for the same.
+    Returns: whether it had to be written into the config.
     """
     brought = brings_data(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
-    if config.trainer.overfit_batches and not brought and "shuffle" not in config.data:
-        with open_dict(config.data):
-            config.data.shuffle = False
+    if not config.trainer.overfit_batches or brought or "shuffle" in config.data:
+        return False
+    with open_dict(config.data):
+        config.data.shuffle = False
+    return True
 
 
 def _fill_in(config: DictConfig) -> bool:

@@ -119,6 +119,8 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
     parent, _, name = key.rpartition(".")
     near = nearest(name, known)
     cure = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
+    if not parent and cure is None:
+        cure = f"Put it below vars, and refer to it as ${{vars.{name}}}"
     cure = cure_of_key(key, "VALUE") or cure
     return Fault(key=key, got=f"no key of {holder}", expected=f"one of {among(known, word=name)}", cure=cure)
 

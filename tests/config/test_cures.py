@@ -42,7 +42,7 @@ def told_by_keys():
     for key, template in KEYS.items():
         asked = re.search(r"([\w.]+)=\[?\{value\}", template)
         wanted = asked[1] if asked else ""
-        sample = "true" if wanted.startswith(SWITCHES) else SAMPLES[wanted] if wanted in SAMPLES else "2"
+        sample = "true" if wanted.startswith(SWITCHES) else SAMPLES.get(wanted, "2")
         if not key.endswith("."):
             yield cure_of_key(key, sample)
         elif "{rest}" in template:

@@ -103,7 +103,8 @@ from exp.errors import ConfigError
 
 for words in sys.argv[1:]:
     try:
-        print(composition_of(["hydra/sweeper=like_optuna", *words.split()], multirun=True).config.hydra.sweeper.direction)
+        found = composition_of(["hydra/sweeper=like_optuna", *words.split()], multirun=True)
+        print(found.config.hydra.sweeper.direction)
     except ConfigError as error:
         print(error.faults[0].key, error.faults[0].cure)
 """
@@ -134,7 +135,7 @@ def test_gpu_is_lightnings_word_for_the_kind_that_a_machine_has():
 def test_overfitting_keeps_the_batches_unless_somebody_shuffles_them():
     def shuffled(*overrides):
         data = resolve(exp.compose(list(overrides))).plain["data"]
-        return data["shuffle"] if "shuffle" in data else "as the class has it"
+        return data.get("shuffle", "as the class has it")
 
     assert shuffled() == "as the class has it"
     assert shuffled("trainer.overfit_batches=3") is False

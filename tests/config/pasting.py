@@ -120,6 +120,8 @@ def answer(argv: Sequence[str], *, whole: bool = False) -> list[Fault]:
                     return list(examine(resolve(config)).faults)
     except ConfigError as error:
         return list(error.faults)
+    except SystemExit as error:  # of --version
+        assert not error.code
     except ExpError as error:
         return [Fault(key="run", got=str(error), expected="a run")]
     return []

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from lightning.pytorch import Trainer
 
 HERE = Path(__file__).parent
@@ -80,3 +81,9 @@ def test_every_argument_of_the_trainer_is_in_the_table():
     names = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
     assert [name for name in names if f"trainer.{name}" not in typed] == []
     assert len(TABLE) >= 60
+
+
+def test_every_flag_of_hydra_is_in_the_table():
+    typed = " ".join(line for line, _ in TABLE).split()
+    flags = [max(action.option_strings, key=len) for action in get_args_parser()._actions if action.option_strings]
+    assert [flag for flag in flags if flag not in typed] == []

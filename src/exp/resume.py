@@ -141,7 +141,7 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
     """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
     from omegaconf import OmegaConf, open_dict
 
-    from exp.config.freeze import COMPOSITION
+    from exp.config.freeze import COMPOSITION, OWN_GROUPS
 
     with open_dict(config):
         config.resume, config.test, config.logger = before, False, {}
@@ -154,7 +154,13 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
         config.trainer.enable_progress_bar = False
         config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
         config[COMPOSITION] = OmegaConf.create(
-            {"directory": str(directory), "overrides": [], "of_sweep": [], "layers": []}
+            {
+                "directory": str(directory),
+                "overrides": [],
+                "of_sweep": [],
+                "layers": [],
+                OWN_GROUPS: list(map(str, config)),
+            }
         )
     return config
 

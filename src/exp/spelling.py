@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
 
+NUMBER = re.compile(
+    r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?(?P<sign>[kKmMbBgG%f]|\*\*|\^|/|\*)(?P<other>[+-]?\d+\.?\d*)?"
+)
+SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01, "f": 1.0}
+OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
+    "**": operator.pow, "^": operator.pow, "/": operator.truediv, "*": operator.mul,
+}  # fmt: skip
 # Below this likeness a proposal is a guess that misleads: "lr" is not "seed".
 LIKENESS = 0.6
 
@@ -54,6 +64,22 @@ def show(value: object) -> str:
         return "true" if value else "false"
     shown = f"[{', '.join(map(show, value))}]" if isinstance(value, list) else repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def number_meant(text: str) -> str | None:
+    """The number that a text stands for to a person, `10k`, `50%`, `1/8`, `2**5`, `1 000`, as YAML has it; or None."""
+    plain = re.sub(r"(?<=\d)[ '](?=\d{3})", "", text.strip())
+    found = NUMBER.fullmatch(plain)
+    if found is None:
+        return plain if plain != text.strip() and plain.isdecimal() else None
+    number, sign, other = float(found["number"]), found["sign"], found["other"]
+    try:
+        value = number * SUFFIXES[sign.lower()] if other is None else OPERATIONS[sign](number, float(other))
+    except (ArithmeticError, LookupError):  # a sign that wants another number, or none
+        return None
+    if isinstance(value, complex) or not math.isfinite(value):
+        return None
+    return str(int(value)) if value.is_integer() and sign != "%" else repr(value)
 
 
 def _likeness(word: str, name: str) -> float:

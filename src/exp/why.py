@@ -283,7 +283,7 @@ class Question:
         elsewhere = [one for one in known if one.rpartition(".")[2] == last]
         near = [f"{parent}{name}" for name in nearest(last, siblings)]
         near = nearest(key, elsewhere, likeness=0.0) or near or nearest(key, known)
-        cure = habit[0].upper() + habit[1:] if habit else f"Did you mean {near[0]}?" if near else None
+        cure = habit if habit else f"Did you mean {near[0]}?" if near else None
         return _fault("there is no such key", f"one of {among(siblings or self._values, word=last)}", cure, key=key)
 
 

@@ -95,7 +95,7 @@ def test_help_lists_every_group_with_its_options():
         (["--shell-completion", "install=zsh"], 'Write eval "$(python -m exp completion zsh)"'),
         (["-sc", "install=bash"], 'Write eval "$(python -m exp completion bash)"'),
         (["-m", "optimizer=adamw,adamm"], "optimizer"),
-        (["-m", "hydra.sweep.dir=../x", "seed=1,2"], "hydra.sweep.dir"),
+        (["-m", "hydra.sweep.dir=.", "seed=1,2"], "hydra.sweep.dir"),
         (["-m", "hydra/launcher=nope", "seed=1,2"], "hydra/launcher"),
     ],
 )

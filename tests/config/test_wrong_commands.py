@@ -116,7 +116,7 @@ VALUES = [
     wrong("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val", "above 0"),
     wrong("+trainer.gradient_clip_algorithm=nrm", "gradient_clip_algorithm"),
     wrong("trainer.gradient_clip_algorithm=nrm", "trainer.gradient_clip_algorithm", "Did you mean norm?"),
-    wrong("launch.accelerator=gpu", "launch.accelerator", "cuda"),
+    wrong("launch.accelerator=gpus", "launch.accelerator", "cuda"),
     wrong("launch.devices=0", "launch.devices", "1 or more"),
     wrong("precision.word=fp12", "precision.word", "Did you mean fp16?"),
     wrong("metric_stages=[validation]", "metric_stages", "val"),
@@ -141,7 +141,7 @@ SHELL = [
     Wrong(argv=["tags=[a b"], says=["tags"]),
 ]
 HABITS = [
-    wrong("ckpt_path=last.ckpt", "ckpt_path", "resume=PATH"),
+    wrong("ckpt_path=last.ckpt", "ckpt_path", "resume=last.ckpt"),
     wrong("trainer=gpu", "trainer", "launch.accelerator"),
     wrong("trainer=ddp", "trainer", "strategy=ddp"),
     wrong("trainer=default", "trainer", "trainer.max_epochs=5"),

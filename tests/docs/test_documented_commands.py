@@ -44,7 +44,7 @@ REFUSED = {
     "optimizer.lr=abc": "; expected ",
     "data.dataset.target=kind": "expected a column of flowers.csv",
     "optimzer=sgd": "; expected ",
-    "ckpt_path=last.ckpt": "A checkpoint is resume=PATH",
+    "ckpt_path=last.ckpt": "Write resume=last.ckpt",
     "trainer=ddp": "Write strategy=ddp",
     "model=mine": "model: there is no option 'mine'",
 }

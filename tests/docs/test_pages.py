@@ -93,7 +93,7 @@ def test_the_site_is_built_without_a_broken_link_and_is_searched(tmp_path: Path)
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?://", page.read_text("utf-8")), page.name
 
 
-@pytest.mark.parametrize("name", ["make_api", "make_compatibility", "make_vocabulary"])
+@pytest.mark.parametrize("name", ["make_api", "make_compatibility", "make_habits", "make_vocabulary"])
 def test_a_page_that_is_made_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     made = importlib.util.module_from_spec(spec)

@@ -122,6 +122,8 @@ SCHEMA: dict[str, Any] = {
     "data_dir": Text,
     "metric_stages": list[Stage],
     "module": Node | None,
+    "vars": dict[str, Any],
+    "resolvers": dict[str, Any],
     "precision": {
         "word": Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8"],
         "keep": dict[str, Literal["fp32", "fp64"]],

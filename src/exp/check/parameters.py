@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,9 @@ from exp.check.structure import kind_faults, value_fault
 from exp.config.annotations import EMPTY
 from exp.config.reading import UNKNOWN
 from exp.config.slots import (
+    COLLECTIONS,
     DATA_MODULE,
+    NODES,
     RESERVED_IN_NODE,
     Slot,
     nodes_in,
@@ -28,6 +31,12 @@ from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, nearest
 
+# Nodes at the top that an option of another group may have beside its own.
+AT_THE_TOP = (*COLLECTIONS, *NODES, "phases", "precision", "monitor", "mode")
+# What is wrong with a package, and not with one class of it.
+OF_PACKAGE = re.compile(r"outside the allowed packages|: importing \S+ failed|: no module ")
+# A dotted name in a message, and its package.
+NAMED = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+)+)")
 HYDRAS_OWN = {
     "_args_": "a list",
     "_convert_": "nothing: values arrive as plain dicts and lists",
@@ -49,7 +58,30 @@ def target_faults(plain: dict[str, Any], *, allow: Sequence[str], has_module: bo
         faults += node_faults(key, node, place=place, allow=allow, has_module=has_module)
         for index, name in enumerate(_positional_names(node, place, allow=allow)):
             places[f"{key}._args_.{index}"] = f"{place}.{name}"
-    return faults
+    return _each_once(faults)
+
+
+def _each_once(faults: Sequence[Fault]) -> list[Fault]:
+    """The same faults; what is wrong with a whole package, at each class of it, is told at the first, with the others.
+
+    Such as one that is not allowed, or whose import fails.
+    """
+    alike: dict[tuple[object, ...], list[Fault]] = {}
+    for fault in faults:
+        # But for the name of the class itself.
+        is_of_package = OF_PACKAGE.search(fault.got) is not None
+        said = (NAMED.sub(r"\1", fault.got), fault.expected, fault.cure) if is_of_package else (fault.key, fault)
+        alike.setdefault(said, []).append(fault)
+    return [_with_others(group) for group in alike.values()]
+
+
+def _with_others(group: Sequence[Fault]) -> Fault:
+    first, *others = group
+    if not others:
+        return first
+    names = among([fault.key.removesuffix("._target_") for fault in others])
+    more = f"{len(others)} more key{'s' if len(others) > 1 else ''}"
+    return replace(first, got=f"{first.got}, and so it is at {more}: {names}")
 
 
 def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str]) -> tuple[str, ...]:
@@ -198,6 +230,11 @@ def _cure_of_unknown(key: str, name: str, slot: Slot) -> str | None:
     if key == "model" and name in ("freeze", "initialisation"):
         place = "freeze.parameters" if name == "freeze" else name
         return f"Write {place}, at the top, which is for any network"
+    if key in NODES and name in AT_THE_TOP:
+        return (
+            f"It stands at the top, as {name}: begin a YAML that sets both with the line `# @package _global_`, "
+            f"and put what is of {key} below {key}:"
+        )
     refused = nearest(name, slot.refused)
     if refused:
         return f"Use {slot.refused[refused[0]]}"

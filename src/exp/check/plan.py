@@ -24,12 +24,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.check.parameters import program_fault, target_faults
 from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import allowed, first_stage, located, once, second_stage
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
+from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data
 from exp.config.reading import (
     UNKNOWN,
@@ -42,6 +43,7 @@ from exp.config.reading import (
     read,
     with_changes,
 )
+from exp.config.resolvers import use_resolvers
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
@@ -328,6 +330,7 @@ class Examination:
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
     config = copy.deepcopy(config)
+    use_resolvers(config, allow=sorted(packages_allowed_by(_overrides(config))))
     reading = read(config)
     first = first_stage(reading)
     asked = _beginnings(config, first)
@@ -335,7 +338,8 @@ def resolve(config: DictConfig) -> Resolved:
     start_faults, notes = _find_start(config) if not _touched(first, START_KEYS) else ([], ())
     if not _touched(first, ("weights",)):
         _find_weights(config)
-    if _beginnings(config, first) != asked:
+    held = not _touched(first, ("data", "trainer")) and _hold_batches(config)
+    if held or _beginnings(config, first) != asked:
         reading = read(config)
         first = first_stage(reading)
     if not _touched(first, DATA_KEYS):  # else told with the first stage
@@ -353,6 +357,11 @@ def resolve(config: DictConfig) -> Resolved:
     faults += [*first, *start_faults, *second_stage(config, reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
     return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
+
+
+def _overrides(config: DictConfig) -> list[str]:
+    """Those that a config was composed with; none of one that was made otherwise."""
+    return [str(text) for text in config[COMPOSITION].overrides] if COMPOSITION in config else []
 
 
 def frozen(directory: Path | str) -> Resolved:
@@ -941,6 +950,20 @@ def _find_weights(config: DictConfig) -> None:
     if source is not None and Path(source).is_dir():
         found = weights_of_run(Path(source))
         config.weights["from"] = None if found is None else str(found)
+
+
+def _hold_batches(config: DictConfig) -> bool:
+    """Keep the order of the samples where a run is to overfit a few batches, unless somebody says otherwise.
+
+    Shuffled they would be others in each epoch; Lightning takes the shuffling of its own loaders away for the same.
+    Returns: whether it had to be written into the config.
+    """
+    brought = brings_data(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
+    if not config.trainer.overfit_batches or brought or "shuffle" in config.data:
+        return False
+    with open_dict(config.data):
+        config.data.shuffle = False
+    return True
 
 
 def _fill_in(config: DictConfig) -> bool:

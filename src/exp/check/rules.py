@@ -21,7 +21,7 @@ from exp.check.phase_rules import (
     readable,
 )
 from exp.config.freeze import COMPOSITION
-from exp.config.hydra_node import packages_allowed_by
+from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data, has_module
 from exp.config.reading import UNKNOWN, Values, is_node
 from exp.config.slots import nodes_in
@@ -86,7 +86,8 @@ def resume_is_there(values: Values) -> Iterator[Fault]:
         yield Fault(key="resume", got=show(path), expected="a file on this machine", cure="Download it first")
     # Path.is_file raises for a name that is too long.
     elif not os.path.isfile(path):
-        yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=_near_file(path))
+        cure = "Write resume=null" if path.lower() == "none" else _near_file(path)
+        yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=cure)
 
 
 def weights_are_there(values: Values) -> Iterator[Fault]:

@@ -13,12 +13,13 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
-from exp.check.structure import node_faults, structure_faults
+from exp.check.structure import node_faults, own_groups, structure_faults
 from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
 from exp.config.reading import Reading, Values, read
+from exp.config.resolvers import resolver_faults
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, Fault
 
@@ -82,7 +83,8 @@ def refuse_node(config: DictConfig, name: str) -> None:
 def first_stage(reading: Reading) -> list[Fault]:
     """The faults that can be seen without importing torch."""
     plain, faults = reading
-    return once([*faults, *structure_faults(plain), *rule_faults(plain)])
+    resolvers = resolver_faults(plain, allow=allowed(plain))
+    return once([*faults, *structure_faults(plain), *rule_faults(plain), *resolvers])
 
 
 def second_stage(config: DictConfig, reading: Reading, *, only: str | None = None) -> list[Fault]:
@@ -95,7 +97,9 @@ def second_stage(config: DictConfig, reading: Reading, *, only: str | None = Non
 
     plain, _ = reading
     allow, is_own = allowed(plain), has_module(plain)
-    names = (name for name in plain if name != COMPOSITION and only in (None, name))
+    # Values of the user's own are looked at where something refers to them.
+    left = {COMPOSITION, "vars", *own_groups(plain)}
+    names = (name for name in plain if name not in left and only in (None, name))
     plain = {name: plain[name] for name in names}
     faults = [*target_faults(plain, allow=allow, has_module=is_own), *program_faults(plain)]
     return once([*faults, *direction_faults(plain, allow=allow)])

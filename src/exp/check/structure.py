@@ -11,14 +11,15 @@ from typing import Any
 from exp.check.keys import PRESENT, SCHEMA, VALUES, Node, Repeats
 from exp.check.kinds import fits, worded, words_of
 from exp.config.annotations import EMPTY
-from exp.config.freeze import COMPOSITION
-from exp.config.habits import cure_of_key
+from exp.config.freeze import COMPOSITION, OWN_GROUPS
+from exp.config.habits import cure_of_key, cure_of_value
 from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
-from exp.config.reading import UNKNOWN, is_node, leaves
+from exp.config.reading import UNKNOWN, Values, is_node, leaves
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
-from exp.spelling import among, did_you_mean, nearest, show
+from exp.spelling import among, did_you_mean, nearest, number_meant, show
 
+KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
 # Of one repeat it is keys.Repeats, whose layers may be blocks of several.
 MAX_LAYERS = 100_000
 # So many keys nobody forgets one by one.
@@ -29,7 +30,7 @@ MAX_INTEGER = 2**63
 
 def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
-    absent = [name for name in (*SCHEMA, *NODES, *COLLECTIONS, PHASES) if name not in plain]
+    absent = [name for name in KNOWN if name not in plain]
     if len(absent) > FORGOTTEN:
         cure = (
             "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
@@ -76,7 +77,7 @@ def _module_cure(name: str) -> str:
 
 def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = ()) -> Fault:
     """One wrong value, with the cure that its look suggests."""
-    cure = did_you_mean(value, words) if isinstance(value, str) else None
+    cure = cure_of_value(key, value) or (did_you_mean(value, words) if isinstance(value, str) else None)
     if (
         cure is None
         and isinstance(value, float)
@@ -94,6 +95,9 @@ def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = (
         and ("number" in expected or "integer" in expected)
     ):
         cure = f"Write {value} without quotes"
+    if cure is None and isinstance(value, str) and ("number" in expected or "integer" in expected):
+        meant = number_meant(value)
+        cure = None if meant is None else f"Write {meant}"
     if cure is None and "text" in expected and (quoted := _quoted(value)) is not None:
         cure = f"Quote it, and once more for a shell: '{key}={quoted}'"
     return Fault(key=key, got=show(value), expected=expected, cure=cure)
@@ -115,14 +119,20 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
     parent, _, name = key.rpartition(".")
     near = nearest(name, known)
     cure = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
-    habit = cure_of_key(key, "VALUE")
-    if habit is not None:
-        cure = habit[0].upper() + habit[1:]
+    if not parent and cure is None:
+        cure = f"Put it below vars, and refer to it as ${{vars.{name}}}"
+    cure = cure_of_key(key, "VALUE") or cure
     return Fault(key=key, got=f"no key of {holder}", expected=f"one of {among(known, word=name)}", cure=cure)
 
 
+def own_groups(plain: dict[str, Any]) -> list[str]:
+    """The keys at the top that are groups of the user's own, folders of ./conf of which an option was chosen."""
+    found = Values(plain)[f"{COMPOSITION}.{OWN_GROUPS}"]
+    return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
+
+
 def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[Fault]:
-    known = list(schema) + ([*NODES, *COLLECTIONS, PHASES] if not key else [])
+    known = list(schema) + ([*NODES, *COLLECTIONS, PHASES, *own_groups(node)] if not key else [])
     for name in node:
         if name not in known and not (name == COMPOSITION and not key):
             yield unknown_key(_join(key, name), known, holder=key or "the config")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,8 +14,9 @@ from exp.config.compose import composition_of, expanded
 from exp.config.freeze import COMPOSITION
 from exp.config.group_kinds import AXIS, MANY, ONE
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
+from exp.config.habits import cure_of_flag
 from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
-from exp.config.overrides import checked_lines, for_hydra
+from exp.config.overrides import SUBCOMMANDS, checked_lines, for_hydra, mended
 from exp.config.reading import secrets_kept
 from exp.errors import ConfigError, Fault
 
@@ -69,13 +71,65 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
         parser.add_argument("--all", action="store_true", help="all faults at once, those that need torch, too")
     if program.endswith("exp.data"):
         parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES, help="of each part: a number, or all")
+    flags = [option for action in parser._actions for option in action.option_strings]
+    foreign = list(_foreign_flags(argv, flags))
+    if foreign:
+        commands = [
+            _fault(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
+            for word in argv[:1]
+            if word in SUBCOMMANDS
+        ]
+        raise ConfigError([*commands, *_as_overrides(foreign, multirun=bool({"-m", "--multirun"} & set(argv)))])
     arguments = parser.parse_intermixed_args(list(argv))
+    _read_mode(arguments)
     faults = list(_flag_faults(arguments))
     if faults:
         raise ConfigError(faults)
     if arguments.config_name is None:
         arguments.config_name = PRIMARY
     return arguments
+
+
+def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag that is none of ours, as argparse and LightningCLI have them, with its value: `--trainer.max_epochs 5`.
+
+    flags: ours, which may be cut short.
+    """
+    words = iter(enumerate(argv))
+    for index, word in words:
+        flag, sign, value = word.partition("=")
+        is_ours = any(own.startswith(flag) for own in flags) and flag != "--config"
+        if not word.startswith("--") or word == "--" or is_ours:
+            continue
+        following = argv[index + 1] if index + 1 < len(argv) else "-"
+        if not sign and not following.startswith("-") and "=" not in following:
+            value = following
+            next(words)
+        yield flag, value if sign or value else "true"
+
+
+def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[Fault]:
+    """A fault for each flag that is none of ours, with the override that says the same here."""
+    _, vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
+    faults = []
+    for flag, value in foreign:
+        text = f"{flag.lstrip('-').rstrip('+').replace('-', '_')}={value}"
+        cure = cure_of_flag(flag, value)
+        if cure is None:
+            _, wrong = checked_lines([text], vocabulary, multirun=multirun)
+            cure = mended(text, wrong[0].cure, vocabulary) if wrong else f"Write {text}"
+        faults.append(_fault(flag, "no flag of this command", "key=value, without dashes", cure))
+    return faults
+
+
+def _read_mode(arguments: argparse.Namespace) -> None:
+    """Take `hydra.mode=MULTIRUN` for -m, and `hydra.mode=RUN` for what a command without it does."""
+    for text in list(arguments.overrides):
+        key, _, word = text.lstrip("+").partition("=")
+        if key == "hydra.mode" and word.lower() in ("run", "multirun"):
+            arguments.overrides.remove(text)
+            is_sweep = word.lower() == "multirun"
+            arguments.multirun, arguments.run = arguments.multirun or is_sweep, arguments.run or not is_sweep
 
 
 def _how_many(text: str) -> int | None:
@@ -134,7 +188,7 @@ def help_text(vocabulary: Vocabulary) -> str:
             options = vocabulary.options(group) if group in vocabulary.groups else []
             if options:
                 rows += _row(group, title, options)
-    extra = [group for group in vocabulary.groups if group not in (*ONE, *MANY, *AXIS)]
+    extra = [group for group in (*vocabulary.groups, *vocabulary.own) if group not in (*ONE, *MANY, *AXIS)]
     rows += [line for group in extra for line in _row(group, "one of", vocabulary.options(group))]
     keys = ", ".join(key for key in vocabulary.keys if key not in vocabulary.groups)
     keys = textwrap.fill(keys, width=HELP_WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -149,9 +203,14 @@ def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
 def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:
     faults = []
     if arguments.experimental_rerun is not None:
-        faults.append(_fault("--experimental-rerun", "it unpickles a file, which may run any code", "resume=PATH"))
+        got, run = "it unpickles a file, which may run any code", Path(arguments.experimental_rerun).parent
+        faults.append(_fault("--experimental-rerun", got, "the config of a run as text", f"Write from_run={run}"))
     if arguments.config_path is not None:
-        faults.append(_fault("--config-path", "the place of exp's own configs is fixed", "--config-dir DIR, or ./conf"))
+        cure = f"Write --config-dir {arguments.config_path}"
+        faults.append(_fault("--config-path", "exp's own configs stay where they are", "one more directory", cure))
+    if arguments.package is not None and arguments.cfg is None:
+        cure = f"Write --cfg job --package {arguments.package}"
+        faults.append(_fault("--package", "without --cfg", "the part of a config to print", cure))
     if arguments.shell_completion:
         shell = next((shell for shell in ("zsh", "bash") if any(shell in text for text in arguments.overrides)), "bash")
         fault = _fault("--shell-completion", "Hydra's completion, which knows no key and no list", "exp's own")
@@ -164,12 +223,14 @@ def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:
     if len(used) > 1:
         faults.append(_fault(" ".join(used), "flags that exclude each other", "one of them"))
     if arguments.resolve and arguments.cfg is None:
-        faults.append(_fault("--resolve", "without --cfg", "--cfg job --resolve"))
+        faults.append(
+            _fault("--resolve", "without --cfg", "the values of a config to print", "Write --cfg job --resolve")
+        )
     return faults
 
 
-def _fault(key: str, got: str, expected: str) -> Fault:
-    return Fault(key=key, got=got, expected=expected, source="command line")
+def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
+    return Fault(key=key, got=got, expected=expected, cure=cure, source="command line")
 
 
 @secrets_kept()

@@ -11,16 +11,33 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
-from exp.config.freeze import COMPOSITION, literal
+from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
 from exp.config.groups import PRIMARY, open_search_path
-from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config
-from exp.config.hydra_node import directory_of, hydra_node_faults, recorded_override_faults, resolve_hydra_values
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config, packages_allowed_by
+from exp.config.hydra_node import (
+    directory_of,
+    follow_mode,
+    hydra_node_faults,
+    recorded_override_faults,
+    resolve_hydra_values,
+)
 from exp.config.launchers import refuse_cluster
 from exp.config.module_key import leave_out
-from exp.config.overrides import Line, checked_lines, diagnose, for_hydra, ignored_choices, swept_key_faults
+from exp.config.overrides import (
+    Line,
+    checked_lines,
+    diagnose,
+    for_hydra,
+    ignored_choices,
+    swept_key_faults,
+    with_value,
+)
 from exp.config.reading import secrets_kept
+from exp.config.resolvers import use_resolvers
 from exp.errors import ConfigError, Fault
 
+# Which kind of GPU a machine can have.
+GPU = "mps" if sys.platform == "darwin" else "cuda"
 # Overrides that are not the job's own: of Hydra, and of how a sweep goes about its jobs.
 BESIDE_THE_JOB = ("hydra.", "hydra/", "sweep.")
 
@@ -65,8 +82,10 @@ def composition_of(
         faults += error.faults
     except HYDRA_ERRORS as error:
         found = diagnose(loader, lines)
-        faults += found.faults or (fault_of(error),)
+        faults += found.faults or (with_value(fault_of(error), lines),)
         config, lines = found.config, list(found.healthy)
+        if config is not None:
+            use_resolvers(config, allow=sorted(packages_allowed_by(overrides)))
     if config is None:
         raise ConfigError(faults)
     composition = Composition(
@@ -151,6 +170,8 @@ def shared_config(composition: Composition) -> DictConfig:
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     config = composition.config
     OmegaConf.set_readonly(config, False)
+    if OmegaConf.select(config, "launch.accelerator", default=None) == "gpu":
+        config.launch.accelerator = GPU  # Lightning's word for what torch, and exp, call by its maker
     with open_dict(config):
         del config["hydra"]
         config[COMPOSITION] = {
@@ -158,6 +179,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             "of_sweep": [literal(text) for text in composition.overrides if text.lstrip("+~").startswith("sweep.")],
             "directory": literal(directory),
             # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
+            OWN_GROUPS: composition.loader.own_groups_chosen(),
             "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
         }
     leave_out(config)
@@ -171,8 +193,10 @@ def recorded(overrides: Sequence[str]) -> list[str]:
 
 def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:
     with hydra_config(config):
-        faults = hydra_node_faults(config, loader.layers, multirun=multirun)
+        typed = {line.key: str(line.value) for line in lines if line.key.startswith("hydra.")}
+        faults = hydra_node_faults(config, loader.layers, multirun=multirun, typed=typed)
     OmegaConf.set_readonly(config.hydra, False)
+    faults += follow_mode(config, loader.layers, typed=typed)
     return faults + ignored_choices(lines, [layer.config_path for layer in loader.layers])
 
 

@@ -98,7 +98,10 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
     """
     adding = [text for text in now if text.startswith("+") and key_of(text) in MANY]
     keys = {key_of(text) for text in now if text not in adding}
-    kept = [text for text in read_overrides(run) if key_of(text) not in keys and not _is_below(key_of(text), without)]
+    # Where results go is said by whoever types this command; a run that is as exp wrote it records nothing of Hydra's.
+    left = (*without, "hydra")
+    recorded = [text for text in read_overrides(run) if not key_of(text).startswith("hydra/")]
+    kept = [text for text in recorded if key_of(text) not in keys and not _is_below(key_of(text), left)]
     trusting = [text for text in kept if key_of(text) == "security.allow"]
     if trusting:
         cure = f"If you trust it, add '{trusting[0]}' to this command"

@@ -35,6 +35,8 @@ from exp.redaction import covered
 from exp.shared_types import searched_tags
 
 COMPOSITION = "_composition_"
+# In it, the keys at the top that are groups of the user's own.
+OWN_GROUPS = "own_groups"
 # In it, where the run directory stands already and is this config's own.
 TAKEN = "is_taken"
 # 1 where a search has pruned the job, else 0: TensorBoard's page of hyperparameters has no word for it.

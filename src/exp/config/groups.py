@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from exp.config.group_kinds import AXIS, MANY
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
@@ -20,19 +23,25 @@ class Vocabulary:
 
     def __init__(self, loader: Loader, *, config_name: str) -> None:
         self.loader, self.config_name = loader, config_name
-        self._keys_below: list[str] | None = None
+        self._default: DictConfig | None = None
         self._options: dict[str, list[str]] = {}
         keys, declared = loader.primary(config_name)
         groups = [group for group in declared if not group.startswith("hydra/")]
         # Of each group of which there is one, what is chosen where nobody chooses.
         self._chosen = {group: option for group, option in declared.items() if isinstance(option, str)}
         self.groups = sorted(set(groups))
+        self.own = loader.own_groups
         self.keys = sorted((set(keys) | set(groups)) - {"experiment", "debug", "local", "hydra", "defaults"})
 
     def kind(self, group: str) -> str:
-        """`one`, `many` or `axis`; a group that only the user's own train.yaml declares is a `one`."""
+        """`one`, `many`, `axis` or `own`; a group that only the user's own train.yaml declares is a `one`.
+
+        Of one that no train.yaml declares, a folder of the user's, Hydra's rules hold: + where nothing was chosen.
+        """
         if group in MANY:
             return "many"
+        if group not in self.groups and group.partition("/")[0] in self.own:
+            return "own"
         return "axis" if group in AXIS else "one"
 
     def options(self, group: str) -> list[str]:
@@ -42,20 +51,29 @@ class Vocabulary:
 
     def keys_below(self) -> list[str]:
         """All dotted keys of the config without overrides; none where even that does not compose."""
-        if self._keys_below is None:
+        return dotted_keys(self._without_overrides())
+
+    def default(self, key: str) -> Any:
+        """What stands at a key without overrides; None where there is nothing, too."""
+        try:
+            return OmegaConf.select(self._without_overrides(), key)
+        except HYDRA_ERRORS:
+            return None
+
+    def _without_overrides(self) -> DictConfig:
+        if self._default is None:
             try:
-                config = self.loader.compose(config_name=self.config_name, overrides=[])
-                self._keys_below = dotted_keys(config)
+                self._default = self.loader.compose(config_name=self.config_name, overrides=[])
             except (ConfigError, *HYDRA_ERRORS):
                 # Asked for a proposal only; the composition itself will tell what is wrong.
-                self._keys_below = []
-        return self._keys_below
+                self._default = DictConfig({})
+        return self._default
 
     def words(self) -> list[str]:
-        return sorted({*self.groups, *self.keys})
+        return sorted({*self.groups, *self.keys, *self.own})
 
     def in_use(self, group: str) -> bool:
-        return group in self.groups or group in USED_GROUPS
+        return group in self.groups or group in USED_GROUPS or self.kind(group) == "own"
 
     def example(self, group: str) -> str:
         """A right command for this group."""

@@ -1,127 +1,315 @@
-"""What users of lightning-hydra-template and of Lightning type, and what it is called here."""
+"""What users of Hydra, Lightning and lightning-hydra-template type, and what it is called here.
+
+Each cure is a sentence whose words behind `Write` can be typed as they stand: a test types them.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+
+# Of each of Lightning's, torch's and the template's words for a precision the option.
+PRECISIONS = {
+    "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16", "fp16-mixed": "fp16", "mixed": "fp16",
+    "bf16-mixed": "bf16", "bfloat16": "bf16", "amp": "bf16", "auto": "bf16", "bf16": "bf16", "fp16": "fp16",
+    "32": "fp32", "32-true": "fp32", "float32": "fp32", "float": "fp32", "single": "fp32", "fp32": "fp32",
+    "64": "fp64", "64-true": "fp64", "float64": "fp64", "double": "fp64", "fp64": "fp64",
+    "16-true": "fp16_true", "bf16-true": "bf16_true", "float8": "fp8", "transformer-engine": "fp8", "fp8": "fp8",
+    "tf32": "tf32", "true": "bf16", "null": "fp32", "none": "fp32", "false": "fp32",
+}  # fmt: skip
+# Of each of Lightning's words for a strategy what is typed here.
+STRATEGIES = {
+    "ddp_spawn": "strategy=ddp", "ddp_fork": "strategy=ddp", "ddp_notebook": "strategy=ddp", "dp": "strategy=ddp",
+    "ddp_find_unused_parameters_true": "strategy=ddp strategy.find_unused_parameters=true",
+    "ddp_find_unused_parameters_false": "strategy=ddp", "ddp2": "strategy=ddp", "horovod": "strategy=ddp",
+    "ddp_spawn_find_unused_parameters_true": "strategy=ddp strategy.find_unused_parameters=true",
+    "ddp_sharded": "strategy=fsdp", "fsdp_native": "strategy=fsdp", "fsdp2": "strategy=fsdp",
+    "fsdp_cpu_offload": "strategy=fsdp strategy.cpu_offload=true", "zero": "strategy=deepspeed",
+    "deepspeed_stage_1": "strategy=deepspeed strategy.stage=1", "deepspeed_stage_2": "strategy=deepspeed",
+    "deepspeed_stage_2_offload": "strategy=deepspeed strategy.offload_optimizer=true",
+    "deepspeed_stage_3": "strategy=deepspeed strategy.stage=3",
+    "deepspeed_stage_3_offload": "strategy=deepspeed strategy.stage=3 strategy.offload_parameters=true",
+    "model_parallel": "strategy=tensor_parallel", "tp": "strategy=tensor_parallel", "pp": "strategy=pipeline",
+    "single_device": "strategy=single", "none": "strategy=auto", "null": "strategy=auto", "fsdp": "strategy=fsdp",
+}  # fmt: skip
+NO_CHECKPOINTS = "Write checkpoint.save_best=false checkpoint.save_last=false test=false"
+STAYS = "Leave it out: the working directory never changes, and results go to the run directory"
+NO_LOGGING = "Leave it out: what a run says is in train.log of its directory"
+CHECKPOINTS = "Leave it out: checkpoints/best.ckpt, by monitor and mode, and last.ckpt are in each run directory"
+BUILT_IN = "Leave it out: it is built in"
+SHARED = "Leave it out: exp shares data.batch_size over the ranks by itself"
+
 # The whole key, or its beginning where the key ends in a dot. Looked up from the longest to the shortest.
 KEYS = {
-    "ckpt_path": "a checkpoint is resume=PATH",
-    "ckpt": "a checkpoint is resume=PATH",
-    "checkpoint_path": "a checkpoint is resume=PATH",
-    "resume_from_checkpoint": "a checkpoint is resume=PATH",
-    "trainer.resume_from_checkpoint": "a checkpoint is resume=PATH",
-    "trainer.devices": "write launch.devices={value}",
-    "trainer.gpus": "write launch.devices={value}",
-    "trainer.num_nodes": "write launch.nodes={value}",
-    "trainer.accelerator": "write launch.accelerator={value}",
-    "trainer.strategy": "write strategy={value}",
-    "strategy.verify": "it is gone: leave it out, and hold a plan of your own against strategy=single",
-    "trainer.precision": "write precision=fp32, bf16 or fp16",
-    "trainer.callbacks": "callbacks are a group: +callbacks=early_stopping",
-    "trainer.logger": "loggers are a group: logger=[tensorboard], logger=[] for none",
-    "trainer.default_root_dir": "results land in hydra.run.dir=outputs/elsewhere",
-    "trainer.enable_checkpointing": "checkpoints are checkpoint.save_best and checkpoint.save_last",
-    "trainer.fast_dev_run": "write debug=one_batch",
-    "trainer.overfit_batches": "write debug=overfit",
-    "trainer.profiler": "write debug=profiler",
-    "trainer.deterministic": "write runtime.deterministic=true",
-    "trainer.benchmark": "write runtime.cudnn_benchmark=true",
-    "model.optimizer": "the optimizer has its own node: optimizer.lr=1e-3, optimizer=sgd",
-    "model.optimizer.": "write optimizer.{rest}={value}",
-    "model.scheduler": "the schedule has its own node: scheduler=cosine",
-    "model.scheduler.": "write scheduler.{rest}={value}",
-    "model.lr": "write optimizer.lr={value}",
-    "model.net": "the layers are model.layers, by name",
-    "model.net.": "the layers are model.layers, by name",
-    "model.compile": "exp does not compile networks: leave it out",
-    "data.train_val_test_split": "the shares are data.parts.train, data.parts.val and data.parts.test",
-    "data.data_dir": "write data_dir={value}",
-    "extras": "print_config and tags are keys at the top: print_config=true",
-    "extras.": "print_config and tags are keys at the top: print_config=true",
-    "hparams_search": "name the values with -m: -m optimizer.lr=1e-4,1e-3,1e-2; "
-    "a search is an interval, 'optimizer.lr=interval(1e-4,1e-1)'",
-    "optimized_metric": "write monitor={value} and mode=min or mode=max",
-    "task_name": "write name={value}",
-    "paths": "data are in data_dir=PATH, results in hydra.run.dir=outputs/elsewhere",
-    "paths.": "data are in data_dir=PATH, results in hydra.run.dir=outputs/elsewhere",
-    "callbacks.model_checkpoint": "checkpoints are checkpoint.save_best and save_last; monitor and mode pick the best",
-    "callbacks.model_checkpoint.": "checkpoints are checkpoint.save_best and save_last; monitor and mode pick the best",
-    "callbacks.rich_progress_bar": "the progress bar is built in",
-    "datamodule": "write data={value}",
-    "loss": "write objective=[{value}]",
-    "criterion": "write objective=[{value}]",
-    "loggers": "write logger=[{value}]",
-    "metric": "write metrics=[{value}]",
-    "hook": "write hooks=[{value}]",
-    "callback": "write callbacks=[{value}]",
-    "lr_scheduler": "write scheduler={value}",
-    "optim": "write optimizer={value}",
-    "net": "write model={value}",
-    "network": "write model={value}",
-    "dataset": "write data={value}",
-    "exp": "write experiment={value}",
-    "accelerator": "write launch.accelerator={value}",
-    "gpus": "write launch.devices={value}",
-    "epochs": "write trainer.max_epochs={value}",
-    "steps": "write trainer.max_steps={value}",
-    "learning_rate": "write optimizer.lr={value}",
-    "output_dir": "results land in hydra.run.dir=outputs/elsewhere",
-    "amp": "write precision=bf16",
-    "optimizer.learning_rate": "write optimizer.lr={value}",
-    "trainer.epochs": "write trainer.max_epochs={value}",
-    "trainer.max_epoch": "write trainer.max_epochs={value}",
+    "ckpt_path": "Write resume={value}",
+    "ckpt": "Write resume={value}",
+    "checkpoint": "Write resume={value}",
+    "checkpoint_path": "Write resume={value}",
+    "resume_from_checkpoint": "Write resume={value}",
+    "trainer.resume_from_checkpoint": "Write resume={value}",
+    "trainer.ckpt_path": "Write resume={value}",
+    "trainer.devices": "Write launch.devices={value}",
+    "trainer.gpus": "Write launch.devices={value}",
+    "trainer.num_nodes": "Write launch.nodes={value}",
+    "trainer.accelerator": "Write launch.accelerator={value}",
+    "trainer.strategy": "Write strategy={value}",
+    "trainer.sync_batchnorm": "Write strategy=ddp strategy.sync_batchnorm={value}",
+    "strategy.verify": "Leave it out: hold a plan of your own against strategy=single",
+    "trainer.precision": "Write precision={value}",
+    "trainer.amp_backend": "Leave it out: precision=bf16 or fp16 are torch's own",
+    "trainer.callbacks": "Write +callbacks=early_stopping, or another option of callbacks",
+    "trainer.logger": "Write logger=[{value}]",
+    "trainer.default_root_dir": "Write hydra.run.dir={value}",
+    "trainer.weights_save_path": "Write hydra.run.dir={value}",
+    "trainer.enable_checkpointing": CHECKPOINTS,
+    "trainer.checkpoint_callback": CHECKPOINTS,
+    "trainer.fast_dev_run": "Write debug=one_batch",
+    "trainer.deterministic": "Write runtime.deterministic={value}",
+    "trainer.benchmark": "Write runtime.cudnn_benchmark={value}",
+    "trainer.barebones": "Write hooks=[] metrics=[] logger=[] for little beside the training",
+    "trainer.plugins": "Leave it out: what plug-ins do are the groups precision and strategy",
+    "trainer.use_distributed_sampler": SHARED,
+    "trainer.replace_sampler_ddp": SHARED,
+    "trainer.auto_lr_find": "Leave it out: python -m exp.find_lr looks for the learning rate",
+    "trainer.auto_scale_batch_size": "Leave it out: python -m exp.find_batch looks for the batch size",
+    "trainer.track_grad_norm": "Leave it out: hooks.gradients, one of the default hooks, logs the norms",
+    "trainer.progress_bar_refresh_rate": "Write trainer.enable_progress_bar=true",
+    "trainer.enable_progress": "Write trainer.enable_progress_bar={value}",
+    "trainer.weights_summary": "Write trainer.enable_model_summary=true",
+    "trainer.seed": "Write seed={value}",
+    "trainer.tpu_cores": "Leave it out: launch.accelerator is auto, cpu, gpu or mps",
+    "trainer.lr": "Write optimizer.lr={value}",
+    "trainer.learning_rate": "Write optimizer.lr={value}",
+    "trainer.batch_size": "Write data.batch_size={value}",
+    "trainer.num_epochs": "Write trainer.max_epochs={value}",
+    "trainer.n_epochs": "Write trainer.max_epochs={value}",
+    "trainer.epochs": "Write trainer.max_epochs={value}",
+    "trainer.max_epoch": "Write trainer.max_epochs={value}",
+    "model.optimizer": "Write optimizer={value}",
+    "model.optimizer.": "Write optimizer.{rest}={value}",
+    "model.scheduler": "Write scheduler={value}",
+    "model.scheduler.": "Write scheduler.{rest}={value}",
+    "model.lr": "Write optimizer.lr={value}",
+    "model.learning_rate": "Write optimizer.lr={value}",
+    "model.weight_decay": "Write optimizer.weight_decay={value}",
+    "model.criterion": "Write objective=[{value}]",
+    "model.loss": "Write objective=[{value}]",
+    "model.net": "Write model={value}",
+    "model.net.": "Leave it out: the layers are below model.layers, by name, as --cfg job --package model shows",
+    "model.compile": "Write runtime.compile={value}",
+    "compile": "Write runtime.compile={value}",
+    "torch_compile": "Write runtime.compile={value}",
+    "data.train_val_test_split": "Write 'data.parts={{train: 0.7, val: 0.15, test: 0.15}}', or numbers of samples",
+    "data.data_dir": "Write data_dir={value}",
+    "data.val_split": "Write data.parts.val={value}",
+    "data.test_split": "Write data.parts.test={value}",
+    "extras": "Leave it out: print_config and tags are keys at the top",
+    "extras.": "Leave it out: print_config and tags are keys at the top",
+    "extras.print_config": "Write print_config={value}",
+    "hparams_search": "Write -m 'optimizer.lr=interval(1e-4,1e-1)' sweep.trials=20",
+    "optimized_metric": "Write monitor={value}",
+    "task_name": "Write name={value}",
+    "experiment_name": "Write name={value}",
+    "run_name": "Write name={value}",
+    "paths": "Write data_dir=PATH for data, hydra.run.dir=PATH for results",
+    "paths.": "Write hydra.run.dir={value}",
+    "paths.data_dir": "Write data_dir={value}",
+    "callbacks.model_checkpoint": CHECKPOINTS,
+    "callbacks.model_checkpoint.": CHECKPOINTS,
+    "callbacks.model_checkpoint.monitor": "Write monitor={value}",
+    "callbacks.model_checkpoint.mode": "Write mode={value}",
+    "callbacks.model_checkpoint.save_top_k": "Write checkpoint.keep={value}",
+    "callbacks.model_checkpoint.save_last": "Write checkpoint.save_last={value}",
+    "callbacks.model_checkpoint.every_n_train_steps": "Write checkpoint.every_n_steps={value}",
+    "callbacks.rich_progress_bar": BUILT_IN,
+    "callbacks.rich_progress_bar.": BUILT_IN,
+    "datamodule": "Write data={value}",
+    "datamodule.": "Write data.{rest}={value}",
+    "loss": "Write objective=[{value}]",
+    "criterion": "Write objective=[{value}]",
+    "loggers": "Write logger=[{value}]",
+    "metric": "Write metrics=[{value}]",
+    "hook": "Write hooks=[{value}]",
+    "callback": "Write callbacks=[{value}]",
+    "lr_scheduler": "Write scheduler={value}",
+    "lr_scheduler.": "Write scheduler.{rest}={value}",
+    "optim": "Write optimizer={value}",
+    "optim.": "Write optimizer.{rest}={value}",
+    "net": "Write model={value}",
+    "network": "Write model={value}",
+    "arch": "Write model={value}",
+    "dataset": "Write data={value}",
+    "exp": "Write experiment={value}",
+    "accelerator": "Write launch.accelerator={value}",
+    "device": "Write launch.accelerator={value}",
+    "devices": "Write launch.devices={value}",
+    "num_devices": "Write launch.devices={value}",
+    "gpus": "Write launch.devices={value}",
+    "num_nodes": "Write launch.nodes={value}",
+    "epochs": "Write trainer.max_epochs={value}",
+    "num_epochs": "Write trainer.max_epochs={value}",
+    "max_epochs": "Write trainer.max_epochs={value}",
+    "steps": "Write trainer.max_steps={value}",
+    "max_steps": "Write trainer.max_steps={value}",
+    "learning_rate": "Write optimizer.lr={value}",
+    "weight_decay": "Write optimizer.weight_decay={value}",
+    "num_workers": "Write data.num_workers={value}",
+    "random_seed": "Write seed={value}",
+    "seed_everything": "Write seed={value}",
+    "output_dir": "Write hydra.run.dir={value}",
+    "log_dir": "Write hydra.run.dir={value}",
+    "debug_mode": "Write debug=one_batch",
+    "fp16": "Write precision=fp16",
+    "bf16": "Write precision=bf16",
+    "amp": "Write precision=bf16",
+    "optimizer.learning_rate": "Write optimizer.lr={value}",
+    "hydra.job.name": "Write name={value}",
+    "hydra.job.chdir": STAYS,
+    "hydra.job.env_set": "Leave it out: write NAME=value before the command, or in a file .env",
+    "hydra.job.env_copy": "Leave it out: write NAME=value before the command, or in a file .env",
+    "hydra.output_subdir": "Leave it out: config.yaml and overrides.yaml are in each run directory",
+    "hydra.verbose": NO_LOGGING,
+    "hydra.job_logging": NO_LOGGING,
+    "hydra.hydra_logging": NO_LOGGING,
+    "hydra.sweeper.n_trials": "Write sweep.trials={value}",
+    "hydra.sweeper.n_jobs": "Write sweep.jobs={value}",
+    "hydra.sweeper.max_batch_size": "Write sweep.jobs={value}",
+    "hydra.launcher.n_jobs": "Write sweep.jobs={value}",
+    "hydra.sweeper.storage": "Write sweep.storage={value}",
+    "hydra.sweeper.direction": "Write mode=min, or monitor=accuracy/val mode=max",
+    "hydra.sweeper.study_name": "Write name={value}",
+    "hydra.sweeper.sampler": "Write sweep.sampler=tpe, or grid, random, gp, cmaes, nsga2, qmc",
+    "hydra.sweeper.sampler.": "Write sweep.sampler=tpe, or grid, random, gp, cmaes, nsga2, qmc",
 }
+# What a value of such a key, or of one that is there, says that another does not.
+OFF = ("false", "0", "null", "none")
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "trainer.precision": {word: f"Write precision={option}" for word, option in PRECISIONS.items()},
+    "trainer.strategy": {word: f"Write {typed}" for word, typed in STRATEGIES.items()},
+    "trainer.devices": {"-1": "Write launch.devices=auto", "all": "Write launch.devices=auto"},
+    "trainer.gpus": {"-1": "Write launch.devices=auto", "0": "Write launch.accelerator=cpu"},
+    "devices": {"-1": "Write launch.devices=auto"},
+    "gpus": {"-1": "Write launch.devices=auto", "0": "Write launch.accelerator=cpu"},
+    "trainer.accelerator": {"tpu": "Write launch.accelerator=auto", "ddp": "Write strategy=ddp"},
+    "trainer.logger": {
+        **dict.fromkeys(OFF, "Write logger=[]"), "true": "Leave it out: TensorBoard is the default",
+    },
+    "trainer.callbacks": dict.fromkeys(("null", "[]", "none"), "Write callbacks=[]"),
+    "trainer.enable_checkpointing": dict.fromkeys(OFF, NO_CHECKPOINTS),
+    "trainer.checkpoint_callback": dict.fromkeys(OFF, NO_CHECKPOINTS),
+    "trainer.fast_dev_run": dict.fromkeys(OFF, "Leave it out: a run is whole unless debug=one_batch says otherwise"),
+    "trainer.deterministic": {"warn": "Write runtime.deterministic=true", "null": "Write runtime.deterministic=false"},
+    "trainer.barebones": dict.fromkeys(OFF, "Leave it out: it is off"),
+    "trainer.sync_batchnorm": dict.fromkeys(OFF, "Leave it out: it is off"),
+    "trainer.progress_bar_refresh_rate": {"0": "Write trainer.enable_progress_bar=false"},
+    "trainer.weights_summary": dict.fromkeys(OFF, "Write trainer.enable_model_summary=false"),
+    "trainer.default_root_dir": {"null": "Leave it out: results go to outputs/"},
+    "hydra.sweeper.direction": {"minimize": "Write mode=min", "maximize": "Write monitor=accuracy/val mode=max"},
+    "hydra.job.chdir": {},
+    "data.sampler": {
+        "weighted": "Write data.sampler=balanced", "weightedrandomsampler": "Write data.sampler=balanced",
+        "random": "Write data.shuffle=true", "shuffle": "Write data.shuffle=true",
+        "randomsampler": "Write data.shuffle=true", "sequential": "Write data.shuffle=false",
+        "sequentialsampler": "Write data.shuffle=false", "none": "Write data.sampler=null",
+    },
+    "model.optimizer": {},
+}  # fmt: skip
 # An option that names something else here.
-OPTIONS = {
+OPTIONS: Mapping[str, Mapping[str, str]] = {
     "trainer": {
-        "default": "leave it out: its keys are set one by one, such as trainer.max_epochs=5",
-        "gpu": "write launch.accelerator=cuda",
-        "cpu": "write launch.accelerator=cpu",
-        "mps": "write launch.accelerator=mps",
-        "ddp": "write strategy=ddp",
-        "ddp_sim": "write strategy=ddp launch.accelerator=cpu launch.devices=2",
+        "default": "Leave it out: its keys are set one by one, such as trainer.max_epochs=5",
+        "gpu": "Write launch.accelerator=gpu",
+        "cuda": "Write launch.accelerator=cuda",
+        "cpu": "Write launch.accelerator=cpu",
+        "mps": "Write launch.accelerator=mps",
+        "ddp": "Write strategy=ddp",
+        "fsdp": "Write strategy=fsdp",
+        "ddp_sim": "Write strategy=ddp launch.accelerator=cpu launch.devices=2",
     },
-    "launch": {"local": "leave it out: its keys are set one by one, such as launch.devices=2"},
+    "launch": {"local": "Leave it out: its keys are set one by one, such as launch.devices=2"},
     "debug": {
-        "default": "write debug=one_batch", "fdr": "write debug=one_batch", "fast": "write debug=one_batch",
-        "limit": "write debug=few_batches", "short": "write debug=few_epochs",
+        "default": "Write debug=one_batch", "fdr": "Write debug=one_batch", "fast": "Write debug=one_batch",
+        "fast_dev_run": "Write debug=one_batch", "true": "Write debug=one_batch", "True": "Write debug=one_batch",
+        "limit": "Write debug=few_batches", "short": "Write debug=few_epochs", "step": "Write debug=one_batch",
     },
-    "model": {"mnist": "write model=mlp or model=lenet"},
+    "model": {
+        "mnist": "Write model=lenet", "simple_dense_net": "Write model=mlp", "linear": "Write model=mlp",
+        **dict.fromkeys(("cnn", "convnet", "conv", "conv2d", "lenet5", "simple_cnn", "small_cnn", "vgg"),
+                        "Write model=lenet"),
+        **dict.fromkeys(("dense", "fc", "ffn", "feedforward", "perceptron", "mlp_mixer", "logistic", "nn", "dnn"),
+                        "Write model=mlp"),
+        **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), "Write model=resnet"),
+        **dict.fromkeys(("gpt2", "nanogpt", "mingpt", "llm"), "Write experiment=gpt"),
+        **dict.fromkeys(("bert", "vit", "encoder"), "Write experiment=transformer"),
+        "lstm": "Write experiment=lstm", "gru": "Write experiment=gru",
+    },
+    "data": {
+        "cifar10": "Write data=images data.dataset.path=FOLDER, with a folder of pictures for each class",
+        "cifar": "Write data=images data.dataset.path=FOLDER, with a folder of pictures for each class",
+        "imagenet": "Write data=images data.dataset.path=FOLDER, with a folder of pictures for each class",
+        "imagefolder": "Write data=images data.dataset.path=FOLDER, with a folder of pictures for each class",
+        "pandas": "Write data=csv data.dataset.path=FILE data.dataset.target=COLUMN",
+        "huggingface": "Write data=hf data.dataset.path=NAME data.dataset.target=COLUMN",
+    },
     "callbacks": {
-        "default": "checkpoints and the progress bar are built in: callbacks=[]",
-        "none": "write callbacks=[]",
-        "model_checkpoint": "write checkpoint.save_best=true; monitor and mode pick the best",
+        "default": "Write callbacks=[]: checkpoints and the progress bar are built in",
+        "none": "Write callbacks=[]",
+        "model_checkpoint": "Leave it out: checkpoints/best.ckpt, by monitor and mode, is in each run directory",
+        "rich_progress_bar": "Leave it out: the progress bar is built in",
+        "lr_monitor": "Leave it out: optimizer/lr is logged",
+        "learning_rate_monitor": "Leave it out: optimizer/lr is logged",
     },
-    "logger": {"none": "write logger=[]", "many_loggers": "write logger=[tensorboard]"},
-    "precision": {
-        "16": "write precision=fp16", "32": "write precision=fp32", "16-mixed": "write precision=fp16",
-        "bf16-mixed": "write precision=bf16", "32-true": "write precision=fp32", "float16": "write precision=fp16",
-        "bfloat16": "write precision=bf16", "float32": "write precision=fp32", "half": "write precision=fp16",
-        "64": "write precision=fp64", "64-true": "write precision=fp64", "float64": "write precision=fp64",
-        "double": "write precision=fp64", "16-true": "write precision=fp16_true",
-        "bf16-true": "write precision=bf16_true", "float8": "write precision=fp8", "amp": "write precision=bf16",
+    "logger": {"none": "Write logger=[]", "many_loggers": "Write logger=[tensorboard,csv]"},
+    "precision": {word: f"Write precision={option}" for word, option in PRECISIONS.items() if word != option},
+    "scheduler": {
+        "none": "Write scheduler=constant", "null": "Write scheduler=constant",
+        "reduce_on_plateau": "Write scheduler=plateau", "reduce_lr_on_plateau": "Write scheduler=plateau",
+        "cosine_annealing": "Write scheduler=cosine", "step_lr": "Write scheduler=step",
     },
+    "objective": {
+        "ce": "Write objective=[cross_entropy]", "crossentropyloss": "Write objective=[cross_entropy]",
+        "mseloss": "Write objective=[mse]", "bceloss": "Write objective=[bce]", "smooth_l1": "Write objective=[huber]",
+        "mae": "Write objective=[l1]", "nllloss": "Write objective=[nll]",
+    },
+    "metrics": {"acc": "Write metrics=[accuracy]", "none": "Write metrics=[]", "mse": "Write metrics=[rmse]"},
     "hydra/launcher": {
-        "joblib": "install it with pip install hydra-joblib-launcher; "
-        "hydra/launcher=exp, exp's own, runs several at a time, too",
-        "submitit_slurm": "write hydra/launcher=slurm",
-        "submitit_local": "write hydra/launcher=slurm hydra.launcher.cluster=local",
-        "submitit": "write hydra/launcher=slurm", "local": "leave it out: hydra/launcher=exp runs them on this machine",
+        "joblib": "Leave it out: hydra/launcher=exp runs several at a time; joblib's is pip install "
+        "hydra-joblib-launcher",
+        "submitit_slurm": "Write hydra/launcher=slurm",
+        "submitit_local": "Write hydra/launcher=slurm hydra.launcher.cluster=local",
+        "submitit": "Write hydra/launcher=slurm", "local": "Leave it out: hydra/launcher=exp runs them on this machine",
+        "rq": "Leave it out: hydra/launcher=exp runs them on this machine, slurm and ray on a cluster",
     },
     "hydra/sweeper": {
-        "optuna": "leave it out: sweep.sampler=tpe, or an interval, searches with Optuna",
+        "optuna": "Leave it out: sweep.sampler=tpe, or an interval, searches with Optuna",
         # Their packages, both 1.2.0, do not import with this Python and these versions.
-        "ax": "leave it out: sweep.sampler=gp searches by a Gaussian process",
-        "nevergrad": "leave it out: sweep.sampler=cmaes, or tpe, searches",
+        "ax": "Write sweep.sampler=gp, which searches by a Gaussian process",
+        "nevergrad": "Write sweep.sampler=cmaes, or tpe",
     },
-    "strategy": {"dp": "write strategy=ddp", "none": "write strategy=auto"},
+    "strategy": {word: f"Write {typed}" for word, typed in STRATEGIES.items() if typed != f"strategy={word}"},
 }  # fmt: skip
+# Flags of LightningCLI and of scripts with argparse that are no value of a config.
+FLAGS_OF_OTHERS = {
+    "--print_config": "Write --cfg job",
+    "--help_all": "Write --help",
+    "--debug": "Write debug=one_batch",
+    "--fast_dev_run": "Write debug=one_batch",
+    "--resume": "Write resume=auto",
+}
+# The template's and Lightning's names for a tag, `val/acc_best` or `val_loss`.
+TAG = re.compile(r"(train|val|valid|validation|test)[/_](\w+?)(?:_best|_epoch|_step)?")
+MEASURES = {"acc": "accuracy"}
 
 
 def cure_of_key(key: str, value: str) -> str | None:
     """What to write instead of a key that is called otherwise here; None of any other key."""
-    # Lightning's word for what torch, and exp, call cuda.
-    value = "cuda" if key.endswith("accelerator") and value == "gpu" else value
+    said = cure_of_value(key, value)
+    if said is not None:
+        return said
     if key in KEYS:
+        if KEYS[key].startswith("Write monitor="):
+            value = tag_of(value)
         # Of a list that is one already, its own brackets are enough.
         template = KEYS[key].replace("[{value}]", "{value}") if value.startswith("[") else KEYS[key]
         return template.format(value=value, rest="")
@@ -133,6 +321,29 @@ def cure_of_key(key: str, value: str) -> str | None:
     return None
 
 
+def cure_of_value(key: str, value: object) -> str | None:
+    """What to write instead of a value that Lightning or torch has at a key, and exp calls otherwise; else None."""
+    word = str(value).strip("'\"").lower()
+    return VALUES[key][word] if key in VALUES and word in VALUES[key] else None
+
+
+def cure_of_flag(flag: str, value: str) -> str | None:
+    """What to write instead of a flag of LightningCLI's that is no value of the config; None of any other flag."""
+    if flag == "--config":
+        return f"Write --config-name {PurePath(value).stem}, for conf/{PurePath(value).stem}.yaml"
+    return "Write --cfg job" if flag.endswith(".help") else FLAGS_OF_OTHERS.get(flag)
+
+
 def cure_of_option(group: str, option: object) -> str | None:
     """What to write instead of an option that is something else here; None of any other option."""
     return OPTIONS[group][str(option)] if group in OPTIONS and str(option) in OPTIONS[group] else None
+
+
+def tag_of(value: str) -> str:
+    """A tag as exp writes it, `accuracy/val`, for what the template or Lightning calls `val/acc_best`."""
+    found = TAG.fullmatch(value.strip("'\""))
+    if found is None:
+        return value
+    stage = "val" if found[1].startswith("val") else found[1]
+    measure = MEASURES[found[2]] if found[2] in MEASURES else found[2]
+    return f"{measure}/{stage}"

@@ -12,13 +12,14 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
 import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,7 @@ from hydra._internal.grammar.grammar_functions import cast_int
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import GroupDefault, ResultDefault
+from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -46,8 +47,10 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from exp.config.group_kinds import MANY, ONE
 from exp.config.reading import secrets_kept
-from exp.config.search_path import Place, shown
+from exp.config.resolvers import use_resolvers
+from exp.config.search_path import Place, own_groups, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault, one_line
@@ -64,6 +67,20 @@ HYDRA_ERRORS = (
     RecursionError,
 )  # fmt: skip
 MAX_MESSAGE = 300
+# What says where a file's values belong, in its first characters.
+HEADER = re.compile(r"#\s*@package\s")
+MOST_HEADER = 2_000
+# `1e3` and `1.5e3`; beyond so many, a float no longer counts one by one.
+WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")
+MOST_EXACT = 2**53
+# What Hydra says of a choice that it cannot place (1.3.8).
+UNPLACED = re.compile(
+    r"(In '(?P<file>[^']+)': )?Could not override '(?P<key>[^']+)'\."
+    r"(.*?\nTo append to your default list use (?P<added>\S+))?",
+    re.DOTALL,
+)
+CHOSEN_ALREADY = "Write {group}=NAME, without the +"
+CHOSEN_TWICE = re.compile(r"Multiple values for (?P<key>[\w/]+)\.")
 # How often the defaults lists that come to an end may ask for one config.
 MAX_VISITS = 20
 
@@ -100,7 +117,10 @@ class BoundedFileSource(FileConfigSource):
                 key=config_path, got=f"one value, {content!r}", expected="keys and values", source=shown(file)
             )])  # fmt: skip
         with file.open(encoding="utf-8") as opened:
-            header = ConfigSource._get_header_dict(opened.read(512))
+            header = ConfigSource._get_header_dict(_headers(opened.read(MOST_HEADER)))
+        if header["package"] is None and _is_flat_entry(config_path, content):
+            group, _, option = config_path.removesuffix(".yaml").rpartition("/")
+            header["package"] = f"{group.partition('/')[0]}.{option}"
         try:
             config = OmegaConf.create({} if content is None else content)
         except OmegaConfBaseException as error:
@@ -170,6 +190,7 @@ class Loader(ConfigLoaderImpl):
             super().__init__(path)
             self.repository = _Repository(path)
         self.layers: list[Layer] = []
+        self.own_groups = own_groups(places)
         self.chosen: DictConfig | None = None
         self.tries_jobs = True
         self._declared: Container | None = None
@@ -207,6 +228,7 @@ class Loader(ConfigLoaderImpl):
             self._numbered.append(path)
         declare_parameter(config, override)
         key = override.key_or_group
+        override._value = whole_number(config, override)
         if _is_node(override, OverrideType.ADD):
             # There for the overrides behind it, `'+module={_target_: mine.Lit}' module.lr=1`; Hydra adds it once more.
             with open_dict(config), contextlib.suppress(OmegaConfBaseException):  # told where it is applied
@@ -232,6 +254,25 @@ class Loader(ConfigLoaderImpl):
             _rename(config, path, _as_number)
         self._numbered.clear()
 
+    def own_groups_chosen(self) -> list[str]:
+        """The folders of the user's own of which an option was merged under their name."""
+        chosen = {
+            layer.package.partition(".")[0]
+            for layer in self.layers
+            if layer.config_path.partition("/")[0] == layer.package.partition(".")[0]
+        }
+        return [group for group in self.own_groups if group in chosen]
+
+    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        """Hydra's, with what an option says of its own place, `${model.width}`, led to the place where it is put."""
+        loaded = super()._load_single_config(default, repo)
+        group = (default.config_path or "").rpartition("/")[0].partition("/")[0]
+        place = default.package or ""
+        is_moved = group in ONE and place not in ("", "_global_", group) and not place.startswith(f"{group}/")
+        if is_moved and loaded.header["package"] is None:
+            _lead(loaded.config, rf"\$\{{{group}\.", f"${{{place}.")
+        return loaded
+
     def _layer(self, default: ResultDefault, repo: IConfigRepository) -> Layer:
         config_path = default.config_path or ""
         file = _file_of(repo.load_config(config_path), config_path)
@@ -256,6 +297,7 @@ class Loader(ConfigLoaderImpl):
         self._numbered.clear()
         config = super().load_configuration(*args, **kwargs)
         self._restore_numbers(config)
+        use_resolvers(config, allow=sorted(packages_allowed_by(line.input_line or "" for line in self._overrides)))
         return config
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -264,6 +306,7 @@ class Loader(ConfigLoaderImpl):
 
     def apply(self, override: Override, config: DictConfig) -> None:
         """Changes a composed config by one override that is no choice of a group."""
+        override = copy.copy(override)  # which others hold, too
         self._make_ready(config, override)
         try:
             with hydra_base():
@@ -272,16 +315,33 @@ class Loader(ConfigLoaderImpl):
             self._restore_numbers(config)
 
     def primary(self, config_name: str) -> tuple[list[str], dict[str, str | list[str] | None]]:
-        """Top-level keys that the primary config declares, and groups with what it chooses of each."""
+        """Top-level keys that the primary config declares, and groups with what it chooses of each.
+
+        Those too of the configs that its own defaults list names, as `train` in that of one that changes exp's.
+        """
         with hydra_base():
             loaded = self.repository.load_config(config_name) if can_be_a_path(config_name) else None
         if loaded is None:
             raise ConfigError([Fault(
-                key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf"
+                key="--config-name", got=f"{config_name} is on no search path", expected="train, or a config in ./conf",
+                cure=f"Write conf/{config_name}.yaml, with defaults: [train, _self_], or leave the flag out",
             )])  # fmt: skip
-        defaults = [default for default in loaded.defaults_list or [] if isinstance(default, GroupDefault)]
-        groups = {default.group: default.value for default in defaults if default.group is not None}
-        return [str(key) for key in loaded.config], groups
+        keys: list[str] = []
+        groups: dict[str, str | list[str] | None] = {}
+        seen, waiting = {config_name}, [loaded]
+        while waiting:
+            config = waiting.pop()
+            keys += [str(key) for key in config.config]
+            for default in config.defaults_list or []:
+                if isinstance(default, GroupDefault) and default.group is not None:
+                    groups.setdefault(default.group.lstrip("/"), default.value)
+                path = default.path if isinstance(default, ConfigDefault) else None
+                if path not in (None, "_self_", *seen):
+                    seen.add(str(path))
+                    with hydra_base():
+                        inner = self.repository.load_config(str(path).lstrip("/"))
+                    waiting += [] if inner is None else [inner]
+        return list(dict.fromkeys(keys)), groups
 
     def group_exists(self, group: str) -> bool:
         if not can_be_a_path(group):
@@ -301,6 +361,30 @@ class Loader(ConfigLoaderImpl):
             return False
         with hydra_base():
             return self.repository.config_exists(f"{group}/{option}")
+
+
+def _lead(node: Any, reference: str, place: str) -> None:
+    """Write another place into the interpolations of a config. reference: a pattern of what they begin with."""
+    for key in list(range(len(node)) if isinstance(node, ListConfig) else node):
+        raw = node._get_node(key)
+        if isinstance(raw, Container) and not (raw._is_none() or raw._is_missing() or raw._is_interpolation()):
+            _lead(raw, reference, place)
+        elif raw is not None and isinstance(raw._value(), str):
+            node[key] = re.sub(reference, lambda _: place, raw._value())
+
+
+def _headers(text: str) -> str:
+    """The lines `# @package ...` among the comments that a file begins with: Hydra takes the very first line alone."""
+    comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.splitlines())
+    return "\n".join(line for line in comments if HEADER.match(line))
+
+
+def _is_flat_entry(config_path: str, content: object) -> bool:
+    """Whether a file of a group of many holds one entry itself, as options of Hydra's own groups do: named as it is."""
+    group = config_path.partition("/")[0]
+    if group not in MANY or not isinstance(content, dict):
+        return False
+    return "_target_" in content or (group == "phases" and isinstance(content.get("terms"), list))
 
 
 def declare_parameter(config: DictConfig, override: Override) -> None:
@@ -324,6 +408,23 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
     if not is_slip(name, map(str, node)):
         with open_dict(node):
             node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing
+
+
+def whole_number(config: DictConfig, override: Override) -> Any:
+    """The value of an override; of `1e3`, which Hydra takes for 1000.0, the whole number where one stands, or null."""
+    value = override._value
+    text = (override.input_line or "").partition("=")[2]
+    if not isinstance(value, float) or not value.is_integer() or abs(value) > MOST_EXACT:
+        return value
+    if WITH_EXPONENT.fullmatch(text) is None:
+        return value
+    try:
+        node = OmegaConf.select(config, override.key_or_group, default=0.0)
+    except OmegaConfBaseException:
+        return value  # told where the override is applied
+    # Of Lightning's limits 1.0 is all of them, and 1 is one batch.
+    is_number = type(node) is int or (node is None and abs(value) > 1)
+    return int(value) if is_number else value
 
 
 def _numbered(config: DictConfig, key: str) -> str | None:
@@ -473,6 +574,26 @@ def _warnings_as_faults() -> Iterator[None]:
         ])  # fmt: skip
 
 
+def packages_allowed_by(overrides: Iterable[str]) -> set[str]:
+    """The packages that overrides of `security.allow`, or of `security` as a whole, name one by one."""
+    found: set[str] = set()
+    for text in overrides:
+        if "security" not in text:
+            continue
+        try:
+            parsed = parse_override(text)
+        except HYDRA_ERRORS:
+            continue  # told where the overrides are read
+        value = parsed.value() if not parsed.is_sweep_override() else None
+        if parsed.key_or_group == "security" and isinstance(value, dict):
+            value = next((inner for name, inner in value.items() if str(name) == "allow"), None)
+        elif parsed.key_or_group != "security.allow":
+            continue
+        if isinstance(value, list):
+            found |= {str(package) for package in value}
+    return found
+
+
 def registered_targets() -> set[str]:
     """Every `_target_` that installed Hydra plug-ins brought with them, and the plug-in classes themselves."""
     found = set(Plugins.instance().class_name_to_class)
@@ -494,6 +615,9 @@ def fault_of(error: Exception) -> Fault:
     """One fault from what Hydra or OmegaConf raised."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_config_fault(error, error.missing_cfg_file)
+    refused = _refused_choice(str(error))
+    if refused is not None:
+        return refused
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -503,6 +627,30 @@ def fault_of(error: Exception) -> Fault:
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(told)) or type(error).__name__
     return Fault(key=str(key) or "config", got=detail, expected="a config that can be composed")
+
+
+def _refused_choice(message: str) -> Fault | None:
+    """The fault of a choice that has no place in the defaults list, by what Hydra says of it; None of another error."""
+    found = UNPLACED.match(message)
+    if found is not None and found["file"] is not None and "@" in found["key"]:
+        node = found["file"].partition("/")[0]
+        return Fault(
+            key=found["key"].partition("@")[0], got=f"an override below {node}, where the file stands",
+            expected="an override of the whole config", source=f"{found['file']}.yaml",
+            cure=f"Begin the file with the line `# @package _global_`, and put its own keys below {node}:",
+        )  # fmt: skip
+    if found is not None and found["added"] is not None:
+        return Fault(
+            key=found["key"], got="= on a group of which the defaults list chooses nothing", expected="+ to add to it",
+            cure=f"Write {found['added']}", source="command line",
+        )  # fmt: skip
+    found = CHOSEN_TWICE.match(message)
+    if found is not None:
+        return Fault(
+            key=found["key"], got="chosen by the defaults list already", expected="= to choose another",
+            cure=CHOSEN_ALREADY.format(group=found["key"]),
+        )  # fmt: skip
+    return None
 
 
 def _missing_config_fault(error: MissingConfigException, path: str) -> Fault:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from exp.config.habits import cure_of_key
 from exp.config.hydra_adapter import (
     HYDRA_ERRORS,
     Layer,
-    parse_override,
     recorded_overrides,
     registered_targets,
     text_values,
@@ -26,7 +28,7 @@ from exp.config.yaml_files import read_yaml, split
 from exp.errors import ConfigError, Fault
 from exp.files import can_be_a_path
 from exp.redaction import INTERPOLATION
-from exp.spelling import among, did_you_mean
+from exp.spelling import among, did_you_mean, show
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.")
@@ -35,6 +37,7 @@ USED_GROUPS = ("hydra/launcher", "hydra/sweeper")
 REFUSED = {
     "hydra.callbacks": ("a class that would run before the check", "a callback of the run: +callbacks=early_stopping"),
     "hydra.job.chdir": ("the working directory never changes", "paths relative to it; results go to the run directory"),
+    "hydra.job.name": ("the name of a run is its own key", "name=NAME"),
     "hydra.output_subdir": ("Hydra writes no files here", "config.yaml and overrides.yaml of the run directory"),
     "hydra.job_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
     "hydra.hydra_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
@@ -45,29 +48,61 @@ REFUSED = {
 }
 
 
-def hydra_key_fault(key: str, options: Callable[[str], list[str]], *, sweep: bool) -> Fault | None:
+# Of sweepers of other packages: Optuna's, Nevergrad's, Ax's.
+DIRECTIONS: Mapping[str, Mapping[str, object]] = {
+    "hydra.sweeper.direction": {"min": "minimize", "max": "maximize"},
+    "hydra.sweeper.optim.maximize": {"min": False, "max": True},
+    "hydra.sweeper.ax_config.experiment.minimize": {"min": True, "max": False},
+}
+QUOTES = "'\""
+# Written by whoever types the command, or has set up the machine.
+ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)\}")
+# What exp does anyway.
+HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "hydra.job.chdir": (False, None),
+    "hydra.output_subdir": (None,),
+    "hydra.verbose": (False,),
+    "hydra/job_logging": ("none", "disabled"),
+    "hydra/hydra_logging": ("none", "disabled"),
+}
+
+
+def hydra_key_fault(key: str, value: object, options: Callable[[str], list[str]]) -> Fault | None:
     """What is wrong with an override of Hydra's own settings, or None."""
-    if sweep:
-        return _fault(key, "several values", "one value: Hydra's own settings cannot be swept")
+    if key in HARMLESS and value in HARMLESS[key]:
+        return None
     if "/" in key:
         if any(key == group or key.startswith(group + "/") for group in USED_GROUPS):
             return None
-        found = options(key)
-        what = "a group that exp does not use" if found else "no such group"
-        return _fault(key, what, "hydra/launcher or hydra/sweeper", did_you_mean(key, USED_GROUPS))
+        if options(key):
+            cure = cure_of_key(key.replace("/", "."), str(value)) or "Leave it out"
+            return _fault(key, "a group that exp does not use", "hydra/launcher or hydra/sweeper", cure)
+        return _fault(key, "no such group", "hydra/launcher or hydra/sweeper", did_you_mean(key, USED_GROUPS))
     for refused, (got, expected) in REFUSED.items():
         if key == refused or key.startswith(refused + "."):
-            return _fault(key, got, expected)
+            return _fault(key, got, expected, cure_of_key(refused, str(value)))
     if key in ALLOWED or key.startswith(ALLOWED_BELOW):
         return None
     return _fault(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
 
 
-def hydra_node_faults(config: DictConfig, layers: Sequence[Layer], *, multirun: bool) -> list[Fault]:
-    """What is wrong with the hydra node of a composed config, whoever wrote it. layers: the files that were merged."""
+def swept_fault(key: str, text: str) -> Fault:
+    """The fault of several values for one of Hydra's own settings. text: what stands behind the `=`."""
+    word = key.removeprefix("hydra.sweeper.params.")
+    cure = None if word == key else f"Write {word}={text}, which is swept by -m"
+    return _fault(key, "several values", "one value: Hydra's own settings cannot be swept", cure)
+
+
+def hydra_node_faults(
+    config: DictConfig, layers: Sequence[Layer], *, multirun: bool, typed: Mapping[str, str]
+) -> list[Fault]:
+    """What is wrong with the hydra node of a composed config, whoever wrote it.
+
+    layers: the files that were merged. typed: Hydra's own keys that the command line sets, with the text of each value.
+    """
     written = [fault for layer in layers for fault in _file_faults(layer, config)]
     keys = {fault.key for fault in written}
-    return written + [fault for fault in _node_faults(config, multirun=multirun) if fault.key not in keys]
+    return written + [fault for fault in _node_faults(config, multirun=multirun, typed=typed) if fault.key not in keys]
 
 
 def _file_faults(layer: Layer, config: DictConfig) -> Iterator[Fault]:
@@ -94,7 +129,7 @@ def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
     known = dict(settings_of(own, ()))
     faults: dict[str, Fault] = {}
     for key, value in settings_of(content, package):
-        fault = None if key in known and known[key] == value else hydra_key_fault(key, lambda _: [], sweep=False)
+        fault = None if key in known and known[key] == value else hydra_key_fault(key, value, lambda _: [])
         if fault is not None:
             short = ".".join(key.split(".")[:3])
             faults.setdefault(short, replace(fault, key=short))
@@ -127,19 +162,22 @@ def chosen_groups(content: Any) -> list[tuple[str, Any]]:
     return [(group, choice) for group, choice in named if group.startswith("hydra/")]
 
 
-def _node_faults(config: DictConfig, *, multirun: bool) -> list[Fault]:
+def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]) -> list[Fault]:
     hydra = config.hydra
     faults = []
     if hydra.callbacks:
         got, expected = REFUSED["hydra.callbacks"]
         faults += [_fault(f"hydra.callbacks.{name}", got, expected) for name in hydra.callbacks]
     if hydra.mode is not None and hydra.mode.name == "MULTIRUN" and not multirun:
-        faults.append(_fault("hydra.mode", "MULTIRUN without -m", "-m in front of the overrides"))
+        cure = "Write hydra.mode=MULTIRUN on the command line, or -m"
+        faults.append(_fault("hydra.mode", "MULTIRUN in a file", "it on the command line", cure))
     if hydra.job.chdir:
         faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
     for name in ("sweeper", "launcher"):
         faults += _plugin_faults(config, name)
-    return faults + _directory_faults(config, "hydra.sweep.dir" if multirun else "hydra.run.dir")
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    said = next((text for name, text in typed.items() if name == key), None)
+    return faults + _directory_faults(config, key, typed=said)
 
 
 def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
@@ -171,6 +209,36 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
     return faults
 
 
+def follow_mode(config: DictConfig, layers: Sequence[Layer], *, typed: Mapping[str, str]) -> list[Fault]:
+    """Have a sweeper that has a direction of its own search in that of `mode`; faults where somebody said another.
+
+    typed: as of `hydra_node_faults`.
+    """
+    mode = OmegaConf.select(config, "mode", default=None)
+    written = {key for layer in layers for key in _keys_of_hydra(layer)} | set(typed)
+    faults = []
+    for key, words in DIRECTIONS.items():
+        said = OmegaConf.select(config, key, default=None)
+        if mode not in ("min", "max") or said is None or OmegaConf.is_config(said):
+            continue
+        wanted, word = words[mode], said.name if isinstance(said, Enum) else said
+        if word == wanted:
+            continue
+        if key in written:
+            got, cure = f"{show(word)}, with mode={mode}", f"Write {key}={show(wanted).strip(QUOTES)}, or leave it out"
+            faults.append(_fault(key, got, "the direction of mode, which it follows by itself", cure))
+        else:
+            OmegaConf.update(config, key, wanted)
+    return faults
+
+
+def _keys_of_hydra(layer: Layer) -> Iterator[str]:
+    """Every key below hydra that a file of somebody else's than exp's sets."""
+    if layer.file is not None and not layer.file.is_relative_to(OWN_CONF):
+        package = split("" if layer.package == "_global_" else layer.package)
+        yield from (key for key, _ in settings_of(read_yaml(layer.file), package))
+
+
 def _keys_in(plain: Any) -> Iterator[str]:
     items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
     for key, value in items:
@@ -180,26 +248,6 @@ def _keys_in(plain: Any) -> Iterator[str]:
         elif isinstance(value, str) and "=" in value:
             yield value.partition("=")[0]
         yield from _keys_in(value)
-
-
-def packages_allowed_by(overrides: Iterable[str]) -> set[str]:
-    """The packages that overrides of `security.allow`, or of `security` as a whole, name one by one."""
-    found: set[str] = set()
-    for text in overrides:
-        if "security" not in text:
-            continue
-        try:
-            parsed = parse_override(text)
-        except HYDRA_ERRORS:
-            continue  # told where the overrides are read
-        value = parsed.value() if not parsed.is_sweep_override() else None
-        if parsed.key_or_group == "security" and isinstance(value, dict):
-            value = next((inner for name, inner in value.items() if str(name) == "allow"), None)
-        elif parsed.key_or_group != "security.allow":
-            continue
-        if isinstance(value, list):
-            found |= {str(package) for package in value}
-    return found
 
 
 def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[Fault]:
@@ -212,8 +260,11 @@ def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[F
     return faults
 
 
-def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
-    """Faults of a directory that results go to: it must have a value and lie inside the working directory."""
+def _directory_faults(config: DictConfig, key: str, *, typed: str | None = None) -> list[Fault]:
+    """Faults of a directory that results go to: it must have a value and lie inside the working directory.
+
+    typed: what the command line says of it, the user's own word, which may lead to another place.
+    """
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -230,10 +281,24 @@ def _directory_faults(config: DictConfig, key: str) -> list[Fault]:
     if secret is not None:
         key = "name" if "name" in config and secret[0] in str(config.name) else key
         return [_fault(key, f"{secret[0]} in the name of a folder", "a name that holds no secret")]
-    if not is_inside(directory):
-        cure = "Link a larger disk to ./outputs, or start in the directory that is to hold the results"
-        return [_fault(key, directory, "a directory below the working directory", cure)]
-    return []
+    if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
+        return []
+    if Path.cwd().is_relative_to(os.path.abspath(directory)):
+        return [_fault(key, directory, "a directory of its own for the results", f"Write {key}=outputs/elsewhere")]
+    cure = f"Write {key}={directory} on the command line, which may lead to another disk"
+    return [_fault(key, directory, "a directory below the working directory", cure)]
+
+
+def _is_below_typed(directory: str, typed: str) -> bool:
+    """Whether a path lies where its typed text leads, up to the first of its interpolations: `/disk/${name}` in /disk.
+
+    The working directory itself, and what is above it, holds other things than a run.
+    """
+    text = ENVIRONMENT.sub(lambda found: os.environ.get(found[1].strip()) or found[0], typed)
+    fixed = text.partition("${")[0]
+    place = os.path.abspath(fixed if fixed == text else os.path.dirname(fixed))
+    path = Path(os.path.abspath(directory))
+    return bool(fixed) and path.is_relative_to(place) and not Path.cwd().is_relative_to(path)
 
 
 def is_inside(directory: str) -> bool:
@@ -253,7 +318,9 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     if faults:
         raise ConfigError(faults)
     directory = os.path.join(sweep, config.hydra.sweep.subdir)
-    if not is_inside(directory) or not os.path.abspath(directory).startswith(os.path.abspath(sweep) + os.sep):
+    if ".." in Path(config.hydra.sweep.subdir).parts or not Path(os.path.abspath(directory)).is_relative_to(
+        os.path.join(os.path.abspath(sweep), "")
+    ):
         raise ConfigError(
             [_fault("hydra.sweep.subdir", config.hydra.sweep.subdir, "a directory below the sweep's own")]
         )

@@ -9,18 +9,25 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.group_kinds import AXIS
+from exp.config.group_kinds import AXIS, MANY
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
-from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys, fault_of, parse_override
-from exp.config.hydra_node import USED_GROUPS, hydra_key_fault
+from exp.config.hydra_adapter import (
+    CHOSEN_ALREADY,
+    HYDRA_ERRORS,
+    Loader,
+    dotted_keys,
+    fault_of,
+    parse_override,
+)
+from exp.config.hydra_node import USED_GROUPS, hydra_key_fault, swept_fault
 from exp.errors import ConfigError, Fault
 from exp.redaction import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
@@ -47,6 +54,16 @@ FORMS = {
     "glob": "glob(PATTERN)",
     "shuffle": "shuffle(A,B) or shuffle(range(START,STOP))",
     "sort": "sort(A,B), with values that can be compared",
+}
+# Keys that are there: only some of their values are called otherwise.
+STAY = ("data.sampler",)
+# LightningCLI's subcommands.
+SUBCOMMANDS = {
+    "fit": "Leave it out: exp.train trains",
+    "train": "Leave it out: exp.train trains",
+    "validate": "Write train=false test=false validate=true resume=auto",
+    "test": "Write train=false resume=auto",
+    "predict": "Write train=false test=false predict=true resume=auto",
 }
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
 
@@ -122,18 +139,30 @@ def checked_lines(
     return [line for line in lines if line not in refused], [*faults, *(fault for _, fault in wrong)]
 
 
+def mended(text: str, cure: str | None, vocabulary: Vocabulary) -> str | None:
+    """A cure that proposes a spelling as the whole override: `Write optimizer=adam` for `Did you mean adam?`."""
+    found = re.fullmatch(r"Did you mean (\S+)\?", cure or "")
+    if found is None:
+        return cure
+    key, _, value = text.partition("=")
+    is_key = found[1].partition(".")[0] in vocabulary.words()
+    return f"Write {found[1]}={value}" if is_key else f"Write {key}={found[1]}"
+
+
 def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
     """The overrides to hand to Hydra, so that `+` means one thing whatever else stands on the command line.
 
     An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each
     other and with its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
     """
-    replaced = {line.group: line.value for line in lines if line.group and line.sign == "" and not line.is_sweep}
+    whole = [line for line in lines if line.group and line.parsed.package is None and not line.is_sweep]
+    replaced = {line.group: line.value for line in whole if line.sign == ""}
     added: dict[str, list[str]] = {}
     result = []
     for line in lines:
         is_axis = vocabulary.kind(line.group) == "axis"
-        if line.sign != "+" or not line.group or (line.is_sweep and not is_axis):
+        is_placed = line.parsed.package is not None or vocabulary.kind(line.group) == "own"
+        if line.sign != "+" or not line.group or (line.is_sweep and not is_axis) or is_placed:
             result.append(_text_for_hydra(line))
         elif is_axis:
             result.append(line.text.removeprefix("+"))
@@ -169,6 +198,14 @@ def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[Fault]
         for group, option in chosen
         if f"{group}/{option}" not in loaded
     ]  # fmt: skip
+
+
+def with_value(fault: Fault, lines: Sequence[Line]) -> Fault:
+    """A fault of a group that was added to though something is chosen, with what was added in its cure."""
+    added = next((line for line in lines if line.group == fault.key and line.sign == "+"), None)
+    if added is None or fault.cure != CHOSEN_ALREADY.format(group=fault.key):
+        return fault
+    return replace(fault, cure=f"Write {added.text[1:]}", source=COMMAND_LINE)
 
 
 def _text_for_hydra(line: Line) -> str:
@@ -225,24 +262,56 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if (wrong := sweep_fault(line.parsed)) is not None:
         return wrong
     top = line.key.replace("/", ".").partition(".")[0]
-    cure = cure_of_key(line.key, line.value_text)
+    cure = cure_of_key(line.key, line.value_text) if top not in vocabulary.own else None
     if top == "hydra":
-        fault = hydra_key_fault(line.key, vocabulary.loader.options, sweep=line.is_sweep)
+        if line.is_sweep:
+            return swept_fault(line.key, line.value_text)
+        fault = hydra_key_fault(line.key, line.value, vocabulary.loader.options)
         if fault is not None or line.group not in USED_GROUPS:
             return fault
-    elif cure is not None and line.group == "":
-        return _fault(line.key, "this key has another name here", "a key of exp", _sentence(cure))
+    elif cure is not None and line.group == "" and line.key not in STAY:
+        return _fault(line.key, "this key has another name here", "a key of exp", cure)
     elif top not in vocabulary.words():
         return _unknown_word(line, top, vocabulary)
-    if line.parsed.package is not None and line.parsed.package.partition(".")[0] not in vocabulary.keys:
-        return _fault(f"{line.key}@{line.parsed.package}", "a place outside the known keys", "a group alone, without @")
+    if line.parsed.package is not None and (fault := _place_fault(line, vocabulary)) is not None:
+        return fault
     if line.is_sweep and not multirun:
-        text = line.value_text
-        cure = (
-            f"Put -m in front for one job each, write a list as {line.key}=[{text}], a text as '{line.key}=\"{text}\"'"
+        return _fault(
+            line.key, f"several values, {line.value_text}", "one value without -m", _cure_of_several(line, vocabulary)
         )
-        return _fault(line.key, f"several values, {text}", "one value without -m", cure)
     return _choice_fault(line, vocabulary) if line.group else _value_fault(line, vocabulary)
+
+
+def _place_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
+    """What is wrong with the place of a group, `model@vars.teacher`: its own is meant without @, others are added."""
+    place, value = str(line.parsed.package), line.value_text
+    key = f"{line.key}@{place}"
+    if place == line.key.replace("/", "."):
+        return _fault(key, "the place that the group has anyway", "a group alone", f"Write {line.key}={value}")
+    if place.partition(".")[0] not in vocabulary.keys:
+        cure = f"Write +{line.key}@vars.{place}={value}, and ${{vars.{place}}} where it is to be used"
+        return _fault(key, "a place outside the known keys", "a place below one of them", cure)
+    if line.sign == "":
+        cure = f"Write +{line.key}@{place}={value}"
+        return _fault(key, "= on a place of which nothing was chosen", "+ to add", cure)
+    return None
+
+
+def _cure_of_several(line: Line, vocabulary: Vocabulary) -> str:
+    """What to write for several values without -m, by what the key holds and what the values look like."""
+    text, key = line.value_text, line.key
+    each = "Put -m in front for one job each"
+    if line.group:
+        several = f"write {line.sign}{key}=[{text}] for all of them at once"
+        return f"{each}, {several}" if vocabulary.kind(line.group) == "many" else each
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
+        return f"Write {key}={text.replace(',', '')} for one number, or put -m in front for one job each"
+    if re.fullmatch(r"0,\d+", text):
+        return f"Write {key}={text.replace(',', '.')} for one number, or put -m in front for one job each"
+    default = vocabulary.default(key)
+    if OmegaConf.is_list(default) or (default is None and not isinstance(line.value, RangeSweep | IntervalSweep)):
+        each = f"{each}, write {key}=[{text}] for a list"
+    return f"{each}, write '{key}=\"{text}\"' for a text" if isinstance(default, str) else each
 
 
 def _pair_fault(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> Fault | None:
@@ -261,10 +330,10 @@ def _choice_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
     example = vocabulary.example(group)
     if not vocabulary.in_use(group) and line.parsed.package is None:
         expected = f"one of {among(vocabulary.groups, word=group)}"
-        return _fault(group, "no group of train.yaml", expected, _cure_of_choice(line))
+        return _fault(group, "no group of train.yaml", expected, cure_of_option(line.key, line.value))
     if line.sign == "++":
         return _fault(group, f"++ on a group, {line.text}", "= to replace or + to add", f"Write {line.text[2:]}")
-    if line.sign == "~":
+    if line.sign == "~" and kind != "own":
         cure = f"Write {group}=[] for none, ~{group}.NAME for one less" if kind != "one" else f"Write {example}"
         return _fault(group, "~ on a group", "a choice: a group cannot be removed", cure)
     if line.sign == "+" and kind == "one" and line.parsed.package is None:
@@ -287,7 +356,10 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
     if isinstance(value, list):
         if kind == "one" or (kind == "axis" and value):
             wanted = "one option" if kind == "one" else "one option, for it tunes the whole config"
-            return _fault(group, f"a list, {line.value_text}", wanted, f"Write {example}")
+            known = [str(one) for one in value if vocabulary.loader.has_option(group, str(one))]
+            several = f", or -m {group}={','.join(known)} for a run with each" if len(known) > 1 else ""
+            cure = f"Write {group}={known[0]}{several}" if known else f"Write {example}"
+            return _fault(group, f"a list, {line.value_text}", wanted, cure)
         options = value
     else:
         options = [value]
@@ -300,8 +372,7 @@ def _option_fault(group: str, option: object, vocabulary: Vocabulary) -> Fault |
         return None
     options = vocabulary.options(group)
     expected = f"one of {among(options, word=str(option))}" if options else "an option, of which it has none"
-    known = cure_of_option(group, option)
-    cure = _sentence(known) if known else did_you_mean(str(option), options)
+    cure = cure_of_option(group, option) or did_you_mean(str(option), options)
     return _fault(group, f"there is no option {option!r}", expected, cure)
 
 
@@ -319,22 +390,14 @@ def _value_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
         group = line.key.rpartition("/")[0]
         return _fault(line.key, "no such group", f"one of {among(vocabulary.groups, word=group)}")
     if line.key in OPTIONS and line.key not in vocabulary.groups and isinstance(line.value, str):
-        cure = _cure_of_choice(line) or f"Set its keys one by one, see --cfg job --package {line.key}"
+        keys = f"Leave it out: its keys are set one by one, see --cfg job --package {line.key}"
+        cure = cure_of_option(line.key, line.value) or keys
         return _fault(line.key, f"no group, but a node of train.yaml: {line.text}", "a key of it", cure)
     if line.key in vocabulary.groups and line.key not in vocabulary.keys:
         return _option_fault(line.key, line.value, vocabulary)
     if line.sign == "~" and "." not in line.key:
-        return _fault(line.key, "~ on a key at the top", "a value", f"Write {line.key}=...")
+        return _fault(line.key, "~ on a key at the top", "a value", "Leave it out: it stays as train.yaml has it")
     return None
-
-
-def _cure_of_choice(line: Line) -> str | None:
-    cure = cure_of_option(line.key, line.value)
-    return _sentence(cure) if cure else None
-
-
-def _sentence(words: str) -> str:
-    return words[0].upper() + words[1:]
 
 
 def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
@@ -343,6 +406,10 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     is_near = is_slip(top, vocabulary.words())
     elsewhere = [] if is_near else [key for key in vocabulary.keys_below() if key.rpartition(".")[2] == line.key]
     cure = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
+    if cure is None or (line.sign in ("+", "++") and not is_near and not elsewhere):
+        cure = f"A value of your own is +vars.{line.key.replace('/', '.')}={line.value_text}"
+        if "." not in line.key and isinstance(line.value, str):
+            cure = f"Write conf/{line.key}/{line.value}.yaml for a group of your own. {cure}"
     return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top)}", cure)
 
 
@@ -371,7 +438,7 @@ def diagnose(loader: Loader, lines: Sequence[Line]) -> Diagnosis:
             loader.apply(line.parsed, config)
             healthy.append(line)
         except HYDRA_ERRORS as error:
-            faults.append(_refused_fault(line, config, error))
+            faults.append(_refused_fault(line, config, loader, error))
     return Diagnosis(faults=tuple(faults), config=config, healthy=tuple(healthy))
 
 
@@ -389,20 +456,21 @@ def swept_key_faults(loader: Loader, config: DictConfig, lines: Sequence[Line]) 
         try:
             loader.apply(parse_override(f"{line.sign}{line.key}=null"), tried)
         except HYDRA_ERRORS as error:
-            faults.append(_refused_fault(line, tried, error))
+            faults.append(_refused_fault(line, tried, loader, error))
     return faults
 
 
-def _refused_fault(line: Line, config: DictConfig, error: Exception) -> Fault:
+def _refused_fault(line: Line, config: DictConfig, loader: Loader, error: Exception) -> Fault:
     """What is wrong with a value that could not be applied to the composed config."""
     parent, node = _longest_part(config, line.key)
     if parent != line.key:
-        return _missing_key_fault(line, config, parent=parent, node=node)
-    if line.sign == "+":
+        return _missing_key_fault(line, config, loader, parent=parent, node=node)
+    holds_keys = isinstance(node, DictConfig) and bool(node) and not line.value_text.startswith("{")
+    if line.sign == "+" and not holds_keys:
         return _fault(line.key, "+ on a key that is there", "= to change it", f"Write {line.text[1:]}")
     is_mapping = line.sign == "" and isinstance(node, DictConfig)
     adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
-    if isinstance(node, DictConfig) and node and not line.value_text.startswith("{"):
+    if isinstance(node, DictConfig) and holds_keys:
         keys = [str(key) for key in node]
         adds = f"Its keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
     return _fault(line.key, f"{_short(line.text)}: {fault_of(error).got}", "a value that fits", adds)
@@ -430,7 +498,7 @@ def _holds(config: DictConfig, key: str) -> bool:
     return isinstance(node, DictConfig) and last in node
 
 
-def _missing_key_fault(line: Line, config: DictConfig, *, parent: str, node: object) -> Fault:
+def _missing_key_fault(line: Line, config: DictConfig, loader: Loader, *, parent: str, node: object) -> Fault:
     """A fault for a key that the composed config does not hold.
 
     parent: the longest part of the key that is there; node: its value.
@@ -441,7 +509,9 @@ def _missing_key_fault(line: Line, config: DictConfig, *, parent: str, node: obj
     near = nearest(word, siblings)
     elsewhere = [key for key in dotted_keys(config) if key.rpartition(".")[2] == last]
     cure, habit = None, _near_habit(line.key)
-    if isinstance(node, DictConfig) and not siblings and line.sign == "":
+    if parent in MANY and loader.has_option(parent, word):
+        cure = f"Write +{parent}={word} {line.key}={line.value_text}"
+    elif isinstance(node, DictConfig) and not siblings and line.sign == "":
         # A mapping by names, such as precision.keep: what is not there is added.
         cure = f"To add it, write +{line.text}"
     elif near:
@@ -449,8 +519,11 @@ def _missing_key_fault(line: Line, config: DictConfig, *, parent: str, node: obj
     elif elsewhere:
         cure = f"Did you mean {elsewhere[0]}?"
     elif habit:
-        cure = cure_of_key(habit, line.value_text)
-        cure = f"{_sentence(cure)}." if cure else None
+        meant = cure_of_key(habit, line.value_text)
+        cure = f"{meant}." if meant else None
+    known = cure_of_key(line.key, line.value_text)
+    if known is not None:
+        return _fault(line.key, "this key has another name here", "a key of exp", known)
     if "_target_" in siblings and line.sign == "" and isinstance(node, DictConfig):
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
@@ -479,7 +552,7 @@ def _syntax_fault(text: str, error: Exception) -> Fault:
     if isinstance(error, RecursionError):
         return _fault(key, "nested too deeply", "a value of a few levels")
     if "=" not in text:
-        return _fault(key, f"{short!r} has no =", "key=value", "Flags begin with -, see --help")
+        return _fault(key, f"{short!r} has no =", "key=value", _cure_without_sign(text))
     if not KEY.fullmatch(_typed_key(text)):
         return _key_fault(text)
     problem = [line for line in str(error).split("\nSee ")[0].splitlines() if not line.startswith("Error parsing over")]
@@ -500,6 +573,16 @@ def _syntax_fault(text: str, error: Exception) -> Fault:
         cure = f"Write {_short(f'{key}={rest}')}" if rest else None
         return _fault(key, f"{short!r} has a comma without a value", "a value on both sides of each comma", cure)
     return _fault(key, got, "key=value", f"Quote a value with spaces or signs twice: '{key}=\"...\"'")
+
+
+def _cure_without_sign(text: str) -> str:
+    """What to write for a word without `=`: a subcommand of LightningCLI, or `key:value`."""
+    if text in SUBCOMMANDS:
+        return SUBCOMMANDS[text]
+    key, sign, value = text.partition(":")
+    if sign and value and KEY.fullmatch(key.lstrip("+~")):
+        return f"Write {key}={value}"
+    return "Flags begin with -, see --help"
 
 
 def _cure_of_form(name: str) -> str | None:

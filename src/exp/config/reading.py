@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from exp.config.resolvers import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
 from exp.redaction import interpolation, is_secret
@@ -228,6 +229,8 @@ class _Reader:
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
+        if is_of_a_target(error):
+            return  # told at the key of the resolver
         for variable in ENVIRONMENT.findall(text):
             if "environment variable" in str(error).lower():
                 self.fault(
@@ -237,15 +240,15 @@ class _Reader:
                     cure=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
                 )
                 return
-        cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name))]
+        cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
         reason = (str(error).splitlines() or ["it refers to itself"])[0]
         expected = "an interpolation that leads to a value"
         if REFERENCE.search(text) is None or not cures:
             expected += f" ({reason})"
         self.fault(key, got=text, expected=expected, cure=cures[0] if cures else None)
 
-    def near(self, reference: str) -> str | None:
-        """The existing key most like one that leads nowhere: a sibling first, then any key."""
+    def near(self, reference: str, key: str) -> str | None:
+        """The existing key most like one that leads nowhere: a sibling first, then any key but `key`, which asks."""
         known = [path for path, _ in leaves(self.raw)]
         if reference.startswith(".") or reference in known:
             return None
@@ -257,8 +260,9 @@ class _Reader:
         if found:
             return siblings[found[0]]
         # A part of the key itself is like it, and no help.
-        others = [path for path in known if not reference.startswith(f"{path}.")]
-        return next(iter(nearest(reference, others)), None)
+        others = [path for path in known if not reference.startswith(f"{path}.") and path != key]
+        alike = [path for path in others if path.rpartition(".")[2] == word]
+        return next(iter([*alike, *nearest(reference, others, likeness=0.8)]), None)
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
         """References that resolving a text follows, at least; a circle ends where it closes."""

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
     # Hydra takes the provider called main for the one that must be there.
     places.append(Place(provider="main", directory=OWN_CONF))
     return places + plugin_places()
+
+
+def own_groups(places: Sequence[Place]) -> list[str]:
+    """The config groups that others than exp bring and exp has none of that name: folders with a YAML file, or more."""
+    folders = [path for place in places if place.directory != OWN_CONF for path in _folders(place.directory)]
+    own = {path.name for path in OWN_CONF.iterdir()}
+    return sorted({path.name for path in folders if path.name not in {*own, "local", "module", "hydra"}})
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir() and any(path.rglob("*.yaml"))]
 
 
 def users_conf() -> Path | None:

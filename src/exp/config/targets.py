@@ -155,6 +155,20 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
     return value
 
 
+def resolve_resolver(dotted: str, *, allow: Sequence[str] = ()) -> Any:
+    """The function that interpolations call by a name of the user's own.
+
+    It passes the same wall as a class, and is the user's, or of a package that the command line allows.
+    Raises: TargetError.
+    """
+    home = _home_of_name(dotted, allow=allow)
+    value = _found(dotted, home=home)
+    if not inspect.isroutine(value) or dotted in FUNCTIONS:
+        raise TargetError(target=dotted, got=f"{dotted}, which is no function of yours", expected="a function of yours")
+    _require_function(dotted, value, home=home, returns=("builtins.object",))
+    return value
+
+
 def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
     """The package in which the class must live, by the name alone; nothing is imported here."""
     if not isinstance(dotted, str) or not NAME.fullmatch(dotted):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.check.stages import compose
 from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
-from exp.config.freeze import COMPOSITION, literal
+from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
 from exp.config.run_arguments import ALLOW
 from exp.errors import ConfigError, Fault, RunError
 from exp.run import fit
@@ -88,11 +88,12 @@ def evaluation_config(
         config.runtime.autoresume = False
         config.sweep.trial = None
         layers = list(config[COMPOSITION].layers) if COMPOSITION in config else []
+        keys = [str(key) for key in config if key != COMPOSITION]
         record = {
             "directory": literal(str(place)),
             "overrides": [literal(text) for text in (*again, *overrides)],
         }
-        config[COMPOSITION] = OmegaConf.create({**record, "of_sweep": [], "layers": layers})
+        config[COMPOSITION] = OmegaConf.create({**record, "of_sweep": [], "layers": layers, OWN_GROUPS: keys})
     return config
 
 

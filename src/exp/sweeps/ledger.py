@@ -165,7 +165,7 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
     """The directory of the sweep to go on with; None where `auto` finds none.
 
     wanted: a directory, or auto. beside: where a new sweep of this name would be, <sweeps>/<date>/<time>.
-    Raises: ConfigError where it is none, is elsewhere than below the working directory, or is still going on.
+    Raises: ConfigError where it is none, is neither below the working directory nor there, or is still going on.
     """
     if wanted == AUTO:
         found = sorted(sweeps_of(beside).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
@@ -177,9 +177,9 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
         if not (directory / SETTINGS).is_file():
             got, expected = f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto"
             raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
-    if not is_inside(str(directory)):
-        got, expected = f"{directory}", "a directory below the working directory"
-        cure = "Start in the directory in which the sweep was begun, or copy it"
+    if not is_inside(str(directory)) and not directory.is_relative_to(sweeps_of(beside)):
+        got, expected = f"{directory}", "a directory below the working directory, or where hydra.sweep.dir leads"
+        cure = f"Add hydra.sweep.dir={directory.parent}/again, or start in the directory in which it was begun"
         raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
     if is_locked(directory):
         raise _going_on(directory)

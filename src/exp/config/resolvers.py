@@ -1,0 +1,93 @@
+"""Resolvers of the user's own, which the node `resolvers` names: `resolvers: {half: mine.half}`, `${half:64}`.
+
+Each is a function that passes the wall of targets: its name is looked at before anything is imported, and its module
+is imported when an interpolation first asks for it, or when the check looks at it. OmegaConf keeps resolvers for the
+process: those of the config that is read now, and of no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from exp.config.targets import TargetError, resolve_resolver
+from exp.errors import ConfigError, Fault
+from exp.spelling import show
+
+NODE = "resolvers"
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+EXAMPLE = "the dotted name of a function of yours, such as mine.half of mine.py beside ./conf"
+
+_registered: set[str] = set()
+
+
+def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
+    """Let interpolations call the functions that a config names as resolvers, and no longer those of another config.
+
+    allow: the packages that the command line trusts. A name that OmegaConf or Hydra has stays theirs.
+    """
+    wanted = _named(config)
+    for name in _registered - wanted.keys():
+        OmegaConf.clear_resolver(name)
+    _registered.intersection_update(wanted)
+    for name, dotted in wanted.items():
+        if name in _registered or not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, _late(dotted, allow), replace=True)
+            _registered.add(name)
+
+
+def resolver_faults(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterator[Fault]:
+    """What is wrong with the names of resolvers, and with the functions that they name."""
+    named = plain[NODE] if isinstance(plain.get(NODE), dict) else {}
+    for name, dotted in named.items():
+        key = f"{NODE}.{name}"
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            yield Fault(key=key, got=show(name), expected="a name of letters, as ${name:...} has it")
+        elif name not in _registered and OmegaConf.has_resolver(name):
+            yield Fault(
+                key=key,
+                got=f"{name}, which OmegaConf or Hydra has",
+                expected="a name of your own",
+                cure=f"Write resolvers.my_{name.replace('.', '_')}",
+            )
+        elif not isinstance(dotted, str) or "." not in dotted:
+            yield Fault(key=key, got=show(dotted), expected=EXAMPLE)
+        else:
+            try:
+                resolve_resolver(dotted, allow=allow)
+            except TargetError as error:
+                (fault,) = error.faults
+                yield Fault(key=key, got=fault.got, expected=EXAMPLE, cure=fault.cure)
+            except ConfigError as error:
+                yield from error.faults
+
+
+def is_of_a_target(error: BaseException) -> bool:
+    """Whether an interpolation failed because the function of a resolver is refused, which its own key tells."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TargetError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _named(config: DictConfig) -> dict[str, str]:
+    """Each resolver with the function that it names, where both can be names."""
+    node = config._get_node(NODE) if NODE in config else None
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
+        return {}
+    named = cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=False))
+    return {
+        name: dotted
+        for name, dotted in named.items()
+        if isinstance(name, str) and NAME.fullmatch(name) and isinstance(dotted, str) and "${" not in dotted
+    }
+
+
+def _late(dotted: str, allow: Sequence[str]) -> Callable[..., Any]:
+    """A resolver whose function passes the wall when it is called."""
+    return lambda *arguments: resolve_resolver(dotted, allow=allow)(*arguments)

@@ -1,0 +1,174 @@
+"""Words of Hydra and Lightning that mean something here: directories elsewhere, a mode, a direction, gpu, numbers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import exp
+from exp.check.__main__ import main as check
+from exp.check.plan import frozen, plan, resolve
+from exp.config.command import parse_arguments
+from exp.config.compose import composition_of
+from exp.config.freeze import COMPOSITION, freeze
+from exp.spelling import number_meant
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A working directory, and beside it a disk."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "disk"))
+    return tmp_path
+
+
+def faults(*overrides, multirun=False):
+    try:
+        composition_of(overrides, multirun=multirun)
+    except exp.ConfigError as error:
+        return {fault.key: fault for fault in error.faults}
+    return {}
+
+
+@pytest.mark.parametrize("typed", [
+    "{place}/disk/run", "../disk/run", "'{place}/disk/${{name}}'", "${{oc.env:SCRATCH}}/${{name}}/${{seed}}",
+])  # fmt: skip
+def test_results_go_where_the_command_line_says(place, typed):
+    config = exp.compose([f"hydra.run.dir={typed.format(place=place)}"])
+    assert Path(config[COMPOSITION].directory).is_relative_to(place / "disk")
+    assert freeze(plan(resolve(config)).resolved.config).is_relative_to(place / "disk")
+    assert not faults(f"hydra.sweep.dir={typed.format(place=place)}", "seed=1,2", multirun=True)
+
+
+@pytest.mark.parametrize("typed", [
+    ".", "..", "/", "''", "${{data_dir}}", "outputs/../..", "'{place}/disk/${{data_dir}}'",
+    "'../disk/${{oc.env:NOT_SET,../../x}}'",
+])  # fmt: skip
+def test_results_go_to_no_place_that_a_file_leads_them_to_nor_into_the_place_itself(place, typed):
+    Path("conf/local").mkdir(parents=True)
+    Path("conf/local/default.yaml").write_text(f"# @package _global_\ndata_dir: ../../{'../' * 9}etc\n")
+    assert "hydra.run.dir" in faults(f"hydra.run.dir={typed.format(place=place)}")
+
+
+def test_a_file_and_a_recorded_command_lead_results_nowhere_else(place):
+    run = freeze(plan(resolve(exp.compose([]))).resolved.config)
+    # As somebody who hands on a run directory could have written it.
+    (run / "overrides.yaml").write_text(f"- hydra.run.dir={place}/disk/x\n- hydra/launcher=slurm\n")
+    config = exp.compose([f"from_run={run}"])
+    assert Path(config[COMPOSITION].directory).is_relative_to(place / "work")
+    Path("conf/local").mkdir(parents=True)
+    Path("conf/local/default.yaml").write_text("# @package _global_\nhydra: {run: {dir: ../disk/x}}\n")
+    assert faults()["hydra.run.dir"].cure.startswith("Write hydra.run.dir=../disk/x on the command line")
+    assert not faults("hydra.run.dir=../disk/x")
+
+
+def test_the_mode_of_hydra_is_the_flag():
+    assert parse_arguments(["hydra.mode=MULTIRUN", "seed=1,2"]).multirun
+    assert parse_arguments(["hydra.mode=MULTIRUN", "seed=1,2"]).overrides == ["seed=1,2"]
+    assert not parse_arguments(["hydra.mode=RUN", "seed=1"]).multirun
+    with pytest.raises(exp.ConfigError, match="exclude each other"):
+        parse_arguments(["-m", "hydra.mode=RUN", "seed=1,2"])
+
+
+SWEEPER = """
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from enum import Enum
+
+
+class Direction(Enum):
+    minimize = 1
+    maximize = 2
+
+
+class OptunaSweeper(Sweeper):
+    def setup(self, **values): ...
+    def sweep(self, arguments): ...
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="like_optuna", provider="like_optuna",
+    node={"_target_": "hydra_plugins.like_optuna.OptunaSweeper", "direction": Direction.minimize},
+)
+"""
+PROGRAM = """
+import sys
+from exp.config.compose import composition_of
+from exp.errors import ConfigError
+
+for words in sys.argv[1:]:
+    try:
+        found = composition_of(["hydra/sweeper=like_optuna", *words.split()], multirun=True)
+        print(found.config.hydra.sweeper.direction)
+    except ConfigError as error:
+        print(error.faults[0].key, error.faults[0].cure)
+"""
+
+
+def test_a_sweeper_with_a_direction_of_its_own_searches_in_that_of_the_mode(place):
+    plugins = place / "site" / "hydra_plugins"
+    plugins.mkdir(parents=True)
+    (plugins / "like_optuna.py").write_text(SWEEPER)
+    best = "monitor=accuracy/val mode=max"
+    words = ("seed=1,2", best, f"{best} hydra.sweeper.direction=maximize", f"{best} hydra.sweeper.direction=minimize")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(place / "site")])}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=True, env=environment
+    )
+    told = done.stdout.splitlines()
+    assert told == [
+        "Direction.minimize", "maximize", "maximize",
+        "hydra.sweeper.direction Write hydra.sweeper.direction=maximize, or leave it out",
+    ]  # fmt: skip
+
+
+def test_gpu_is_lightnings_word_for_the_kind_that_a_machine_has():
+    kind = "mps" if sys.platform == "darwin" else "cuda"
+    assert exp.compose(["launch.accelerator=gpu"]).launch.accelerator == kind
+
+
+def test_overfitting_keeps_the_batches_unless_somebody_shuffles_them():
+    def shuffled(*overrides):
+        data = resolve(exp.compose(list(overrides))).plain["data"]
+        return data.get("shuffle", "as the class has it")
+
+    assert shuffled() == "as the class has it"
+    assert shuffled("trainer.overfit_batches=3") is False
+    assert shuffled("trainer.overfit_batches=0.1", "data.shuffle=true") is True
+    directory = freeze(plan(resolve(exp.compose(["trainer.overfit_batches=3"]))).resolved.config)
+    assert frozen(directory).plain["data"]["shuffle"] is False
+
+
+@pytest.mark.parametrize(("typed", "key", "value"), [
+    ("trainer.max_epochs=1e2", "trainer.max_epochs", 100), ("data.batch_size=1_000", "data.batch_size", 1000),
+    ("checkpoint.every_n_steps=1.5e3", "checkpoint.every_n_steps", 1500), ("seed=1e3", "seed", 1000),
+    ("trainer.limit_train_batches=1e1", "trainer.limit_train_batches", 10), ("optimizer.lr=1e1", "optimizer.lr", 10.0),
+    # Of Lightning's limits 1.0 is all batches, and 1 is one.
+    ("trainer.limit_train_batches=1e0", "trainer.limit_train_batches", 1.0), ("optimizer.lr=.5", "optimizer.lr", 0.5),
+])  # fmt: skip
+def test_a_number_is_whole_where_one_stands(typed, key, value):
+    found = OmegaConf.select(exp.compose([typed]), key)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("text", "meant"), [
+    ("10k", "10000"), ("1.5M", "1500000"), ("50%", "0.5"), ("1/8", "0.125"), ("2**5", "32"), ("1 000", "1000"),
+    ("1e-3f", "0.001"), ("ten", None), ("1/0", None), ("k", None), ("1k5", None), ("9**999999", None),
+])  # fmt: skip
+def test_a_number_as_a_person_writes_it_is_told_as_yaml_has_it(text, meant):
+    assert number_meant(text) == meant
+
+
+def test_what_is_wrong_with_a_package_is_told_once_with_the_keys(capsys):
+    layers = ",".join(f"{name}:{{_target_:timm.layers.{name.upper()}}}" for name in "abcdef")
+    assert check([f"+model.layers.more={{{layers}}}", "model.layers.activation._target_=torch.nn.Gelu"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("2 faults")
+    assert told.count("timm") <= 4
+    assert "and so it is at 5 more keys: model.layers.more.b, " in told
+    assert "security.allow=[timm]" in told

@@ -24,6 +24,7 @@ from typing import NoReturn
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from exp.build import Parts, build
 from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
@@ -36,7 +37,7 @@ from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.forward import forward_by_name
 from exp.engine.runtime import block_launches, set_threads, threads_of
-from exp.errors import ExpError, NonFiniteError, RunError
+from exp.errors import ExpError, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
 from exp.launch.lifecycle import end_at_once
@@ -245,11 +246,11 @@ def _start_lines(decided: Plan, parts: Parts, directory: Path) -> Iterator[str]:
         yield f"data: {sizes}; batches of {data.batch_size}"
     else:
         yield f"data: {type(parts.data).__name__}"
-    parameters = {False: 0, True: 0}
-    for parameter in parts.module.parameters():
-        parameters[parameter.requires_grad] += parameter.numel()
-    trained, frozen_ones = parameters[True], parameters[False]
-    yield f"parameters: {trained:,} trained" + (f", {frozen_ones:,} frozen" if frozen_ones else "")
+    known = [parameter for parameter in parts.module.parameters() if not is_lazy(parameter)]
+    trained = sum(parameter.numel() for parameter in known if parameter.requires_grad)
+    held = sum(parameter.numel() for parameter in known) - trained
+    unsized = " and more, of layers without a size yet" if len(known) < len(list(parts.module.parameters())) else ""
+    yield f"parameters: {trained:,} trained" + (f", {held:,} frozen" if held else "") + unsized
     ranks = f", {placement.world_size} ranks" if placement.world_size > 1 else ""
     device = torch.cuda.get_device_name() if placement.accelerator == "cuda" else placement.accelerator
     yield (
@@ -261,8 +262,8 @@ def _start_lines(decided: Plan, parts: Parts, directory: Path) -> Iterator[str]:
 def _size(part: AnyDataset) -> str:
     try:
         return f"{samples_in(part):,}"
-    except (TypeError, NotImplementedError):
-        return "a stream"
+    except (TypeError, NotImplementedError, UserCodeError):
+        return "samples"  # a stream, or a length that its own code cannot tell: the loader says what is wrong with it
 
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:

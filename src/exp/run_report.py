@@ -266,7 +266,8 @@ def write_end(report: Report, loggers: Sequence[Logger]) -> None:
     for logger in loggers:
         if isinstance(logger, RunLogger):
             logger.end(report.status)
-    if draw_pictures(report) or len(report.not_written) > told:
+    is_drawn = report.status != "interrupted" and draw_pictures(report)
+    if is_drawn or len(report.not_written) > told:
         write_report(report)
 
 
@@ -416,7 +417,8 @@ def _unwritable(ongoing: Ongoing, error: OSError) -> str:
 def draw_pictures(report: Report) -> bool:
     """Draw the loss, the metrics and the gradients of a run's event file and table into its directory.
 
-    What cannot be drawn is told, and is no reason for a run to fail. Returns: whether there is one.
+    What cannot be drawn is told, and is no reason for a run to fail; nor is a signal that comes now: the run is over.
+    Returns: whether there is one.
     """
     # Here, because who only reads reports needs neither.
     from exp.report_pictures import pictures_of
@@ -427,8 +429,6 @@ def draw_pictures(report: Report) -> bool:
         for name, picture in found.items():
             (directory / PICTURES).mkdir(exist_ok=True)
             write_whole(directory / PICTURES / f"{name}.png", picture, is_synced=False)
-    except Interrupted:
-        raise  # a signal came while it drew
     except Exception as error:
         tell_not_written(f"{PICTURES}/", error)
         return False
@@ -447,7 +447,7 @@ def as_markdown(report: Report) -> str:
         stages = [stage for stage in ("train", "val", "test") if any(stage in values for values in rows.values())]
         lines += ["", f"| metric | {' | '.join(stages)} |", f"|---|{'---:|' * len(stages)}"]
         lines += [
-            f"| {name} | {' | '.join(f'{values[stage]:.4f}' if stage in values else '' for stage in stages)} |"
+            f"| {name} | {' | '.join(f'{values[stage]:.4g}' if stage in values else '' for stage in stages)} |"
             for name, values in rows.items()
         ]
     changed = report.command.partition("exp.train")[2].strip()

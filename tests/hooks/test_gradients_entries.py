@@ -195,3 +195,13 @@ def test_stage_3_of_deepspeed_has_no_gradients_to_look_at():
         "hooks.gradients.update_ratio_every_n_steps",
         "hooks.gradients.clipped",
     ]
+
+
+def test_a_subclass_is_asked_for_what_it_has_of_its_own():
+    class Mine(Gradients):
+        def after_step(self, step: Step):
+            return {"mine": 1.0}
+
+    assert Gradients().idle_at(3) == {"after_step", "after_clipping"}
+    assert Gradients(clipped="total").idle_at(1) == frozenset()
+    assert Mine().idle_at(3) == {"after_clipping"}

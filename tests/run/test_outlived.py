@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -17,7 +18,9 @@ import pytest
 from lightning.pytorch.loggers.logger import Logger
 
 import exp
+from exp import report_pictures
 from exp.engine.console import Lines
+from exp.errors import Interrupted
 from exp.hooks import landscape, operators
 from exp.hooks.panels import Histogram
 from exp.loggers.step_table import StepTable
@@ -324,3 +327,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_path(monkeypa
     assert state["global_step"] == 1
     assert read_report(directory).status == "failed"
     assert not list((directory / "checkpoints").glob(".*"))
+
+
+def test_a_signal_while_the_pictures_are_drawn_finds_a_run_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **named: object) -> dict[str, bytes]:
+        raise Interrupted(signum=signal.SIGTERM, checkpoint=None)
+
+    monkeypatch.setattr(report_pictures, "pictures_of", interrupted)
+    report, _ = in_a_run(monkeypatch)
+    assert report.status == "completed"

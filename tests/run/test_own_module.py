@@ -477,3 +477,26 @@ def test_an_optimizer_without_partial_is_told_to_be_one(word, name, given, missi
     )
     assert list(found) == [f"module.{name}.{missing}"]
     assert f"Add _partial_: true below module.{name}" in found[f"module.{name}.{missing}"]
+
+
+LAZY = """
+import mine
+import torch
+from torch import nn
+
+
+class Lazy(mine.LitNet):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.LazyLinear(3)
+
+    def setup(self, stage):
+        self.extra(torch.zeros(1, 4))
+"""
+
+
+def test_a_module_that_sizes_its_layers_in_setup_is_told_of_without_them(tmp_path):
+    (tmp_path / "lazy.py").write_text(LAZY)
+    report = fit("module={_target_: lazy.Lazy}", DATA, "trainer.max_epochs=1")
+    log = (Path(report.directory) / "train.log").read_text()
+    assert "trained and more, of layers without a size yet" in log

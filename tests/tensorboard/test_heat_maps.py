@@ -160,7 +160,7 @@ def test_a_period_goes_by_the_length_of_the_run_where_that_is_known():
     found = []
     for total in (None, 7, 100, 10**6):
         hook = Mine(every_n_steps="auto")
-        hook.attach(torch.nn.Linear(1, 1), total_steps=total)
+        hook.fit_periods(total)
         found.append(hook.every_n_steps)
     assert found == [50, 1, 5, 50]
     with pytest.raises(ValueError, match="every_n_steps is auto; expected a whole number of steps, 1 or more"):
@@ -182,3 +182,46 @@ def test_a_run_of_one_step_has_its_picture_too(tmp_path):
     columns(maps, range(1, 2))
     assert list(maps.end()) == [1]
     assert maps.end() == {}
+
+
+def test_a_resume_of_a_long_run_holds_what_a_picture_shows_and_goes_on_without_a_damaged_table(tmp_path, caplog):
+    before = HeatMaps(tmp_path)
+    columns(before, range(1, 1001))
+    before.save()
+    again = HeatMaps(tmp_path)
+    again.begin(1001)
+    columns(again, range(1001, 1003))
+    (step,) = again.end()
+    assert step == 1002
+    assert MOST_COLUMNS / 2 <= len(again.by_tag["gradients/norm"].steps) <= MOST_COLUMNS
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 1003
+    with (tmp_path / "table.csv").open("a") as file:
+        file.write("not a step,,\n")
+    damaged = HeatMaps(tmp_path)
+    damaged.begin(1003)
+    columns(damaged, range(1003, 1005))
+    assert list(damaged.end()) == [1004]
+    assert "table.csv" in caplog.text
+
+
+def test_columns_of_a_test_are_written_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "perclass.py").write_text(PER_CLASS)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["+hooks.mine={_target_: perclass.PerClass}", "security.allow=[perclass]", "trainer.limit_test_batches=1"]
+    report = exp.fit(exp.compose([*FAST[:-1], *words]))
+    header = (Path(report.directory) / "table.csv").read_text().splitlines()[0]
+    assert {"share/val/a", "share/test/a"} <= {*header.split(",")}
+    images = EventAccumulator(str(Path(report.directory) / "tensorboard")).Reload().Tags()["images"]
+    assert {"share/val", "share/test"} <= {*images}
+
+
+PER_CLASS = """
+from exp.hooks.hook import Hook
+from exp.hooks.panels import Column, Healthy
+
+
+class PerClass(Hook):
+    def after_evaluation(self, stage, gather):
+        return {f"share/{stage}": Column.of({"a": 0.1, "b": 0.9}, healthy=Healthy())}
+"""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import shutil
+import urllib.parse
 
 import pytest
 import yaml
 
 from exp.tensorboard.hparams import OF_SWEEP
-from exp.tensorboard.overview import in_order
+from exp.tensorboard.logger import TensorBoardLogger
+from exp.tensorboard.overview import in_order, question
 from exp.tensorboard.run_names import LinkedRuns, run_name
 
 TODAY = f"{datetime.date.today():%Y-%m-%d}"
@@ -30,6 +34,8 @@ def made(directory, *typed: str):
         (["hydra.run.dir=x", "name=mine", "resume=outputs/a/last.ckpt", "seed=2"], "seed=2"),
         (["model.layers.a.out_features=8", "model.layers.b.out_features=16"],
          "model.layers.a.out_features=8 model.layers.b.out_features=16"),
+        (["monitor=accuracy/val", "+aug/train=strong"], "monitor=accuracy:val +aug:train=strong"),
+        (["vars.note=\u00e9\nx"], "note=\u00e9 x"),
         (["~hooks.memory", "+hooks=activations", "data.dataset.path=/data/my/table.csv"],
          "~hooks.memory +hooks=activations path=table.csv"),
     ],
@@ -44,7 +50,7 @@ def test_a_job_has_its_number_and_an_older_run_its_date(tmp_path):
     old = made(tmp_path / "train" / "2024-02-29" / "23-01-00-2", "seed=4")
     assert run_name(job, below=tmp_path) == "seed=3 · 09-39 job 3"
     assert run_name(old, below=tmp_path) == "seed=4 · 02-29 23-01"
-    assert len(run_name(made(tmp_path / TODAY / "10-00-00", f"tag={'x' * 500}"), below=tmp_path)) < 110
+    assert len(run_name(made(tmp_path / TODAY / "10-00-00", f"tag={'x' * 500}"), below=tmp_path)) < 130
 
 
 def test_links_stay_and_follow_what_comes_and_goes(tmp_path):
@@ -60,6 +66,14 @@ def test_links_stay_and_follow_what_comes_and_goes(tmp_path):
     links.refresh()
     found = {link.name: link.resolve() for link in place.iterdir() if link.is_symlink()}
     assert found == {"seed=1 · 09-39": first, "seed=1 · 09-39 (2)": second}
+    other = outputs / "other" / "sweeps" / TODAY / "12-00-30"
+    other.mkdir(parents=True)
+    (other / f"events.out.tfevents.1.there{OF_SWEEP}").write_bytes(b"")
+    links.refresh()
+    assert os.listdir(place / "sweep · 12-00 (2)") == [f"events.out.tfevents.1.there{OF_SWEEP}"]
+    shutil.rmtree(other)
+    links.refresh()
+    assert not (place / "sweep · 12-00 (2)").exists()
     assert os.listdir(place / "sweep · 12-00") == [f"events.out.tfevents.1.here{OF_SWEEP}"]
     (first / "events.out.tfevents.1.here").unlink()
     links.refresh()
@@ -79,3 +93,24 @@ def test_what_people_look_at_first_stands_first():
         "loss/train", "loss/val", "accuracy/val", "optimizer/lr/default", "throughput/samples_per_second",
     ]  # fmt: skip
     assert in_order(["val/acc", "train/loss", "val/loss", "test/acc"]) == ["train/loss", "val/loss", "val/acc"]
+
+
+def test_a_name_is_no_longer_than_a_system_takes(tmp_path):
+    name = run_name(made(tmp_path / TODAY / "10-00-00", f"tag={chr(0x4E2D) * 200}"), below=tmp_path)
+    assert name.endswith("… · 10-00")
+    assert len(name.encode()) <= 120
+    (tmp_path / name).mkdir()
+
+
+def test_what_is_pinned_is_of_the_newest_run_that_has_scalars(tmp_path):
+    for place, tags in enumerate((["loss/train", "accuracy/val"], [])):
+        logger = TensorBoardLogger(directory=tmp_path / str(place))
+        logger.log_metrics(dict.fromkeys(tags, 1.0), 1)
+        logger.finalize("success")
+    (links := tmp_path / "links").mkdir()
+    (links / "sweep").mkdir()
+    for place in range(2):
+        (links / str(place)).symlink_to(tmp_path / str(place) / "tensorboard")
+    (links / "gone").symlink_to(tmp_path / "gone")
+    (pinned,) = urllib.parse.parse_qs(question(links))["pinnedCards"]
+    assert [card["tag"] for card in json.loads(pinned)] == ["loss/train", "accuracy/val"]

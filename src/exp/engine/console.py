@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 import warnings
@@ -24,6 +25,7 @@ from exp.strategies.rank import Rank
 
 # Lightning's loggers print to the screen by themselves.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
+ADVICE = re.compile(r"does not have many workers|smaller than the logging interval|speed up the dataloader worker")
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
 
 
@@ -78,8 +80,9 @@ def is_of_the_run(record: logging.LogRecord) -> bool:
 def _show_warning(
     show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *place: Any, **named: Any
 ) -> None:
-    """Show a warning, unless it is Lightning's advice on its loops, which exp's check gives, or on its own code."""
-    if issubclass(category, PossibleUserWarning):
+    """Show a warning, unless it is Lightning's advice on its own code, or on how often to log and how many workers to
+    take, which exp's check gives."""
+    if issubclass(category, PossibleUserWarning) and ADVICE.search(str(message)):
         return
     if issubclass(category, DeprecationWarning | FutureWarning) and not LIGHTNING.isdisjoint(Path(filename).parts):
         return

@@ -12,6 +12,7 @@ a checkpoint and the end                                     is not a number end
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,8 @@ from exp.optim.phase import each_optimizer, rate_names
 from exp.output import tell_not_written
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import EPOCH_LOSS, Batch, Stage
+
+log = logging.getLogger(__name__)
 
 STATE = "exp_recording"
 # The last point of each tag: for the report of a run that goes on, which may not give all of them again.
@@ -73,13 +76,17 @@ class StepRecording(Callback):
         return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # What the hooks gave for a test, or a validation alone.
+        self._end_writing(trainer)
         self._step_hooks.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._step_hooks.failed(exception)
         self._step_hooks.detach()
-        # What led to it is what a reader looks for.
-        self._end_writing(trainer)
+        try:
+            self._end_writing(trainer)  # what led to it is what a reader looks for
+        except Exception:
+            log.exception("the heat maps are not drawn to their end; the run ends by what came before")
 
     def _is_flush(self, index: int) -> bool:
         """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""

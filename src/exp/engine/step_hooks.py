@@ -113,8 +113,8 @@ class StepHooks(StepObserver):
         self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.metric_names(one)}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
-                steps = self._total_steps
-                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale, total_steps=steps)
+                hook.fit_periods(self._total_steps)
+                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)
         module.observer = self
 
     def detach(self) -> None:

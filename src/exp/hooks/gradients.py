@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
 NORM, CLIPPED, RATIO = "gradients/norm/", "gradients/norm_clipped/", "gradients/update_ratio/"
 OWN_PERIODS = ("histogram_every_n_steps", "update_ratio_every_n_steps", "shares_every_n_steps")
-# By whether there are ratios, and norms behind clipping.
-IDLE = {
-    (has_ratio, is_clipped): frozenset(
-        ([] if has_ratio else ["after_step"]) + ([] if is_clipped else ["after_clipping"])
-    )
-    for has_ratio in (True, False)
-    for is_clipped in (True, False)
-}
 PERIODS = ("every_n_steps", "heat_map_every_n_steps", *OWN_PERIODS)
 # Below the first an optimizer such as Adam sees its own eps (1e-8 an entry), above the second losses use to diverge.
 HEALTHY_NORM = Healthy(low=1e-6, high=100.0)
@@ -91,6 +83,12 @@ class Gradients(Hook):
         self._parameters: list[nn.Parameter] = []
         self._names: list[str] = []
         self._ratio = UpdateRatio()
+        # By whether there are ratios; what a subclass has of its own is always asked.
+        own = {
+            name for name in ("after_step", "after_clipping") if getattr(type(self), name) is getattr(Gradients, name)
+        }
+        behind = own & {"after_clipping"} if clipped is None else set()
+        self._idle = {True: frozenset(behind), False: frozenset(behind | (own & {"after_step"}))}
 
     def _period(self, setting: str, period: Period | None) -> int | None:
         return None if period is None else self.steps_of(setting, period)
@@ -154,7 +152,7 @@ class Gradients(Hook):
         return any(has_come(getattr(self, period), index) for period in PERIODS)
 
     def idle_at(self, index: int) -> frozenset[str]:
-        return IDLE[has_come(self.update_ratio_every_n_steps, index), self.clipped is not None]
+        return self._idle[has_come(self.update_ratio_every_n_steps, index)]
 
     def after_backward(self, step: Step) -> Values | None:
         index = step.index

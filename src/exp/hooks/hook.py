@@ -293,18 +293,15 @@ class Hook:
         name: str | None = None,
         directory: Path | None = None,
         loss_scale: Callable[[], Tensor | float] | None = None,
-        total_steps: int | None = None,
     ) -> None:
         """Check the patterns, attach what is always at its modules, and call `setup`.
 
         name: the hook's name in the config; by default its class's.
-        total_steps: of the whole run; None where its end is not known.
 
         Raises ConfigError: a pattern that matches no module, with the names that are there.
         """
         self.name = name or self.name
         self.directory, self._loss_scale = directory, loss_scale
-        self.fit_periods(total_steps)
         modules = matching(network, self.modules, key=f"hooks.{self.name}.modules")
         self._attached = Attached(self, modules, network=network)
         self.setup(network)

@@ -125,6 +125,13 @@ class Column(Panel):
     values: Tensor
     healthy: Healthy
 
+    def __post_init__(self) -> None:
+        if tuple(self.values.shape) != (len(self.names),) or len({*self.names}) != len(self.names):
+            raise ValueError(
+                f"a column has values of shape {list(self.values.shape)} and {len({*self.names})} names; expected [R] "
+                "and R different names"
+            )
+
     @classmethod
     def of(cls, numbers: Mapping[str, Tensor | float], *, healthy: Healthy) -> Self:
         """From numbers, floats or 0-d tensors which may lie on several devices, by name; one at least."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,8 +114,8 @@ class HeatMaps:
         self._table = None if directory is None else StepTable(directory / TABLE, cure=cure)
         self._last_write = time.monotonic()
         self._undrawn: set[str] = set()
-        # The rows of the table that an earlier process of this run has written.
-        self._kept: list[dict[str, str]] = []
+        # What an earlier process of this run has written, as far as a picture shows it.
+        self._kept: list[tuple[int, dict[str, float]]] = []
         # Of each tag: how many columns the last picture had, and when it was drawn.
         self._drawn: dict[str, tuple[int, float]] = {}
 
@@ -124,7 +124,7 @@ class HeatMaps:
 
         def take(table: StepTable) -> None:
             table.purge(step)
-            self._kept = list(table.read())
+            self._kept = _thinned(table.read()) if self._is_drawn else []
 
         self._guarded(take)
 
@@ -157,7 +157,7 @@ class HeatMaps:
         self.save()
         found: dict[int, dict[str, Panel]] = {}
         for tag, one in self.by_tag.items():
-            drawn, _ = self._drawn[tag]
+            drawn, _ = self._drawn.get(tag, (0, 0.0))
             if drawn != one.count and (picture := self._picture(tag)) is not None:
                 found.setdefault(one.steps[-1], {})[tag] = picture
         return found
@@ -166,8 +166,7 @@ class HeatMaps:
         known = self.by_tag.get(tag)
         if known is None:
             known = self.by_tag[tag] = HeatMap(healthy)
-            for step, names, values in _kept_of(tag, self._kept):
-                known.add(step, names, values)
+            _fill(known, tag, self._kept)
         return known
 
     def _is_due(self, tag: str) -> bool:
@@ -196,27 +195,44 @@ class HeatMaps:
             return
         try:
             work(self._table)
-        except (RunError, OSError) as error:
+        except (RunError, OSError, ValueError, LookupError) as error:  # the last two of a table that is damaged
             self._table = None
             tell_not_written(TABLE, error)
 
 
 def kept_heat_map(directory: Path, tag: str, *, healthy: Healthy) -> HeatMap | None:
-    """The heat map of a tag by the table of a run; None where that has nothing of it. Raises: OSError."""
+    """The heat map of a tag by the table of a run; None where that has nothing of it.
+
+    Raises: OSError where it cannot be read, ValueError where it is damaged.
+    """
     found = HeatMap(healthy)
-    for step, names, values in _kept_of(tag, StepTable(directory / TABLE, cure="").read()):
-        found.add(step, names, values)
+    _fill(found, tag, map(_numbers, StepTable(directory / TABLE, cure="").read()))
     return found if found.steps else None
 
 
-def _kept_of(tag: str, rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[int, tuple[str, ...], np.ndarray]]:
-    """The columns of a tag in rows of a table: step, names, numbers."""
+def _fill(found: HeatMap, tag: str, rows: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+    """Add the columns of a tag from rows of a table."""
     beginning = f"{tag}/"
-    for row in rows:
-        found = {
-            name.removeprefix(beginning): float(value)
-            for name, value in row.items()
-            if value and name.startswith(beginning)
-        }
-        if found:
-            yield int(row[STEP]), tuple(found), np.array([*found.values()])
+    for step, row in rows:
+        own = {name.removeprefix(beginning): value for name, value in row.items() if name.startswith(beginning)}
+        if own:
+            found.add(step, tuple(own), np.array([*own.values()]))
+
+
+def _numbers(row: Mapping[str, str]) -> tuple[int, dict[str, float]]:
+    """The step of a row, and what it has, by tag. Raises: ValueError, LookupError."""
+    return int(row[STEP]), {tag: float(value) for tag, value in row.items() if value and tag != STEP}
+
+
+def _thinned(rows: Iterable[Mapping[str, str]]) -> list[tuple[int, dict[str, float]]]:
+    """As many rows as a picture has columns, twice at most, evenly, and the last."""
+    kept: list[tuple[int, dict[str, float]]] = []
+    every, last = 1, None
+    for place, row in enumerate(rows):
+        last = row
+        if place % every == 0:
+            kept.append(_numbers(row))
+            last = None
+        if len(kept) > 2 * MOST_COLUMNS:
+            every, kept = 2 * every, kept[::2]
+    return kept if last is None else [*kept, _numbers(last)]

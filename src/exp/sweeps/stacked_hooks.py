@@ -60,16 +60,16 @@ class StackedHooks:
         self._throughput: list[Throughput] = []
         self._memory: list[Memory] = []
         for name, hook in hooks.items():
+            hook.fit_periods(total_steps)
             if isinstance(hook, Gradients):
                 each = [copy.deepcopy(hook) for _ in networks]
                 for one, network in zip(each, networks, strict=True):
-                    one.attach(network, name=name, total_steps=total_steps)
+                    one.attach(network, name=name)
                 self._gradients.append(each)
             elif isinstance(hook, Throughput):
-                hook.attach(networks[0], name=name, total_steps=total_steps)
+                hook.attach(networks[0], name=name)
                 self._throughput.append(hook)
             else:
-                hook.fit_periods(total_steps)
                 self._memory.append(cast(Memory, hook))
         self._activations: dict[int, int] = {}
         self._peaks: dict[str, float] = {}

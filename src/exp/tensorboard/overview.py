@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tensorboard.backend.experimental_plugin import ExperimentalPlugin
 from tensorboard.plugins import base_plugin
 
 from exp.shared_types import parted
-from exp.tensorboard.curves import event_files, read_curves
+from exp.tensorboard.curves import read_curves
 
 ROUTE = "data/plugin/exp/overview"
 # Behind losses, metrics and learning rates.
@@ -45,13 +46,33 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
 
 
 def question(directory: Path) -> str:
-    """What of an address pins the cards of the newest run in a folder of links, as far as it has them."""
-    runs = [run for run in directory.iterdir() if run.is_dir() and event_files(run)]
-    newest = max(runs, key=lambda run: run.stat().st_mtime, default=directory)
-    tags = read_curves(newest, wants=lambda tag: True).by_tag
-    cards = [{"plugin": "scalars", "tag": tag} for tag in in_order(tags)]
+    """What of an address pins the cards of the newest run in a folder of links that has any."""
+    found = next((tags for run in _newest_first(directory) if (tags := in_order(_tags_of(run)))), [])
+    cards = [{"plugin": "scalars", "tag": tag} for tag in found]
     pinned = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))
     return f"pinnedCards={pinned}&smoothing=0"
+
+
+def _newest_first(directory: Path) -> Iterator[Path]:
+    """The runs that links lead to; one may be gone by now."""
+    found: dict[Path, float] = {}
+    for run in directory.iterdir():
+        with contextlib.suppress(OSError):
+            if run.is_symlink() and run.is_dir():
+                found[run] = run.stat().st_mtime
+    yield from sorted(found, key=lambda run: found[run], reverse=True)
+
+
+def _tags_of(run: Path) -> set[str]:
+    """Those of the scalars, whose values are passed over."""
+    tags: set[str] = set()
+
+    def note(tag: str) -> bool:
+        tags.add(tag)
+        return False
+
+    read_curves(run, wants=note)
+    return tags
 
 
 def in_order(tags: Iterable[str]) -> list[str]:

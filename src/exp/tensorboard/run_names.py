@@ -8,6 +8,7 @@ defaults · 11-25 17-02
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import os
 import re
 from collections import Counter
@@ -22,7 +23,10 @@ TIME = re.compile(r"(\d\d-\d\d)-(\d\d)(?:-\d+)?")
 DATE = re.compile(r"\d{4}-(\d\d-\d\d)")
 # What says nothing of what was tried.
 PASSED_OVER = ("name", "resume", "tags", "print_config")
-LONGEST = 90
+# Of a run's directory, or beside runs.
+PASSED_BY = ("checkpoints", "pictures", "predictions", "report")
+# In bytes: file systems take 255.
+LONGEST = 120
 
 
 class LinkedRuns:
@@ -33,41 +37,64 @@ class LinkedRuns:
 
     def __init__(self, directory: Path, place: Path) -> None:
         self._directory, self._place = directory, place
+        # Of runs; and of sweeps, by links to the files that declare what all of their jobs have.
         self._names: dict[Path, str] = {}
+        self._sweeps: dict[Path, str] = {}
 
-    def refresh(self) -> list[Path]:
-        """Link what is new, and drop links to what is gone. Returns: the folders that are there."""
-        found = runs_below(self._directory)
-        for folder in found:
-            if folder not in self._names:
-                self._link(folder, self._free(run_name(folder, below=self._directory)))
-        for folder in self._names.keys() - {*found}:
+    def refresh(self) -> None:
+        """Link what is new, and drop links to what is gone."""
+        runs, sweeps = _found_below(self._directory)
+        for folder in self._names.keys() - {*runs}:
             (self._place / self._names.pop(folder)).unlink(missing_ok=True)
-        self._link_sweeps()
-        return found
+        for folder in self._sweeps.keys() - sweeps.keys():
+            self._drop_sweep(folder)
+        for folder in runs:
+            if folder not in self._names:
+                name = self._names[folder] = self._free(run_name(folder, below=self._directory))
+                (self._place / name).symlink_to(folder.absolute(), target_is_directory=True)
+        for folder, files in sweeps.items():
+            own = folder == self._directory
+            name = self._sweeps.setdefault(folder, "" if own else self._free(as_name(f"sweep · {_time(folder)}")))
+            (self._place / name).mkdir(exist_ok=True)
+            for file in files:
+                if not (self._place / name / file).is_symlink():
+                    (self._place / name / file).symlink_to((folder / file).absolute())
 
-    def _link(self, folder: Path, name: str) -> None:
-        self._names[folder] = name
-        (self._place / name).symlink_to(folder.absolute(), target_is_directory=True)
+    def _drop_sweep(self, folder: Path) -> None:
+        place = self._place / self._sweeps.pop(folder)
+        for link in place.glob(f"*{OF_SWEEP}"):
+            link.unlink(missing_ok=True)
+        if place != self._place:
+            place.rmdir()
 
     def _free(self, name: str) -> str:
-        taken = {*self._names.values()}
+        taken = {*self._names.values(), *self._sweeps.values()}
         return next(one for one in _numbered(name) if one not in taken)
-
-    def _link_sweeps(self) -> None:
-        """What a sweep declares of all of its jobs stands in a file of its own directory."""
-        for path in sorted(self._directory.rglob(EVENTS)):
-            if path.name.endswith(OF_SWEEP):
-                own = path.parent == self._directory
-                link = self._place / path.name if own else self._place / f"sweep · {_time(path.parent)}" / path.name
-                link.parent.mkdir(exist_ok=True)
-                if not link.is_symlink():
-                    link.symlink_to(path.absolute())
 
 
 def runs_below(directory: Path) -> list[Path]:
     """The folders at and below a directory that hold TensorBoard events; those of a sweep's own are none."""
-    return sorted({path.parent for path in directory.rglob(EVENTS) if not path.name.endswith(OF_SWEEP)})
+    return _found_below(directory)[0]
+
+
+def _found_below(directory: Path) -> tuple[list[Path], dict[Path, list[str]]]:
+    """The folders of runs, and the files of sweeps by their folders. What goes while it is looked at is left out."""
+    runs: list[Path] = []
+    sweeps: dict[Path, list[str]] = {}
+    for folder, inner, files in os.walk(directory):
+        events = [name for name in files if fnmatch.fnmatchcase(name, EVENTS)]
+        of_sweep = sorted(name for name in events if name.endswith(OF_SWEEP))
+        if of_sweep:
+            sweeps[Path(folder)] = of_sweep
+        if len(events) > len(of_sweep):
+            runs.append(Path(folder))
+        # In a run's directory there are no others, but there may be many files.
+        inner[:] = (
+            ["tensorboard"]
+            if {"tensorboard", "checkpoints"} <= {*inner}
+            else [name for name in inner if name not in PASSED_BY and not name.startswith(".")]
+        )
+    return sorted(runs), sweeps
 
 
 def run_name(folder: Path, *, below: Path) -> str:
@@ -79,11 +106,18 @@ def run_name(folder: Path, *, below: Path) -> str:
     typed = _typed(run)
     if typed is None:
         shown = os.path.relpath(folder, below)
-        return run.name if shown == "." else shown.replace(os.sep, " ")
-    words = " ".join(_short(typed)) or "defaults"
-    if len(words) > LONGEST:
-        words = words[: LONGEST - 1] + "…"
-    return f"{words} · {_time(run)}"
+        return as_name(run.name if shown == "." else shown.replace(os.sep, " "))
+    return as_name(" ".join(_short(typed)) or "defaults", f" · {_time(run)}")
+
+
+def as_name(words: str, ending: str = "") -> str:
+    """A name of one folder: without a separator or a sign that cannot be seen, and no longer than a system takes."""
+    clean = "".join(sign if sign.isprintable() else " " for sign in words).replace("/", ":")
+    ending = ending.replace("/", ":")
+    if len((clean + ending).encode()) > LONGEST:
+        room = LONGEST - len(ending.encode()) - len("…".encode())
+        clean = clean.encode()[: max(0, room)].decode(errors="ignore") + "…"
+    return clean + ending
 
 
 def _numbered(name: str) -> Iterator[str]:
@@ -115,8 +149,13 @@ def _short(typed: Sequence[str]) -> Iterator[str]:
     count = Counter(key.rpartition(".")[2] for key, _, _ in parted)
     for key, sign, value in parted:
         last = key.rpartition(".")[2]
-        # A path would be a folder of its own.
-        yield (last if count[last] == 1 and not key.startswith("~") else key) + sign + value.rpartition("/")[2]
+        yield (last if count[last] == 1 and not key.startswith("~") else key) + sign + _end_of(value)
+
+
+def _end_of(value: str) -> str:
+    """The last part of a path; any other value whole."""
+    is_path = value.startswith(("/", ".", "~")) or value.count("/") > 1
+    return value.rpartition("/")[2] if is_path else value
 
 
 def _time(run: Path) -> str:

@@ -11,6 +11,7 @@ import exp
 from exp.check.__main__ import main as check
 from exp.check.plan import examine, frozen, plan, resolve
 from exp.check.stages import early_faults
+from exp.config.compose import composition_of
 from exp.config.freeze import freeze
 
 MODULE = """
@@ -213,3 +214,48 @@ def test_a_primary_config_of_ones_own_may_begin_with_exps(place, capsys):
     assert exp.compose(["seed=3"], config_name="small").name == "small"
     assert check(["-cn", "smal"]) == 2
     assert "Write conf/smal.yaml, with defaults: [train, _self_]" in capsys.readouterr().err
+
+
+OWN_CLASSES = """
+    from lightning.pytorch import LightningDataModule
+    from torch import nn
+
+
+    class Data(LightningDataModule):
+        def __init__(self, val_split=0.1, batch_size=32):
+            super().__init__()
+
+
+    class Net(nn.Module):
+        def __init__(self, weight_decay=0.0, loss="l1", net=None, compile=False):
+            super().__init__()
+
+
+    class Saver:
+        def __init__(self, monitor="loss/val"):
+            pass
+"""
+
+
+def test_a_class_of_ones_own_keeps_its_words_where_they_are_habits_of_others(place):
+    files = {
+        "own.py": textwrap.dedent(OWN_CLASSES),
+        "conf/data/mydm.yaml": "_target_: own.Data\nval_split: 0.1\nbatch_size: 32\n",
+        "conf/model/mynet.yaml": "_target_: own.Net\nweight_decay: 0.0\nloss: l1\nnet: {width: 8}\ncompile: false\n",
+        "conf/callbacks/model_checkpoint.yaml": "_target_: own.Saver\nmonitor: loss/val\n",
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    chosen = ["model=mynet", "data=mydm", "+callbacks=model_checkpoint"]
+    keys = ["data.val_split=0.2", "model.weight_decay=0.5", "model.loss=l2", "model.net.width=16", "model.compile=true"]
+    config = composition_of([*chosen, *keys, "callbacks.model_checkpoint.monitor=loss"]).config
+    found = (config.data.val_split, config.model.weight_decay, config.model.loss, config.model.net.width)
+    assert found == (0.2, 0.5, "l2", 16)
+    assert config.model.compile is True
+    assert config.callbacks.model_checkpoint.monitor == "loss"
+    # Where there is no such key, and no parameter, it is the habit.
+    assert refused("data.val_split=0.2")["data.val_split"].cure == "Write data.parts.val=0.2"
+    assert refused("model=mynet", "model.lr=0.2")["model.lr"].cure == "Write optimizer.lr=0.2"
+    assert refused("+model.weight_decay=0.5")["model.weight_decay"].cure == "Write optimizer.weight_decay=0.5"
+    sys.modules.pop("own", None)

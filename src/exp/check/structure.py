@@ -184,7 +184,7 @@ def _node(key: str, node: Any) -> Iterator[Fault]:
         yield Fault(key=key, got="null", expected="a node with a _target_", cure=f"To leave it out, write '~{key}'")
     elif isinstance(node, dict):
         near = nearest("_target_", [str(name) for name in node])
-        cure = f"{key}.{near[0]} should be {key}._target_" if near else None
+        cure = f"{key}.{near[0]} should be {key}._target_" if near else cure_of_key(key, "VALUE")
         yield Fault(key=key, got="a mapping without a _target_", expected="a _target_: the name of a class", cure=cure)
     else:
         yield Fault(key=key, got=show(node), expected="a node with a _target_", cure=_choice(key, node))

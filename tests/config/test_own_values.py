@@ -167,6 +167,41 @@ def test_two_configs_of_one_process_have_their_own_resolvers(place):
     sys.modules.pop("other", None)
 
 
+def test_a_resolver_gives_all_who_read_a_config_one_value_whatever_is_composed_beside(place):
+    with Path("mine.py").open("a") as file:
+        file.write("\n\ndef drawn(*words):\n    ran.append(words)\n    return len(ran)\n")
+    resolvers = "+resolvers={drawn: mine.drawn, half: mine.half}"
+    first = exp.compose([resolvers, "seed=${drawn:}", "+vars={a: 8}", "name=${drawn:[1,2]}"])
+    exp.compose(["seed=3"])
+    resolved = resolve(first)
+    directory = freeze(plan(resolved).resolved.config)
+    kept = OmegaConf.load(directory / "config.yaml")
+    assert kept.seed == resolved.plain["seed"] == first.seed == frozen(directory).plain["seed"]
+    assert kept.name == first.name != kept.seed
+    # Of other arguments it is asked anew, and of another config.
+    first.vars.a = 6
+    first.data.batch_size = "${half:${vars.a}}"
+    assert (first.data.batch_size, first.seed) == (3, kept.seed)
+    assert exp.compose([resolvers, "seed=${drawn:}"]).seed not in (kept.seed, kept.name)
+
+
+def test_an_accelerator_that_is_an_interpolation_is_looked_at_by_the_check(place, monkeypatch):
+    for text, key in [
+        ("launch.accelerator=${oc.env:NOPE}", "launch.accelerator"),
+        ("launch.accelerator=${nope}", "launch.accelerator"),
+        ("launch=${nope}", "launch"),
+        ("+resolvers={half: os.system} launch.accelerator=${half:4}", "resolvers.half"),
+    ]:
+        *others, last = text.rsplit(" ", 1)
+        assert key in refused(*others, last), text
+    exp.compose(["+resolvers={half: mine.half}", "launch.accelerator=${half:4}"])
+    assert "mine" not in sys.modules
+    monkeypatch.setenv("KIND", "gpu")
+    config = exp.compose(["launch.accelerator=${oc.env:KIND}"])
+    assert early_faults(config) == []
+    assert resolve(config).config.launch.accelerator == exp.compose(["launch.accelerator=gpu"]).launch.accelerator
+
+
 def test_an_option_of_a_group_of_many_that_is_written_flat_is_taken_under_its_files_name(place):
     config = exp.compose(["objective=[smooth]", "+callbacks=early", "objective.smooth.label_smoothing=0.2"])
     assert config.objective.smooth.label_smoothing == 0.2

@@ -13,6 +13,7 @@ from exp.check.plan import examine, frozen, plan, resolve
 from exp.check.stages import early_faults
 from exp.config.compose import composition_of
 from exp.config.freeze import freeze
+from exp.sweeps.sweep import compose_sweep
 
 MODULE = """
     ran = []
@@ -200,6 +201,19 @@ def test_an_accelerator_that_is_an_interpolation_is_looked_at_by_the_check(place
     config = exp.compose(["launch.accelerator=${oc.env:KIND}"])
     assert early_faults(config) == []
     assert resolve(config).config.launch.accelerator == exp.compose(["launch.accelerator=gpu"]).launch.accelerator
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("seed=${nope}", "seed"), ("seed=abc", "seed"), ("monitor=${nope}", "monitor"), ("mode=${oc.env:NOPE}", "mode"),
+        ("+resolvers={half: os.system}; seed=${half:4}", "resolvers.half"),
+    ],
+)  # fmt: skip
+def test_what_a_sweep_reads_before_its_jobs_is_told_as_in_a_run(place, override, key):
+    with pytest.raises(exp.ConfigError) as caught:
+        compose_sweep([*override.split("; "), "optimizer.lr=0.1,0.2"])
+    assert [fault.key for fault in caught.value.faults] == [key]
 
 
 def test_an_option_of_a_group_of_many_that_is_written_flat_is_taken_under_its_files_name(place):

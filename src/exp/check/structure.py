@@ -49,7 +49,7 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
 
 def node_faults(name: str, plain: dict[str, Any]) -> list[Fault]:
     """What is wrong with the keys, kinds and bounds of one node at the top, of those that exp declares whole."""
-    return list(_fixed("", {name: plain[name]}, {name: SCHEMA[name]}))
+    return list(_fixed("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
 
 def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:

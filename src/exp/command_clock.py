@@ -20,11 +20,16 @@ def now() -> float:
 def process_began(pid: int | None = None) -> float:
     """When a process began by the clock of `now`, a hundredth of a second early at most.
 
-    pid: None for this one.
+    pid: None for this one; where the system does not say it of this one, as in a container without /proc, it is now.
     """
     if sys.platform == "linux":
-        with open(f"/proc/{'self' if pid is None else pid}/stat", encoding="utf-8", errors="replace") as file:
-            words = file.read().rpartition(")")[2].split()
+        try:
+            with open(f"/proc/{'self' if pid is None else pid}/stat", encoding="utf-8", errors="replace") as file:
+                words = file.read().rpartition(")")[2].split()
+        except OSError:
+            if pid is None:
+                return now()
+            raise
         return int(words[19]) / os.sysconf("SC_CLK_TCK")
     import psutil
 

@@ -8,8 +8,8 @@ In each one from now on:
     exp completion zsh > ~/.exp-completion.zsh && echo 'source ~/.exp-completion.zsh' >> ~/.zshrc
 
 Commands, groups, their options, keys of the config as far as it is typed, the values that a key may have, flags and
-files; behind `python -m exp.train` as behind `exp train`. The script asks the exp that the line names, whichever
-environment that is of.
+files; behind `python -m exp.train` as behind `exp train`. The script asks the exp that the line names, where that is
+found on PATH or in the active environment; it runs no other file.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ ESCAPED = re.compile(r"[ \t\\'\"`$&;()<>|*?!#]")
 OPEN = ("=", ".", ",", "[", "/")
 BASH = r"""# Tab completion of exp for bash, made by `exp completion bash`.
 _exp_complete() {
-    local program="${COMP_WORDS[0]/#\~/$HOME}" line
+    local program line
+    COMPREPLY=()
+    _exp_program "${COMP_WORDS[0]/#\~/$HOME}" || return
     local -a ask=("$program" completion)
     # -P: nothing of the working directory is imported.
     [[ "${program##*/}" == python* ]] && ask=("$program" -P -m exp completion)
-    COMPREPLY=()
     while IFS= read -r line; do
         COMPREPLY+=("$line")
     done < <("${ask[@]}" answer bash "$2" "${COMP_LINE:0:COMP_POINT}" "${COMP_LINE:COMP_POINT}" 2>/dev/null)
@@ -55,9 +56,22 @@ _exp_complete() {
         compopt -o nospace 2>/dev/null
     fi
 }
+# The file that the line runs, where PATH or the active environment has it: a tab runs no file of the working directory.
+_exp_program() {
+    local folder name="${1##*/}"
+    local -a folders
+    IFS=: read -ra folders <<< "$PATH:${VIRTUAL_ENV:+$VIRTUAL_ENV/bin}:${CONDA_PREFIX:+$CONDA_PREFIX/bin}"
+    for folder in "${folders[@]}"; do
+        [[ "$folder" == /* && -f "$folder/$name" && -x "$folder/$name" ]] || continue
+        [[ "$1" != */* || "${1%/*}" -ef "$folder" ]] || continue
+        program="$folder/$name"
+        return
+    done
+    return 1
+}
 # Of Python it answers for exp alone; all else is for what answered before.
 _exp_complete_python() {
-    if [[ " $COMP_LINE" == *" -m exp"* ]]; then
+    if [[ " $COMP_LINE " == *" -m exp"[.\ ]* ]]; then
         _exp_complete "$@"
         return
     fi
@@ -83,8 +97,9 @@ _exp_complete() {
     _exp_complete_line $words[1] "${(j: :)words[1,CURRENT-1]} $QIPREFIX$IPREFIX$PREFIX" " ${(j: :)words[CURRENT+1,-1]}"
 }
 _exp_complete_line() {
-    local program=${1/#\~/$HOME} separator
+    local program separator
     local -a ask found open closed
+    _exp_program ${1/#\~/$HOME} || return 1
     ask=($program completion)
     # -P: nothing of the working directory is imported.
     [[ ${program:t} == python* ]] && ask=($program -P -m exp completion)
@@ -97,14 +112,25 @@ _exp_complete_line() {
     (( $#open )) && compadd -V exp -S '' -a open
     (( $#closed )) && compadd -V exp -a closed
 }
+# The file that the line runs, where PATH or the active environment has it: a tab runs no file of the working directory.
+_exp_program() {
+    local folder name=${1:t}
+    for folder in $path ${VIRTUAL_ENV:+$VIRTUAL_ENV/bin} ${CONDA_PREFIX:+$CONDA_PREFIX/bin}; do
+        [[ $folder == /* && -f $folder/$name && -x $folder/$name ]] || continue
+        [[ $1 != */* || ${1:h} -ef $folder ]] || continue
+        program=$folder/$name
+        return
+    done
+    return 1
+}
 # Of Python it answers for exp alone; all else is for what answered before.
 _exp_complete_python() {
-    if [[ " $words" == *" -m exp"* ]]; then _exp_complete; else $_exp_before[python] "$@"; fi
+    if [[ " $words " == *" -m exp"[.\ ]* ]]; then _exp_complete; else $_exp_before[python] "$@"; fi
 }
 # Behind a bracket without quotes, hooks=[gradients, zsh expects a subscript.
 _exp_complete_subscript() {
     local program=${${(z)LBUFFER}[1]}
-    if [[ ${program:t} == exp || ( ${program:t} == python* && $LBUFFER == *" -m exp"* ) ]]; then
+    if [[ ${program:t} == exp || ( ${program:t} == python* && "$LBUFFER " == *" -m exp"[.\ ]* ) ]]; then
         _exp_complete_line $program $LBUFFER $RBUFFER
     else
         $_exp_before[-subscript-] "$@"

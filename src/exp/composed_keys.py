@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from exp.config.search_path import search_places
 
+ENV_FILE = ".env"
 # Of the command lines that were completed last.
 MOST_KEPT = 30
 SEVERAL = re.compile(r"(\+?[\w/]+=[\w/]+)(,[\w/]+)+")
@@ -64,7 +65,7 @@ def keys_of(words: Sequence[str], *, config_dir: str | None, config_name: str) -
     found = kept.pop(name, None)
     if found is None or any(_state(place) != state for place, state in found["made_of"].items()):
         # As they are before they are read: a file that changes meanwhile is read again the next time.
-        states = {place: _state(place) for place in (*places, ".env", _code())}
+        states = {place: _state(place) for place in (*places, ENV_FILE, _code())}
         keys, others = _composed(words, config_dir=config_dir, config_name=config_name)
         found = {"made_of": states | {place: _state(place) for place in others}, **keys._asdict()}
     _write({**kept, name: found})
@@ -106,7 +107,9 @@ def _write(kept: dict[str, Any]) -> None:
 def _state(place: str) -> str:
     """What changes when a YAML file in a folder, or a file, does."""
     seen = hashlib.sha256()
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in sorted(names)]
+    # A folder of that name is a virtual environment, of thousands of files.
+    walked = () if place == ENV_FILE else os.walk(place)
+    files = [os.path.join(folder, name) for folder, _, names in walked for name in sorted(names)]
     for file in sorted(name for name in files if name.endswith(".yaml")) or [place]:
         try:
             found = os.stat(file)

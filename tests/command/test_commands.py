@@ -162,3 +162,15 @@ def test_a_process_began_when_it_was_started():
         assert began - 0.02 <= command_clock.process_began(process.pid) <= command_clock.now()
     finally:
         process.communicate(b"\n")
+
+
+def test_where_the_system_says_no_beginning_a_command_counts_from_now(monkeypatch):
+    def closed(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", closed)
+    before = command_clock.now()
+    assert before <= command_clock.process_began() <= command_clock.now()
+    # Of another process nothing is made up.
+    with pytest.raises(OSError, match="denied"):
+        command_clock.process_began(1)

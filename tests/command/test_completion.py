@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exp import completion
+from exp import completion, composed_keys
 from exp.commands import COMMANDS, HYDRA_FLAGS, SECTIONS
 from exp.completion import answer, completed, main
 from exp.config.groups import PRIMARY, open_search_path
@@ -268,3 +268,11 @@ def test_of_the_users_own_class_beside_the_configs(here):
 
 def test_a_line_without_exp_is_nobodys():
     assert completed(["python", "-m", "http.server"], "80").names == ()
+
+
+def test_a_virtual_environment_called_env_is_not_walked_through(tmp_path):
+    Path(".env/lib").mkdir(parents=True)
+    before = composed_keys._state(".env")
+    Path(".env/lib/some.yaml").write_text("a: 1\n")
+    assert composed_keys._state(".env") == before
+    assert "trainer.max_epochs=" in offered("exp train trainer.")

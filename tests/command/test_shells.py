@@ -102,6 +102,10 @@ def shell(request, tmp_path_factory, scripts):
     (here / "conf" / "model" / "mine.yaml").write_text("# Of the user's own: model=mine\n_target_: torch.nn.Flatten\n")
     (here / "notes").mkdir()
     (here / "other notes").mkdir()
+    # Programs of others, which a tab must not run.
+    for name in ("exp", "python3"):
+        (here / name).write_text("#!/bin/sh\ncase \"$*\" in *' zsh '*) echo ;; esac\necho train\n")
+        (here / name).chmod(0o755)
     # What exp answers in this folder must not be this file's.
     (here / "json.py").write_text("raise SystemExit('the folder was imported')")
     with terminal(request.param, scripts=scripts, here=here) as found:
@@ -143,10 +147,18 @@ def shell(request, tmp_path_factory, scripts):
         # Of others' lines, what they are without exp.
         ("ls no", "ls notes/"),
         ("python no", "python notes/"),
+        ("python -m experiments.x no", "python -m experiments.x notes/"),
+        ("./exp tr", "./exp tr"),
+        ("./python3 -m exp.tr", "./python3 -m exp.tr"),
     ],
 )
 def test_a_tab_completes(shell, line, completed):
     assert shell.completed(line) == completed
+
+
+def test_a_program_is_asked_by_its_path_where_it_is_on_the_path(shell, scripts):
+    assert shell.completed(f"{scripts}/exp tr") == f"{scripts}/exp train "
+    assert shell.completed(f"{scripts}/python -m exp.ev") == f"{scripts}/python -m exp.evaluate "
 
 
 def test_a_second_tab_lists_the_users_own_options_first(shell):

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from exp import compose
+from exp.check.stages import early_faults
 from exp.config.freeze import (
     freeze,
     frozen_yaml,
@@ -20,7 +21,7 @@ from exp.config.freeze import (
     read_overrides,
     shared_origin,
 )
-from exp.config.yaml_files import yaml_text
+from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import RunError
 from exp.files import write_whole
 
@@ -50,6 +51,20 @@ def test_the_frozen_config_is_resolved_and_read_back(tmp_path):
     assert "_composition_" not in text
     assert read_frozen(directory).model.out_features == 10
     assert read_overrides(directory) == ["optimizer.lr=0.1"]
+
+
+def test_a_run_of_before_the_keys_for_values_of_ones_own_can_still_be_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = freeze(compose([]))
+    path = directory / "config.yaml"
+    content = parse_yaml(path.read_text(), name="config.yaml")
+    del content["vars"], content["resolvers"]
+    path.write_text(yaml_text(content))
+    assert early_faults(read_frozen(directory)) == []
+    # One that is cut is no older one.
+    del content["launch"]
+    path.write_text(yaml_text(content))
+    assert [fault.key for fault in early_faults(read_frozen(directory))] == ["launch"]
 
 
 @pytest.mark.parametrize("made", [0, 1, 2])

@@ -11,7 +11,9 @@ import exp
 from exp.check.__main__ import main as check
 from exp.check.plan import examine, frozen, plan, resolve
 from exp.check.stages import early_faults
+from exp.config.compose import composition_of
 from exp.config.freeze import freeze
+from exp.sweeps.sweep import compose_sweep
 
 MODULE = """
     ran = []
@@ -166,6 +168,54 @@ def test_two_configs_of_one_process_have_their_own_resolvers(place):
     sys.modules.pop("other", None)
 
 
+def test_a_resolver_gives_all_who_read_a_config_one_value_whatever_is_composed_beside(place):
+    with Path("mine.py").open("a") as file:
+        file.write("\n\ndef drawn(*words):\n    ran.append(words)\n    return len(ran)\n")
+    resolvers = "+resolvers={drawn: mine.drawn, half: mine.half}"
+    first = exp.compose([resolvers, "seed=${drawn:}", "+vars={a: 8}", "name=${drawn:[1,2]}"])
+    exp.compose(["seed=3"])
+    resolved = resolve(first)
+    directory = freeze(plan(resolved).resolved.config)
+    kept = OmegaConf.load(directory / "config.yaml")
+    assert kept.seed == resolved.plain["seed"] == first.seed == frozen(directory).plain["seed"]
+    assert kept.name == first.name != kept.seed
+    # Of other arguments it is asked anew, and of another config.
+    first.vars.a = 6
+    first.data.batch_size = "${half:${vars.a}}"
+    assert (first.data.batch_size, first.seed) == (3, kept.seed)
+    assert exp.compose([resolvers, "seed=${drawn:}"]).seed not in (kept.seed, kept.name)
+
+
+def test_an_accelerator_that_is_an_interpolation_is_looked_at_by_the_check(place, monkeypatch):
+    for text, key in [
+        ("launch.accelerator=${oc.env:NOPE}", "launch.accelerator"),
+        ("launch.accelerator=${nope}", "launch.accelerator"),
+        ("launch=${nope}", "launch"),
+        ("+resolvers={half: os.system} launch.accelerator=${half:4}", "resolvers.half"),
+    ]:
+        *others, last = text.rsplit(" ", 1)
+        assert key in refused(*others, last), text
+    exp.compose(["+resolvers={half: mine.half}", "launch.accelerator=${half:4}"])
+    assert "mine" not in sys.modules
+    monkeypatch.setenv("KIND", "gpu")
+    config = exp.compose(["launch.accelerator=${oc.env:KIND}"])
+    assert early_faults(config) == []
+    assert resolve(config).config.launch.accelerator == exp.compose(["launch.accelerator=gpu"]).launch.accelerator
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("seed=${nope}", "seed"), ("seed=abc", "seed"), ("monitor=${nope}", "monitor"), ("mode=${oc.env:NOPE}", "mode"),
+        ("+resolvers={half: os.system}; seed=${half:4}", "resolvers.half"),
+    ],
+)  # fmt: skip
+def test_what_a_sweep_reads_before_its_jobs_is_told_as_in_a_run(place, override, key):
+    with pytest.raises(exp.ConfigError) as caught:
+        compose_sweep([*override.split("; "), "optimizer.lr=0.1,0.2"])
+    assert [fault.key for fault in caught.value.faults] == [key]
+
+
 def test_an_option_of_a_group_of_many_that_is_written_flat_is_taken_under_its_files_name(place):
     config = exp.compose(["objective=[smooth]", "+callbacks=early", "objective.smooth.label_smoothing=0.2"])
     assert config.objective.smooth.label_smoothing == 0.2
@@ -213,3 +263,48 @@ def test_a_primary_config_of_ones_own_may_begin_with_exps(place, capsys):
     assert exp.compose(["seed=3"], config_name="small").name == "small"
     assert check(["-cn", "smal"]) == 2
     assert "Write conf/smal.yaml, with defaults: [train, _self_]" in capsys.readouterr().err
+
+
+OWN_CLASSES = """
+    from lightning.pytorch import LightningDataModule
+    from torch import nn
+
+
+    class Data(LightningDataModule):
+        def __init__(self, val_split=0.1, batch_size=32):
+            super().__init__()
+
+
+    class Net(nn.Module):
+        def __init__(self, weight_decay=0.0, loss="l1", net=None, compile=False):
+            super().__init__()
+
+
+    class Saver:
+        def __init__(self, monitor="loss/val"):
+            pass
+"""
+
+
+def test_a_class_of_ones_own_keeps_its_words_where_they_are_habits_of_others(place):
+    files = {
+        "own.py": textwrap.dedent(OWN_CLASSES),
+        "conf/data/mydm.yaml": "_target_: own.Data\nval_split: 0.1\nbatch_size: 32\n",
+        "conf/model/mynet.yaml": "_target_: own.Net\nweight_decay: 0.0\nloss: l1\nnet: {width: 8}\ncompile: false\n",
+        "conf/callbacks/model_checkpoint.yaml": "_target_: own.Saver\nmonitor: loss/val\n",
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    chosen = ["model=mynet", "data=mydm", "+callbacks=model_checkpoint"]
+    keys = ["data.val_split=0.2", "model.weight_decay=0.5", "model.loss=l2", "model.net.width=16", "model.compile=true"]
+    config = composition_of([*chosen, *keys, "callbacks.model_checkpoint.monitor=loss"]).config
+    found = (config.data.val_split, config.model.weight_decay, config.model.loss, config.model.net.width)
+    assert found == (0.2, 0.5, "l2", 16)
+    assert config.model.compile is True
+    assert config.callbacks.model_checkpoint.monitor == "loss"
+    # Where there is no such key, and no parameter, it is the habit.
+    assert refused("data.val_split=0.2")["data.val_split"].cure == "Write data.parts.val=0.2"
+    assert refused("model=mynet", "model.lr=0.2")["model.lr"].cure == "Write optimizer.lr=0.2"
+    assert refused("+model.weight_decay=0.5")["model.weight_decay"].cure == "Write optimizer.weight_decay=0.5"
+    sys.modules.pop("own", None)

@@ -13,6 +13,7 @@ from exp.check.kinds import worded
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_faults, value_fault
 from exp.config.annotations import EMPTY
+from exp.config.habits import cure_of_key
 from exp.config.reading import UNKNOWN
 from exp.config.slots import (
     COLLECTIONS,
@@ -29,7 +30,7 @@ from exp.config.slots import (
 )
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.errors import ConfigError, Fault, MissingExtraError
-from exp.spelling import among, nearest
+from exp.spelling import among, nearest, show
 
 # Nodes at the top that an option of another group may have beside its own.
 AT_THE_TOP = (*COLLECTIONS, *NODES, "phases", "precision", "monitor", "mode")
@@ -216,6 +217,9 @@ def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signat
         elif name not in known and name not in signature.parameters and not signature.open:
             near = nearest(str(name), known)
             cure = f"Did you mean {key}.{near[0]}?" if near else _cure_of_unknown(key, str(name), slot)
+            value = node[name]
+            said = value if isinstance(value, str) else "VALUE" if isinstance(value, dict) else show(value)
+            cure = cure_of_key(f"{key}.{name}", said) or cure
             yield Fault(
                 key=f"{key}.{name}",
                 got=f"no parameter of {node['_target_']}",

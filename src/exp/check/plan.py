@@ -33,8 +33,11 @@ from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data
 from exp.config.reading import (
+    ACCELERATOR,
+    GPU,
     UNKNOWN,
     KeyPath,
+    Values,
     are_referred,
     changes,
     is_node,
@@ -332,6 +335,8 @@ def resolve(config: DictConfig) -> Resolved:
     config = copy.deepcopy(config)
     use_resolvers(config, allow=sorted(packages_allowed_by(_overrides(config))))
     reading = read(config)
+    if Values(reading[0])[ACCELERATOR] == GPU:
+        OmegaConf.update(config, ACCELERATOR, GPU)  # an interpolation may lead to Lightning's word
     first = first_stage(reading)
     asked = _beginnings(config, first)
     faults: list[Fault] = []

@@ -18,7 +18,7 @@ from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
-from exp.config.reading import Reading, Values, read
+from exp.config.reading import UNKNOWN, Reading, Values, leaves, read
 from exp.config.resolvers import resolver_faults
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, Fault
@@ -72,11 +72,17 @@ def _follows_the_data(config: DictConfig, key: str) -> bool:
     return isinstance(raw, str) and "${data." in raw
 
 
-def refuse_node(config: DictConfig, name: str) -> None:
-    """Raise ConfigError where the keys, kinds or bounds of one node at the top are wrong, whatever the others hold."""
+def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError where the keys, kinds or bounds of some nodes at the top are wrong, whatever the others hold.
+
+    Also where one of them has no value because a resolver of the user's own is refused.
+    """
     plain, unread = read(config)
-    faults = [fault for fault in unread if fault.key.partition(".")[0] == name]
-    if found := once([*faults, *node_faults(name, plain)]):
+    faults = [fault for fault in unread if fault.key.partition(".")[0] in names]
+    faults += [fault for name in names for fault in node_faults(name, plain)]
+    if any(value is UNKNOWN for name in names for _, value in leaves({name: plain.get(name)})):
+        faults += resolver_faults(plain, allow=allowed(plain))
+    if found := once(faults):
         raise ConfigError(located(config, found))
 
 

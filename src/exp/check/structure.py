@@ -49,7 +49,7 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
 
 def node_faults(name: str, plain: dict[str, Any]) -> list[Fault]:
     """What is wrong with the keys, kinds and bounds of one node at the top, of those that exp declares whole."""
-    return list(_fixed("", {name: plain[name]}, {name: SCHEMA[name]}))
+    return list(_fixed("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
 
 def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:
@@ -184,7 +184,7 @@ def _node(key: str, node: Any) -> Iterator[Fault]:
         yield Fault(key=key, got="null", expected="a node with a _target_", cure=f"To leave it out, write '~{key}'")
     elif isinstance(node, dict):
         near = nearest("_target_", [str(name) for name in node])
-        cure = f"{key}.{near[0]} should be {key}._target_" if near else None
+        cure = f"{key}.{near[0]} should be {key}._target_" if near else cure_of_key(key, "VALUE")
         yield Fault(key=key, got="a mapping without a _target_", expected="a _target_: the name of a class", cure=cure)
     else:
         yield Fault(key=key, got=show(node), expected="a node with a _target_", cure=_choice(key, node))

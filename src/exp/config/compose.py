@@ -32,12 +32,10 @@ from exp.config.overrides import (
     swept_key_faults,
     with_value,
 )
-from exp.config.reading import secrets_kept
+from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.errors import ConfigError, Fault
 
-# Which kind of GPU a machine can have.
-GPU = "mps" if sys.platform == "darwin" else "cuda"
 # Overrides that are not the job's own: of Hydra, and of how a sweep goes about its jobs.
 BESIDE_THE_JOB = ("hydra.", "hydra/", "sweep.")
 
@@ -170,8 +168,6 @@ def shared_config(composition: Composition) -> DictConfig:
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     config = composition.config
     OmegaConf.set_readonly(config, False)
-    if OmegaConf.select(config, "launch.accelerator", default=None) == "gpu":
-        config.launch.accelerator = GPU  # Lightning's word for what torch, and exp, call by its maker
     with open_dict(config):
         del config["hydra"]
         config[COMPOSITION] = {
@@ -182,6 +178,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             OWN_GROUPS: composition.loader.own_groups_chosen(),
             "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
         }
+    name_gpu(config)
     leave_out(config)
     return config
 

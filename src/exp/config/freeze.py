@@ -53,6 +53,8 @@ DISTRIBUTIONS = (
     "tensorboard",
     "numpy",
 )
+# Keys at the top that came later than the first runs: in a config without them they are what they are by default.
+CAME_LATER: tuple[str, ...] = ("vars", "resolvers")
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -162,6 +164,8 @@ def from_text(text: str, *, name: str) -> DictConfig:
     Raises: RunError for another text.
     """
     content = _mapping(text, name=name)
+    for key in CAME_LATER:
+        content.setdefault(key, {})
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
     return cast(DictConfig, OmegaConf.create(_with_texts(content, literal)))
 

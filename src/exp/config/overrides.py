@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.group_kinds import AXIS, MANY
+from exp.config.group_kinds import AXIS, MANY, ONE
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import (
@@ -55,8 +55,8 @@ FORMS = {
     "shuffle": "shuffle(A,B) or shuffle(range(START,STOP))",
     "sort": "sort(A,B), with values that can be compared",
 }
-# Keys that are there: only some of their values are called otherwise.
-STAY = ("data.sampler",)
+# Nodes of a class that may be the user's own, which has its own words: the composed config says what is there.
+OF_CLASSES = {*ONE, *MANY, "module"}
 # LightningCLI's subcommands.
 SUBCOMMANDS = {
     "fit": "Leave it out: exp.train trains",
@@ -262,14 +262,15 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if (wrong := sweep_fault(line.parsed)) is not None:
         return wrong
     top = line.key.replace("/", ".").partition(".")[0]
-    cure = cure_of_key(line.key, line.value_text) if top not in vocabulary.own else None
+    is_decided_later = top in vocabulary.own or (top in OF_CLASSES and "." in line.key)
+    cure = None if is_decided_later else cure_of_key(line.key, line.value_text)
     if top == "hydra":
         if line.is_sweep:
             return swept_fault(line.key, line.value_text)
         fault = hydra_key_fault(line.key, line.value, vocabulary.loader.options)
         if fault is not None or line.group not in USED_GROUPS:
             return fault
-    elif cure is not None and line.group == "" and line.key not in STAY:
+    elif cure is not None and line.group == "":
         return _fault(line.key, "this key has another name here", "a key of exp", cure)
     elif top not in vocabulary.words():
         return _unknown_word(line, top, vocabulary)

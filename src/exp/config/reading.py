@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -27,6 +28,11 @@ REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 # Filled in from the data before a run; null until then, and other keys refer to them.
 OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num_classes)\b")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
+
+
+ACCELERATOR = "launch.accelerator"
+# Which kind of GPU a machine can have.
+GPU = "mps" if sys.platform == "darwin" else "cuda"
 
 
 class Unknown:
@@ -71,6 +77,18 @@ def read(config: DictConfig) -> Reading:
     """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
     reader = _Reader(config)
     return reader.mapping(config, reader.raw, "", 0), reader.faults
+
+
+def name_gpu(config: DictConfig) -> None:
+    """Name the GPU by its maker, as torch and exp do, where a config has Lightning's word for it.
+
+    An interpolation, which may call a function, is left to `read`, behind the look at that function's name.
+    """
+    launch = config._get_node("launch") if "launch" in config else None
+    if isinstance(launch, DictConfig) and isinstance(launch._content, dict):
+        accelerator = launch._get_node("accelerator")
+        if isinstance(accelerator, Node) and accelerator._value() == "gpu":
+            launch.accelerator = GPU
 
 
 @secrets_kept()
@@ -214,7 +232,8 @@ class _Reader:
         if self.cost(text, (key,)) > MAX_REFERENCES:
             return self.too_large(key)
         try:
-            return node[name]
+            value = node[name]
+            return GPU if key == ACCELERATOR and value == "gpu" else value
         except InterpolationToMissingValueError:
             return UNKNOWN  # the fault is the other key's
         except (OmegaConfBaseException, RecursionError) as error:

@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf, open_dict
 
-from exp.check.stages import config_faults, early_faults, located, refuse_node
+from exp.check.stages import config_faults, early_faults, located, refuse_nodes
 from exp.config.compose import Composition, composition_of, recorded, shared_config
 from exp.config.freeze import chosen_values, compared_tags, make_exclusively
 from exp.config.groups import COMMAND_LINE, PRIMARY
@@ -71,6 +71,8 @@ MAX_JOBS = 10_000
 ROW_FILES = ".row.*.json"
 # Of fewer jobs a process each is faster.
 LEAST_STACKED = 4
+# What the sweep itself reads, before any job has been looked at.
+READ_FIRST = ("sweep", "seed", "monitor", "mode")
 # Of launchers whose jobs an Executor of exp runs.
 OUR_LAUNCHERS = "hydra_plugins.exp."
 # What may differ of a search that is gone on with, by its key in sweep.json; of any other key `another KEY`.
@@ -801,7 +803,7 @@ def _refuse_settings(master: Composition) -> None:
     if faults:
         raise ConfigError(faults)
     config = shared_config(master)
-    refuse_node(config, "sweep")
+    refuse_nodes(config, READ_FIRST)
     settings = config.sweep
     if settings.retry_failed and settings.resume is None:
         got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"

@@ -1,6 +1,7 @@
 """The parameters of a class as its source says them: nothing is imported, for torch alone takes seconds.
 
-What a run is checked by is check/signature.py. This is for proposals, where a parameter too few does no harm.
+What a run is checked by is check/signature.py. This is for proposals, and for words that other frameworks have at a
+key, where a parameter too few does no harm: `+` sets it.
 """
 
 from __future__ import annotations

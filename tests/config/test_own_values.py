@@ -303,6 +303,8 @@ def test_a_class_of_ones_own_keeps_its_words_where_they_are_habits_of_others(pla
     assert found == (0.2, 0.5, "l2", 16)
     assert config.model.compile is True
     assert config.callbacks.model_checkpoint.monitor == "loss"
+    Path("conf/data/plain.yaml").write_text("_target_: own.Data\n")
+    assert composition_of(["data=plain", "data.val_split=0.3"]).config.data.val_split == 0.3
     # Where there is no such key, and no parameter, it is the habit.
     assert refused("data.val_split=0.2")["data.val_split"].cure == "Write data.parts.val=0.2"
     assert refused("model=mynet", "model.lr=0.2")["model.lr"].cure == "Write optimizer.lr=0.2"

@@ -48,6 +48,7 @@ from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.group_kinds import MANY, ONE
+from exp.config.habits import cure_of_key
 from exp.config.reading import secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.search_path import Place, own_groups, shown
@@ -55,6 +56,7 @@ from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault, one_line
 from exp.files import can_be_a_path
+from exp.source_signature import parameters_in_source
 from exp.spelling import among, did_you_mean, is_slip
 
 HYDRA_VERSION = hydra.__version__
@@ -392,7 +394,8 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
 
     That is a node with a `_target_`, whose class says what it takes, and an entry of `phases`: a file says only what it
     changes, and Hydra would ask for a `+` before everything else. The check says later whether there is such a
-    parameter. A slip of a key that is there is left for Hydra to refuse.
+    parameter. A slip of a key that is there is left for Hydra to refuse, and so is a word of other frameworks that the
+    class does not have.
     """
     parent, _, name = override.key_or_group.rpartition(".")
     is_hydras = parent.partition(".")[0] in ("", "hydra")
@@ -405,7 +408,9 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
     is_phase = parent.startswith("phases.") and parent.count(".") == 1
     if not isinstance(node, DictConfig) or name in node or not (is_phase or "_target_" in node):
         return
-    if not is_slip(name, map(str, node)):
+    key, target = override.key_or_group, None if is_phase else node._get_node("_target_")
+    is_habit = cure_of_key(key, "") is not None and name not in parameters_in_source(str(target))
+    if not is_habit and not is_slip(name, map(str, node)):
         with open_dict(node):
             node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing
 

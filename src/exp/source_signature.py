@@ -106,8 +106,13 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
     return ".".join(part for part in (above, node.module) if part)
 
 
-@functools.cache
 def _parsed(module: str) -> tuple[ast.Module, str]:
+    """The source of a module as it is found from here, and the package that it is in."""
+    return _parsed_in(os.getcwd(), module)
+
+
+@functools.cache
+def _parsed_in(here: str, module: str) -> tuple[ast.Module, str]:
     """The source of a module, and the package that it is in; an empty one where there is none to read."""
     top, *rest = module.split(".")
     try:
@@ -115,8 +120,8 @@ def _parsed(module: str) -> tuple[ast.Module, str]:
     except (ImportError, ValueError):
         spec = None
     # Modules beside the user's own ./conf are imported, too, and are not on the path before.
-    places = list(spec.submodule_search_locations or ()) if spec is not None else [os.path.join(os.getcwd(), top)]
-    single = os.path.join(os.getcwd(), f"{top}.py") if spec is None else spec.origin or ""
+    places = list(spec.submodule_search_locations or ()) if spec is not None else [os.path.join(here, top)]
+    single = os.path.join(here, f"{top}.py") if spec is None else spec.origin or ""
     candidates = [(os.path.join(place, *rest, "__init__.py"), module) for place in places]
     if rest:
         candidates += [(f"{os.path.join(place, *rest)}.py", module.rpartition(".")[0]) for place in places]

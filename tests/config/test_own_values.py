@@ -288,10 +288,10 @@ OWN_CLASSES = """
 
 def test_a_class_of_ones_own_keeps_its_words_where_they_are_habits_of_others(place):
     files = {
-        "own.py": textwrap.dedent(OWN_CLASSES),
-        "conf/data/mydm.yaml": "_target_: own.Data\nval_split: 0.1\nbatch_size: 32\n",
-        "conf/model/mynet.yaml": "_target_: own.Net\nweight_decay: 0.0\nloss: l1\nnet: {width: 8}\ncompile: false\n",
-        "conf/callbacks/model_checkpoint.yaml": "_target_: own.Saver\nmonitor: loss/val\n",
+        "keeping.py": textwrap.dedent(OWN_CLASSES),
+        "conf/data/mydm.yaml": "_target_: keeping.Data\nval_split: 0.1\nbatch_size: 32\n",
+        "conf/model/mynet.yaml": "_target_: keeping.Net\nweight_decay: 0.0\nloss: l1\nnet: {width: 8}\ncompile: false\n",
+        "conf/callbacks/model_checkpoint.yaml": "_target_: keeping.Saver\nmonitor: loss/val\n",
     }
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)
@@ -303,10 +303,10 @@ def test_a_class_of_ones_own_keeps_its_words_where_they_are_habits_of_others(pla
     assert found == (0.2, 0.5, "l2", 16)
     assert config.model.compile is True
     assert config.callbacks.model_checkpoint.monitor == "loss"
-    Path("conf/data/plain.yaml").write_text("_target_: own.Data\n")
+    Path("conf/data/plain.yaml").write_text("_target_: keeping.Data\n")
     assert composition_of(["data=plain", "data.val_split=0.3"]).config.data.val_split == 0.3
     # Where there is no such key, and no parameter, it is the habit.
     assert refused("data.val_split=0.2")["data.val_split"].cure == "Write data.parts.val=0.2"
     assert refused("model=mynet", "model.lr=0.2")["model.lr"].cure == "Write optimizer.lr=0.2"
     assert refused("+model.weight_decay=0.5")["model.weight_decay"].cure == "Write optimizer.weight_decay=0.5"
-    sys.modules.pop("own", None)
+    sys.modules.pop("keeping", None)

@@ -290,7 +290,8 @@ def test_a_class_of_ones_own_keeps_its_words_where_they_are_habits_of_others(pla
     files = {
         "keeping.py": textwrap.dedent(OWN_CLASSES),
         "conf/data/mydm.yaml": "_target_: keeping.Data\nval_split: 0.1\nbatch_size: 32\n",
-        "conf/model/mynet.yaml": "_target_: keeping.Net\nweight_decay: 0.0\nloss: l1\nnet: {width: 8}\ncompile: false\n",
+        "conf/model/mynet.yaml": "_target_: keeping.Net\nweight_decay: 0.0\nloss: l1\n"
+        "net: {width: 8}\ncompile: false\n",
         "conf/callbacks/model_checkpoint.yaml": "_target_: keeping.Saver\nmonitor: loss/val\n",
     }
     for name, text in files.items():

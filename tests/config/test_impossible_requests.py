@@ -74,7 +74,7 @@ SHARDS = [
     request(
         "strategy=hybrid strategy.tensor=1 strategy.pipeline=2 strategy.plan={nothing:zzz}", "strategy.plan", "auto"
     ),
-    request("strategy=tensor_parallel strategy.verify=false", "strategy.verify", "Leave it out: hold a plan"),
+    request("strategy=tensor_parallel strategy.verify=false", "strategy.verify", "It is gone: leave it out"),
 ]
 LAYERS = [
     request("strategy=layer_split strategy.layers=[[conv9,hidden,hidden2],[head]]", "strategy.layers.0", "'conv9'"),

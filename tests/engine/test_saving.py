@@ -331,3 +331,28 @@ def test_a_copy_keeps_tied_weights_tied_and_its_own_numbers() -> None:
     assert copied["list"][1]["a"].tolist() == [1.0, 1.0]
     assert type(copied["state_dict"]) is type(state["state_dict"])
     assert json.dumps(copied["text"]) == '"x"'
+
+
+def test_what_was_written_into_a_directory_that_went_away_is_abandoned_and_the_next_state_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename of the run's directory takes the half-written file along, and its own rename then finds none."""
+    own, home = os.fsync, tmp_path / "checkpoints"
+    writing, is_moved = threading.Event(), threading.Event()
+
+    def fsync(descriptor: int) -> None:
+        writing.set()
+        is_moved.wait(60)
+        own(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    io = ThreadedCheckpointIO()
+    with io.in_background():
+        io.save_checkpoint({"state_dict": {}, "epoch": 1}, home / "last.ckpt")
+        assert writing.wait(60)
+        home.rename(tmp_path / "moved")
+        is_moved.set()
+        io.abandon()
+        io.save_checkpoint({"state_dict": {}, "epoch": 2}, home / "last.ckpt")
+    io.settle()
+    assert read_checkpoint(home / "last.ckpt")["epoch"] == 2

@@ -57,11 +57,7 @@ class Takes(Callback):
 """
 
 
-# Seen in one of three runs: no state is in the directory that the message names, since a thread writes checkpoints.
-RACES = pytest.mark.xfail(strict=False, reason="a run directory that is taken away is not always made again")
-
-
-@pytest.mark.parametrize("what", [pytest.param("run", marks=RACES), "checkpoints"])
+@pytest.mark.parametrize("what", ["run", "checkpoints"])
 def test_what_is_taken_away_under_ranks_is_named_and_no_rank_hangs(tmp_path, commands, what):
     (tmp_path / "conf" / "callbacks").mkdir(parents=True)
     (tmp_path / "conf" / "callbacks" / "takes.yaml").write_text(f"takes: {{_target_: taking.Takes, what: {what}}}\n")

@@ -194,9 +194,7 @@ def test_what_is_no_run():
         exp.load(report.directory)
     for cut in (whole[: whole.index("\n", 1500)], whole[: whole.index("\nmodel:")], whole[: whole.index("\nweights:")]):
         damaged.write_text(cut)
-        with pytest.raises(
-            RunError, match=r"(config\.yaml has no .*: a part of it is lost|not as exp wrote it: .*)\. Take the file"
-        ):
+        with pytest.raises(RunError, match=r"config\.yaml has no .*: a part of it is lost\. Take the file"):
             exp.load(report.directory)
     damaged.write_text(whole.replace("out_features: 128", "out_features: 64"))
     with pytest.raises(RunError, match=r"has other weights than the network of its config: .*hidden2"):

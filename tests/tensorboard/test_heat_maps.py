@@ -78,9 +78,9 @@ def test_a_resume_goes_on_with_the_table_and_the_picture(tmp_path):
             columns(maps, steps)
             (shown,) = maps.end().values()
         if directory == unbroken:
-            expected = shown["gradients/norm"].sheet()
+            expected = shown["gradients/norm"].drawn().sheet()
     assert (broken / "table.csv").read_text() == (unbroken / "table.csv").read_text()
-    assert (shown["gradients/norm"].sheet() == expected).all()
+    assert (shown["gradients/norm"].drawn().sheet() == expected).all()
 
 
 def test_a_picture_of_a_long_run_has_a_column_a_pixel_and_the_table_all(tmp_path):

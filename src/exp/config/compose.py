@@ -174,8 +174,8 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             "overrides": recorded(composition.overrides),
             "of_sweep": [literal(text) for text in composition.overrides if text.lstrip("+~").startswith("sweep.")],
             "directory": literal(directory),
-            # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
             OWN_GROUPS: composition.loader.own_groups_chosen(),
+            # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
             "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
         }
     name_gpu(config)

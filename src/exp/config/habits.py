@@ -55,7 +55,7 @@ KEYS = {
     "trainer.accelerator": "Write launch.accelerator={value}",
     "trainer.strategy": "Write strategy={value}",
     "trainer.sync_batchnorm": "Write strategy=ddp strategy.sync_batchnorm={value}",
-    "strategy.verify": "Leave it out: hold a plan of your own against strategy=single",
+    "strategy.verify": "It is gone: leave it out, and hold a plan of your own against strategy=single",
     "trainer.precision": "Write precision={value}",
     "trainer.amp_backend": "Leave it out: precision=bf16 or fp16 are torch's own",
     "trainer.callbacks": "Write +callbacks=early_stopping, or another option of callbacks",

@@ -271,7 +271,7 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
         if fault is not None or line.group not in USED_GROUPS:
             return fault
     elif cure is not None and line.group == "":
-        return _fault(line.key, "this key has another name here", "a key of exp", cure)
+        return _habit_fault(line, cure)
     elif top not in vocabulary.words():
         return _unknown_word(line, top, vocabulary)
     if line.parsed.package is not None and (fault := _place_fault(line, vocabulary)) is not None:
@@ -499,6 +499,12 @@ def _holds(config: DictConfig, key: str) -> bool:
     return isinstance(node, DictConfig) and last in node
 
 
+def _habit_fault(line: Line, cure: str) -> Fault:
+    """A fault for a key of other programs. cure: what is written here, or why nothing is."""
+    got = "this key has another name here" if cure.startswith("Write") else "there is no such key here"
+    return _fault(line.key, got, "a key of exp", cure)
+
+
 def _missing_key_fault(line: Line, config: DictConfig, loader: Loader, *, parent: str, node: object) -> Fault:
     """A fault for a key that the composed config does not hold.
 
@@ -524,7 +530,7 @@ def _missing_key_fault(line: Line, config: DictConfig, loader: Loader, *, parent
         cure = f"{meant}." if meant else None
     known = cure_of_key(line.key, line.value_text)
     if known is not None:
-        return _fault(line.key, "this key has another name here", "a key of exp", known)
+        return _habit_fault(line, known)
     if "_target_" in siblings and line.sign == "" and isinstance(node, DictConfig):
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"

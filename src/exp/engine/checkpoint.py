@@ -117,6 +117,9 @@ class AtomicCheckpointIO(CheckpointIO):
         Raises: what went wrong with it.
         """
 
+    def abandon(self) -> None:
+        """Return when everything that was asked for is done, whatever became of it: its directory is no more."""
+
 
 class ThreadedCheckpointIO(AtomicCheckpointIO):
     """Writes in a thread, while the steps go on: one thing after the other, in the order in which it was asked for.
@@ -171,6 +174,11 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
     def settle(self) -> None:
         while self._pending:
             self._pending.popleft().result()
+
+    def abandon(self) -> None:
+        while self._pending:
+            self._pending.popleft().exception()
+        self._has_failed = False
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         def run() -> None:

@@ -140,6 +140,9 @@ class Checkpointing(Callback):
             the run directory away, once the state is saved.
         """
         is_gone = trainer.strategy.broadcast(trainer.is_global_zero and self._is_gone())
+        if is_gone:
+            # What was being written when the directory went failed for that, and this state is not its.
+            _io(trainer).abandon()
         self._position = position
         try:
             with _io(trainer).in_background():

@@ -98,11 +98,16 @@ class StepRecording(Callback):
         """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
-            shown = self._heat_maps.shown(self._drawn(panels), index) if panels else {}
             for logger in self._trainer.loggers:
                 logger.log_metrics(values, index)
-                if shown and isinstance(logger, RunLogger):
-                    logger.log_panels(shown, index)
+            self._show(self._heat_maps.shown(panels, index) if panels else {}, index)
+
+    def _show(self, panels: Mapping[str, Panel], index: int) -> None:
+        """Draw panels, and give them to exp's own loggers; Lightning's take numbers alone."""
+        shown = self._drawn(panels) if panels else {}
+        for logger in self._trainer.loggers if shown else ():
+            if isinstance(logger, RunLogger):
+                logger.log_panels(shown, index)
 
     def _begin_writing(self, index: int) -> None:
         """Void what an earlier process wrote from this step on, the first of the training."""
@@ -122,10 +127,8 @@ class StepRecording(Callback):
     def _end_writing(self, trainer: Trainer) -> None:
         """Draw the heat maps that have grown since they were drawn last."""
         if trainer.is_global_zero:
-            for index, shown in self._heat_maps.end().items():
-                for logger in trainer.loggers:
-                    if isinstance(logger, RunLogger):
-                        logger.log_panels(shown, index)
+            for index, pictures in self._heat_maps.end().items():
+                self._show(pictures, index)
 
     def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
         """Draw panels; one that cannot be drawn is told once, and is no reason to end the run."""

@@ -218,7 +218,7 @@ def heat_map(
     sheet.paste(Image.fromarray(cells), (left, top))
     every = -(-(TEXT_SIZE + 1) // high)
     for place in range(0, count, every):
-        name = _cut_front(names[place], font)
+        name = cut(names[place], font, LONGEST_NAME, keeps_end=True)
         middle = top + place * high + (high if high > TEXT_SIZE else TEXT_SIZE) / 2
         pen.text((left - MARGIN, middle), name, fill=INK, font=font, anchor="rm")
     for place in dict.fromkeys((0, length // 2, length - 1)):
@@ -234,13 +234,13 @@ def heat_map(
     return np.array(sheet)
 
 
-def _cut_front(name: str, font: Font) -> str:
-    """A name as far as there is room for its end, which tells neighbours apart."""
-    if font.getlength(name) <= LONGEST_NAME:
-        return name
-    while font.getlength(f"...{name}") > LONGEST_NAME:
-        name = name[1:]
-    return f"...{name}"
+def cut(text: str, font: Font, width: float, *, keeps_end: bool = False) -> str:
+    """A text as far as there is room for it. keeps_end: for names whose ends tell neighbours apart."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"...{text}") > width:
+        text = text[1:] if keeps_end else text[:-1]
+    return f"...{text}" if keeps_end else f"{text}..."
 
 
 def _folded(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:

@@ -210,8 +210,10 @@ class Gradients(Hook):
 
     def _norms(self, step: Step, beginning: str) -> dict[str, Any]:
         """Of all gradients together, and of each where it is wanted; the tags begin so."""
+        names: Sequence[str] = self._names
         if step.parts is None:
-            names, gradients = self._gradients()
+            gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+            names = names if len(gradients) == len(names) else self._gradients()[0]
             each, total = with_total(norms(gradients))
         else:
             names, gradients = self._gradients()

@@ -41,7 +41,7 @@ class Panel:
     def drawn(self) -> Panel:
         """What is shown of it, asked where it is written, with its tensors on the host.
 
-        A panel of a hook's own gives one of the five, for what cannot be drawn on a device.
+        A panel of a hook's own gives one of the others than a column, for what cannot be drawn on a device.
         """
         return self
 

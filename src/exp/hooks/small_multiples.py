@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from PIL import ImageDraw
 
-from exp.hooks.figures import CARD, COLOURS, INK, MARGIN, PALE, TEXT_SIZE, Font, blank, legend
+from exp.hooks.figures import CARD, COLOURS, INK, MARGIN, PALE, TEXT_SIZE, Font, blank, cut, legend
 
 FEWEST_BINS, MOST_BINS = 8, 32
 # One histogram with its name above and its limits below; two or three fill a card.
@@ -34,7 +34,7 @@ def histograms(columns: Mapping[str, Mapping[str, np.ndarray]], *, title: str) -
     for place, (name, own) in enumerate(columns.items()):
         left = MARGIN + place % across * (WIDE + MARGIN)
         upper = top + place // across * (HIGH + 2 * LINE + MARGIN)
-        pen.text((left, upper), _cut(name, font, WIDE), fill=INK, font=font)
+        pen.text((left, upper), cut(name, font, WIDE), fill=INK, font=font)
         _outlines(pen, font, own, parts, left=left, upper=upper + LINE)
     return np.array(sheet)
 
@@ -93,14 +93,5 @@ def class_shares(shares: Mapping[str, Sequence[float]], names: Sequence[str], *,
                 pen.rectangle((at, min(floor - 1, floor - high), at + max(0, width - 2), floor), fill=colour)
         if has_names:
             middle = left + group * step + step // 2
-            pen.text((middle, floor + 3), _cut(name, font, step), fill=INK, font=font, anchor="ma")
+            pen.text((middle, floor + 3), cut(name, font, step), fill=INK, font=font, anchor="ma")
     return np.array(sheet)
-
-
-def _cut(text: str, font: Font, width: float) -> str:
-    """A text as far as there is room for it."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(f"{text}...") > width:
-        text = text[:-1]
-    return f"{text}..."

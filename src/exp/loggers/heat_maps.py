@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from exp.errors import Interrupted, RunError
+from exp.errors import RunError
 from exp.hooks.panels import Column, Healthy, Image, Panel
 from exp.loggers.step_table import STEP, StepTable
 from exp.output import tell_not_written
@@ -99,6 +99,17 @@ class HeatMap:
         return heat_map(self.numbers(), names=self.names, steps=self.steps, healthy=self.healthy, title=title)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Picture(Panel):
+    """A heat map as it stands, drawn when it is written, as every panel is."""
+
+    of: HeatMap
+    tag: str
+
+    def drawn(self) -> Image:
+        return Image(torch.from_numpy(self.of.picture(title=self.tag)).permute(2, 0, 1)[None])
+
+
 class HeatMaps:
     """Collects the columns that hooks give in a run, draws them, and keeps their numbers in the run's table.csv.
 
@@ -113,7 +124,6 @@ class HeatMaps:
         cure = "leave out the hooks that give numbers of each layer"
         self._table = None if directory is None else StepTable(directory / TABLE, cure=cure)
         self._last_write = time.monotonic()
-        self._undrawn: set[str] = set()
         # What an earlier process of this run has written, as far as a picture shows it.
         self._kept: list[tuple[int, dict[str, float]]] = []
         # Of each tag: how many columns the last picture had, and when it was drawn.
@@ -129,7 +139,7 @@ class HeatMaps:
         self._guarded(take)
 
     def shown(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
-        """The panels of a step, with pictures in the place of columns, where one is due."""
+        """The panels of a step, with a heat map in the place of a column, where one is due."""
         columns = {tag: panel for tag, panel in panels.items() if isinstance(panel, Column)}
         if not columns:
             return dict(panels)
@@ -141,8 +151,8 @@ class HeatMaps:
             if self._table is not None:
                 named = zip(column.names, values.tolist(), strict=True)
                 self._table.add({f"{tag}/{name}": float(f"{value:.7g}") for name, value in named}, step)
-            if self._is_drawn and self._is_due(tag) and (picture := self._picture(tag)) is not None:
-                shown[tag] = picture
+            if self._is_drawn and self._is_due(tag):
+                shown[tag] = self._picture(tag)
         if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
             self.save()
         return shown
@@ -158,8 +168,8 @@ class HeatMaps:
         found: dict[int, dict[str, Panel]] = {}
         for tag, one in self.by_tag.items():
             drawn, _ = self._drawn.get(tag, (0, 0.0))
-            if drawn != one.count and (picture := self._picture(tag)) is not None:
-                found.setdefault(one.steps[-1], {})[tag] = picture
+            if drawn != one.count:
+                found.setdefault(one.steps[-1], {})[tag] = self._picture(tag)
         return found
 
     def _map_of(self, tag: str, healthy: Healthy) -> HeatMap:
@@ -175,20 +185,10 @@ class HeatMaps:
         count, when = self._drawn.setdefault(tag, (0, now))
         return self.by_tag[tag].count >= 2 * count and now - when > SECONDS_BETWEEN_PICTURES
 
-    def _picture(self, tag: str) -> Image | None:
-        """None of one that cannot be drawn, which is told once, and is no reason to end the run."""
+    def _picture(self, tag: str) -> Panel:
         one = self.by_tag[tag]
         self._drawn[tag] = (one.count, time.monotonic())
-        if tag in self._undrawn:
-            return None
-        try:
-            return Image(torch.from_numpy(one.picture(title=tag)).permute(2, 0, 1)[None])
-        except Interrupted:
-            raise  # a signal came while it was drawn
-        except Exception as error:
-            self._undrawn.add(tag)
-            tell_not_written(f"the picture {tag}", error)
-            return None
+        return _Picture(one, tag)
 
     def _guarded(self, work: Callable[[StepTable], None]) -> None:
         if self._table is None:

@@ -15,7 +15,6 @@ from tensorboard.plugins import base_plugin
 from exp.shared_types import parted
 from exp.tensorboard.curves import read_curves
 
-ROUTE = "data/plugin/exp/overview"
 # Behind losses, metrics and learning rates.
 LOOKED_AT = ("gradients/norm/total", "gradients/update_ratio/total", "throughput/samples_per_second")
 MOST_PINNED = 9

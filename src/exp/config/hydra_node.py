@@ -176,8 +176,7 @@ def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]
     for name in ("sweeper", "launcher"):
         faults += _plugin_faults(config, name)
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    said = next((text for name, text in typed.items() if name == key), None)
-    return faults + _directory_faults(config, key, typed=said)
+    return faults + _directory_faults(config, key, typed=typed.get(key))
 
 
 def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:

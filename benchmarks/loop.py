@@ -167,7 +167,7 @@ def _overrides(path: Path, folder: str, epochs: int) -> list[str]:
         *("data.parts.train=1.0", "data.parts.val=0", "data.parts.test=0"),
         *("data.input_shape=[64]", "data.input_dtype=float32", "data.num_classes=10", "data.num_outputs=10"),
         *("model.layers.hidden.out_features=128", "model.layers.activation._target_=torch.nn.ReLU"),
-        *("~model.layers.hidden2", "~model.layers.activation2"),
+        *("~model.layers.flatten", "~model.layers.hidden2", "~model.layers.activation2"),
         *(f"trainer.max_epochs={epochs}", "trainer.limit_val_batches=0", "test=false"),
         *("metrics=[]", "monitor=loss/train", "checkpoint.save_last=false", "checkpoint.save_best=false"),
         *("hooks.gradients.every_n_steps=1", "hooks.memory.every_n_steps=50"),

@@ -31,8 +31,18 @@ def grouped(module: nn.Module) -> list[dict]:
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_the_optimizers_step(name):
+def test_it_is_the_optimizers_step(name, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        compare_steps(name)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def compare_steps(name):
     kind, options = OPTIMIZERS[name]
     usual, direct = network(), network()
     first, second = (kind(grouped(module), fused=True, **options) for module in (usual, direct))
@@ -84,6 +94,9 @@ def test_most_steps_do_not_go_through_the_optimizer_but_those_that_somebody_watc
             train(2)
         assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
         assert len(calls) == 6
+        train(2)
+        assert len(calls) == 6
+        step = DirectStep(optimizer)  # as the loop makes one behind each epoch
         train(2)
         assert len(calls) == 6
 

@@ -69,6 +69,8 @@ class Term(AbstractTerm):
             self.inputs = None
         self.output = output
         self.target = target
+        # Once: to hold a loss against a dozen classes takes as long as a small operator.
+        self._is_elementwise = isinstance(loss, ELEMENTWISE)
         self._is_by_weight = self.inputs is None and counts_by_weight(loss)
         self._is_weighed = self._is_by_weight or hasattr(loss, "divisor")
 
@@ -118,7 +120,9 @@ class Term(AbstractTerm):
                 named["passes"] = passes
             return self._one_number(module(**named))
         output = full(pick(values, self.output, "output"))
-        target = match_target(module, output, full(pick(values, self.target, "target")))
+        target = full(pick(values, self.target, "target"))
+        if self._is_elementwise:
+            target = match_target(module, output, target)
         if self._is_by_weight:
             return counted_mean(cast(ByWeight, module), output, target)[0]
         return self._one_number(module(output, target) if passes is None else module(output, target, passes))
@@ -127,14 +131,14 @@ class Term(AbstractTerm):
         """What the loss is called with; those that it compares element by element are of one shape and dtype."""
         assert self.inputs is not None
         found = {parameter: full(pick(values, name, parameter)) for parameter, name in self.inputs.items()}
-        if isinstance(self.loss, ELEMENTWISE) and {"input", "target"} <= found.keys():
+        if self._is_elementwise and {"input", "target"} <= found.keys():
             found["target"] = match_target(self.loss, found["input"], found["target"])
         return found
 
     def _divisor_by_name(self, given: Mapping[str, Tensor]) -> Tensor | float | None:
         if self._is_weighed:
             return cast("Callable[..., Tensor | float]", self.loss.divisor)(**given)
-        return float(given["input"].numel()) if isinstance(self.loss, ELEMENTWISE) and "input" in given else None
+        return float(given["input"].numel()) if self._is_elementwise and "input" in given else None
 
     def _one_number(self, loss: Tensor) -> Tensor:
         if loss.dim() != 0:

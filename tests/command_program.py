@@ -55,8 +55,12 @@ class ForkedRank:
 
 def fork_ranks() -> None:
     """Let the launcher fork its ranks: each saves the five seconds of processor time in which a fresh one imports."""
+    import tqdm
+
     from exp.launch import spawn
 
+    # Else the first bar of a command starts a thread that looks after bars which stand still.
+    tqdm.tqdm.monitor_interval = 0
     fresh = spawn._start
 
     def start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> Any:

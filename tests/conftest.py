@@ -14,6 +14,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,24 @@ RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
 # As .ci/run has it: a thread of OpenBLAS would forbid forks, and two threads add float32 up in another order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# One process that has imported everything, and starts no thread: what is forked from it needs no seconds to start.
+# Processes that have imported everything, and start no thread: what is forked from one needs no seconds to start.
+# WARM's has what a run of one process imports, and RANKS beside it what each of several would import in a second of
+# processor time. They are two, for exp keeps torch's compiler out of a run that has no use for it.
+OF_A_RUN = [
+    *MODULES,
+    *("exp.train", "exp.worker", "exp.config.command", "exp.strategies.single", "hydra_plugins.exp.launcher"),
+    *("exp.report_pictures", "exp.hooks.figures", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.PpmImagePlugin"),
+]
+OF_RANKS = [
+    *("exp.strategies.fsdp", "exp.strategies.hybrid", "exp.strategies.pipeline", "exp.strategies.tensor_parallel"),
+    *("exp.engine.pipelined_module", "torch._dynamo", "torch._dynamo.convert_frame", "torch.distributed.fsdp"),
+    *("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.nn.parallel.distributed"),
+]
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload([*MODULES, "exp.train", "exp.worker", "exp.config.command", "hydra_plugins.exp.launcher"])
+WARM.set_forkserver_preload(OF_A_RUN)
+RANKS = forkserver.ForkServer()
+RANKS.set_forkserver_preload([*OF_A_RUN, *OF_RANKS])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
@@ -78,12 +94,21 @@ def scripts(tmp_path_factory) -> Path:
     return folder
 
 
-def forked(program: Path, settings: Mapping[str, object]) -> BaseProcess:
-    """A started process that runs a program with SETTINGS, forked from the warm one."""
+def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> BaseProcess:
+    """A started process that runs a program with SETTINGS, forked from the warm one, or from that of ranks."""
     # The standard library's runpy can be named to another process; a module of the tests cannot.
     process = WARM.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
-    process.start()
+    with pytest.MonkeyPatch.context() as patched:
+        if of_ranks:  # where the standard library asks its one server
+            patched.setattr(forkserver, "connect_to_new_process", RANKS.connect_to_new_process)
+        process.start()
     return process
+
+
+@pytest.fixture(scope="session")
+def fork() -> Callable[..., BaseProcess]:
+    """The function `forked`, for the conftest.py of a folder."""
+    return forked
 
 
 def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cpu") -> nn.Module:
@@ -167,7 +192,7 @@ class Ranks:
                 "result": str(exchange / f"result{rank}"),
                 **settings,
             }
-            started.append(forked(RANK_PROGRAM, given))
+            started.append(forked(RANK_PROGRAM, given, of_ranks=ranks > 1))
         try:
             ends = time.monotonic() + seconds
             for process in started:
@@ -253,7 +278,8 @@ class Commands:
             "error": str(streams[1]),
             "fresh_ranks": fresh_ranks,
         }
-        process = forked(COMMAND_PROGRAM, settings)
+        launches = any(word.startswith(("strategy=", "launch.devices=")) for word in arguments)
+        process = forked(COMMAND_PROGRAM, settings, of_ranks=launches)
         self._started.append(process)
         return Command(process=process, arguments=arguments, streams=streams)
 

@@ -7,7 +7,6 @@ and goes on with nothing, and has no schedule.
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,9 +129,10 @@ def shortened(
     from omegaconf import OmegaConf, open_dict
 
     from exp.check.starting_point import root_of
+    from exp.config.copying import copied
     from exp.config.freeze import COMPOSITION
 
-    short = copy.deepcopy(config)
+    short = copied(config)
     kept, _ = parted_callbacks(decided)
     # Hooks that transform change what a step does; the others look on.
     hooks = {name: config.hooks[name] for name, hook in decided.hooks.items() if hook.transforms}

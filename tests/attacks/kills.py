@@ -10,7 +10,7 @@ whether a thread writes and what makes a save due is drawn anew for each chain.
 hits the launching process or one of its ranks. --by-thread: a thread writes in every chain.
 Counted are checkpoints that cannot be read, chains whose checkpoints differ from the unbroken run's by a bit, files
 half written that a later run left, sets of the best that are not what last.ckpt says, and runs that failed.
-tests/attacks/test_kills.py does the same with 34 kills.
+tests/attacks/test_kills.py does the same with 23 kills.
 """
 
 from __future__ import annotations

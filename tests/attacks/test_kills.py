@@ -17,7 +17,7 @@ def program():
     return module
 
 
-@pytest.mark.parametrize(("overrides", "kills"), [("PLAIN", 24), ("FULL", 10)])
+@pytest.mark.parametrize(("overrides", "kills"), [("PLAIN", 16), ("FULL", 7)])
 def test_a_run_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path, commands, program, overrides, kills):
     found = program.attack(commands, tmp_path, getattr(program, overrides), kills=kills, seed=1)
     assert (found.unreadable, found.different, found.partial, found.inconsistent, found.failed) == ([], [], [], [], [])

@@ -153,3 +153,22 @@ def test_a_plug_in_that_cannot_be_imported_is_a_fault_of_its_file(code, message,
     assert message in line
     assert str(package / "plugin.py") in line
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_is_read_again_when_it_has_changed_and_a_composition_changes_nothing_for_the_next(tmp_path, loader):
+    own = tmp_path / "conf" / "optimizer"
+    own.mkdir(parents=True)
+    loader = Loader(search_places())
+
+    def composed(*overrides):
+        return OmegaConf.to_container(loader.compose(config_name="train", overrides=overrides).optimizer)
+
+    known = composed("optimizer=sgd")
+    changed = composed("optimizer=sgd", "optimizer.momentum=0.25")
+    assert composed("optimizer=sgd") == known != changed
+    for value in (1.5, 2.25):  # texts of other lengths: the clock of a file system may be coarse
+        (own / "sgd.yaml").write_text(f"_target_: torch.optim.SGD\nlr: {value}\n")
+        found = composed("optimizer=sgd")
+        assert (found["lr"], "momentum" in found) == (value, False)
+    (own / "sgd.yaml").unlink()
+    assert composed("optimizer=sgd") == known

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import multiprocessing
-import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,15 +39,13 @@ def small_run() -> ModuleType:
 class Elsewhere:
     """Starts small runs in processes of their own, forked from one that has imported everything: 0.1 s each."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")  # warmed by tests/conftest.py
+    def __init__(self, fork: Callable[..., BaseProcess]) -> None:
+        self._fork = fork
         self._started: list[BaseProcess] = []
 
     def start(self, directory: Path, **settings: Any) -> BaseProcess:
         given = {"directory": str(directory), **settings}
-        # The standard library's runpy can be named to another process; a module of the tests cannot.
-        process = self._context.Process(target=runpy.run_path, args=(str(PROGRAM), {"SETTINGS": given}, "__main__"))
-        process.start()
+        process = self._fork(PROGRAM, given, of_ranks=given.get("world_size", 1) > 1)
         self._started.append(process)
         return process
 
@@ -78,8 +74,8 @@ class Elsewhere:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[Elsewhere]:
-    runs = Elsewhere()
+def elsewhere(fork: Callable[..., BaseProcess]) -> Iterator[Elsewhere]:
+    runs = Elsewhere(fork)
     with contextlib.closing(runs):
         yield runs
 

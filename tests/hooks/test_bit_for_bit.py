@@ -21,6 +21,8 @@ RUN = [
     "data.batch_size=32",
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=5",
+    "trainer.limit_val_batches=2",
+    "trainer.limit_test_batches=2",
     "trainer.gradient_clip_val=1.0",
     "checkpoint.save_best=false",
 ]

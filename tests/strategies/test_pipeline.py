@@ -93,6 +93,7 @@ def test_characters_in_stages_that_the_config_names(ranks, text):
     assert two.values["loss/val"][30] == pytest.approx(one.values["loss/val"][30], abs=1e-5)
 
 
+@pytest.mark.any_processor
 def test_batch_normalisation_in_one_micro_batch(ranks):
     run = [word.replace("transformer", "resnet") for word in TWO]
     one = ranks.train(*run, "strategy=single", "launch.devices=1", "precision=fp64", "trainer.max_steps=8")
@@ -152,6 +153,7 @@ def _callback(kind, *options):
     return f"+callbacks.added={{{','.join([f'_target_:lightning.pytorch.callbacks.{kind}', *options])}}}"
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(("command", "key", "said"), [
     ("strategy.schedule=1f2b", "strategy.schedule", "1f1b"),
     ("strategy.microbatches=0", "strategy.microbatches", "1 or more"),
@@ -190,6 +192,7 @@ def test_what_a_pipeline_cannot_do_is_said_before_it_starts(tmp_path, monkeypatc
     assert said in text
 
 
+@pytest.mark.any_processor
 def test_micro_batches_hold_each_sample_once():
     data = {"x": torch.arange(10.0).reshape(5, 2), "names": ["a"]}
     found = micro_batches(data, size=5, count=4)
@@ -204,6 +207,7 @@ def test_micro_batches_hold_each_sample_once():
     assert len(shares(data, size=5, count=9)) == 5
 
 
+@pytest.mark.any_processor
 @pytest.mark.parametrize(("batch", "ranks", "least", "multiple", "expected"), [
     (64, 2, 2, 1, 8), (60, 2, 2, 1, 6), (61, 2, 2, 1, 2), (64, 4, 4, 4, 16), (60, 4, 4, 4, 12), (8, 4, 8, 1, 8),
 ])  # fmt: skip
@@ -212,6 +216,7 @@ def test_automatic_micro_batches_cut_a_share_without_a_rest(batch, ranks, least,
     assert found == expected
 
 
+@pytest.mark.any_processor
 def test_stages_go_round_the_ranks_or_down_and_up():
     assert Pipeline(schedule="interleaved_1f1b", stages=6).owners(3) == [0, 1, 2, 0, 1, 2]
     assert Pipeline(schedule="dualpipe_v", stages=6).owners(3) == [0, 1, 2, 2, 1, 0]
@@ -242,6 +247,7 @@ def collected_beside_nccl(rank):
     )
 
 
+@pytest.mark.any_processor
 def test_whole_checkpoints_are_gathered_over_the_cpu(ranks):
     """NCCL would gather them in the memory of rank 0's device. Here the ranks are on CPU, the groups as beside NCCL."""
     whole = {"part0": [0.0, 0.0], "part1": [1.0, 1.0]}

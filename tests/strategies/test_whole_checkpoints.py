@@ -61,6 +61,7 @@ def test_each_goes_on_from_another(ranks):
             assert same(saved[key], expected[key]), key
 
 
+@pytest.mark.any_processor
 def test_the_same_evaluation(ranks):
     trained = ranks.train(*BASE, "trainer.max_steps=5", *FSDP[0], ranks=2)
     evaluate = [*BASE, "train=false", "test=true", last(trained), "metrics=[accuracy]"]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 # So many moments; more with MOMENTS=20 pytest tests/sweeps/test_interrupted_sweep.py.
-MOMENTS = int(os.environ.get("MOMENTS", "4"))
+MOMENTS = int(os.environ.get("MOMENTS", "3"))
 SMALL = ("model=mlp", "model.constants.width=16", "hooks=[]", "logger=[]", "test=false")
 KINDS = {
     "grid": ("optimizer.lr=1e-4,1e-3,1e-2", "seed=range(0,6)", "sweep.stack=false", "trainer.max_epochs=12"),

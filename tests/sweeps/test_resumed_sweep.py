@@ -73,12 +73,12 @@ def killed_sweep(commands, *overrides: str, kills: int) -> Path:
         pytest.param(("optimizer.lr=1e-4,1e-3,1e-2", "seed=0,1", "sweep.stack=false"), id="grid"),
         pytest.param(("optimizer.lr=1e-4,1e-3,1e-2", "seed=0,1"), id="stack"),
         pytest.param(
-            ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "optimizer.weight_decay=0,0.1", "sweep.trials=14",
+            ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "optimizer.weight_decay=0,0.1", "sweep.trials=9",
              "sweep.pruner=median", "sweep.jobs=1"),
             id="search",
         ),
         pytest.param(
-            ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "optimizer.weight_decay=0,0.1", "sweep.trials=16",
+            ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "optimizer.weight_decay=0,0.1", "sweep.trials=10",
              "sweep.jobs=2"),
             id="search of two at a time",
         ),

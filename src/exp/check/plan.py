@@ -15,7 +15,6 @@ A later step runs only where the earlier ones left what it needs. Nothing here c
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.check.parameters import program_fault, target_faults
 from exp.check.rules import monitors, weights_of_run
 from exp.check.stages import allowed, first_stage, located, once, second_stage
+from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data
@@ -332,7 +332,7 @@ class Examination:
 
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
-    config = copy.deepcopy(config)
+    config = copied(config)
     use_resolvers(config, allow=sorted(packages_allowed_by(_overrides(config))))
     reading = read(config)
     if Values(reading[0])[ACCELERATOR] == GPU:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from exp.config.copying import copied
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
 from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
 from exp.config.groups import PRIMARY, open_search_path
@@ -133,7 +133,7 @@ def with_values(composition: Composition, changed: Sequence[Override], *, overri
 
     changed: the overrides with other values; each sets a key that the composition has set. overrides: all of them.
     """
-    config = copy.deepcopy(composition.config)
+    config = copied(composition.config)
     for override in changed:
         composition.loader.apply(override, config)
     texts = [text for text in overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
@@ -162,7 +162,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 def shared_config(composition: Composition) -> DictConfig:
     """Return a copy of what the jobs of a sweep share, without the hydra node and what is swept."""
-    return _without_hydra(replace(composition, config=copy.deepcopy(composition.config)), directory="")
+    return _without_hydra(replace(composition, config=copied(composition.config)), directory="")
 
 
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:

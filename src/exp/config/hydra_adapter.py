@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import math
+import pickle
 import re
 import traceback
 import warnings
@@ -47,6 +48,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from exp.config.copying import copied
 from exp.config.group_kinds import MANY, ONE
 from exp.config.habits import cure_of_key
 from exp.config.reading import secrets_kept
@@ -85,6 +87,9 @@ CHOSEN_ALREADY = "Write {group}=NAME, without the +"
 CHOSEN_TWICE = re.compile(r"Multiple values for (?P<key>[\w/]+)\.")
 # How often the defaults lists that come to an end may ask for one config.
 MAX_VISITS = 20
+# A third of a composition is making configs of the same files, which it then changes: pickled, by file and its state.
+_loaded: dict[tuple[object, ...], bytes] = {}
+MOST_LOADED = 1_024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +157,28 @@ class _Repository(ConfigRepository):
             for source in self.sources
         ]
 
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
+        state = None if source is None else _state(source, config_path)
+        if state is not None and state in _loaded:
+            return cast(ConfigResult, pickle.loads(_loaded[state]))
+        result = super().load_config(config_path)
+        if state is not None and len(_loaded) < MOST_LOADED:
+            _loaded[state] = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+        return result
+
+
+def _state(source: ConfigSource, config_path: str) -> tuple[object, ...] | None:
+    """What a config of this source is the same by: that of a file, or of Hydra's own package; None of another one."""
+    place = source.provider, source.path, config_path
+    if isinstance(source, BoundedFileSource):
+        try:
+            status = source.file(config_path).stat()
+        except OSError:
+            return None  # told where it is read
+        return *place, Path.cwd(), status.st_mtime_ns, status.st_size
+    return place if source.scheme() == "pkg" and source.path == "hydra.conf" else None
+
 
 class _Visits:
     """Counts how often the defaults lists of a composition ask a repository for each config."""
@@ -215,7 +242,7 @@ class Loader(ConfigLoaderImpl):
         self._declared = copy.deepcopy(own[0].config) if has_whole_node and own and own[0] is not None else None
         config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
         # A fifteenth of what it takes to compose once more, where a value cannot be set.
-        self.chosen = copy.deepcopy(config) if self._overrides else config
+        self.chosen = copied(config) if self._overrides else config
         OmegaConf.set_struct(self.chosen, True)
         for override in self._overrides:
             self._make_ready(config, override)

@@ -5,7 +5,6 @@ Most is said before anything is composed. Hydra stops at the first that it stumb
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from exp.config.copying import copied
 from exp.config.group_kinds import AXIS, MANY, ONE
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
@@ -451,7 +451,7 @@ def swept_key_faults(loader: Loader, config: DictConfig, lines: Sequence[Line]) 
     swept = [line for line in lines if line.is_sweep]
     if not swept or any(line.group for line in swept):
         return []
-    tried = copy.deepcopy(config)
+    tried = copied(config)
     faults = []
     for line in swept:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
 import zlib
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import config_faults, early_faults, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
+from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, literal
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.config.module_key import has_module
@@ -213,7 +213,7 @@ class Jobs:
             check=config_faults if self.everything else early_faults,
         )
         # Making a job's config of it changes it.
-        self._last = (replace(composition, config=copy.deepcopy(composition.config)), list(lines))
+        self._last = (replace(composition, config=copied(composition.config)), list(lines))
         return composition
 
     def _refuse_security(self, lines: Sequence[Override]) -> None:

@@ -176,7 +176,7 @@ def _state(source: ConfigSource, config_path: str) -> tuple[object, ...] | None:
             status = source.file(config_path).stat()
         except OSError:
             return None  # told where it is read
-        return *place, Path.cwd(), status.st_mtime_ns, status.st_size
+        return *place, Path.cwd(), status.st_mtime_ns, status.st_size, status.st_ino
     return place if source.scheme() == "pkg" and source.path == "hydra.conf" else None
 
 

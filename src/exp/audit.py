@@ -135,7 +135,7 @@ def _of_file(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
 def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Finding]:
     from exp.config.env_file import READ
     from exp.config.hydra_node import settings_of, unused_settings
-    from exp.config.reading import leaves
+    from exp.config.plain_tree import leaves
     from exp.config.yaml_files import read_yaml, split
     from exp.redaction import is_secret
 

@@ -217,11 +217,11 @@ class Typed(NamedTuple):
             found = {**content, **found} if isinstance(content, dict) else found
         return {str(key): value for key, value in found.items() if key != "defaults"}
 
-    def keys(self) -> Keys:
-        """The keys of the config that the line makes."""
+    def keys(self, asked: str) -> Keys:
+        """The keys of the config that the line makes. asked: the one of which something is to be known."""
         from exp.composed_keys import keys_of
 
-        return keys_of(self.overrides, config_dir=self.config_dir, config_name=self.config_name)
+        return keys_of(self.overrides, config_dir=self.config_dir, config_name=self.config_name, asked=asked)
 
     def _places(self) -> Sequence[str]:
         return _places_of(self.config_dir)
@@ -283,7 +283,8 @@ def answer(shell: str, replaced: str, before: str, behind: str) -> list[str]:
 def compose_ahead(before: str, behind: str) -> None:
     """Let a process of its own compose what the next key is likely to be asked of, while a person goes on typing.
 
-    That is where a tab has completed a command, or the option of a group: Hydra takes half a second, once for each.
+    That is where a tab has completed a command, or the option of a group, and takes next to nothing unless the keys are
+    known to Hydra alone.
     """
     words, current, _ = _split(before)
     found = completed(words, current, ())
@@ -301,7 +302,7 @@ def compose_ahead(before: str, behind: str) -> None:
             os.dup2(nowhere, number)  # the shell waits for the end of what is written
         os.setsid()
         try:
-            typed.keys()
+            typed.keys("")
         finally:
             os._exit(0)
 
@@ -419,7 +420,7 @@ def _of_override(current: str, typed: Typed) -> Found:
         return _of_value(name, value, stem=f"{key}=", typed=typed)
     parent, dot, _ = name.rpartition(".")
     if dot:
-        below = typed.keys().below(parent)
+        below = typed.keys(parent).below(parent)
         return Found(f"{plus}{parent}.", [_open_key(one, below[one], plus) for one in below])
     groups = [*typed.groups(), *(HYDRA_GROUPS if name.startswith("hydra") else ())]
     if plus == "~":
@@ -449,7 +450,7 @@ def _of_value(key: str, value: str, *, stem: str, typed: Typed) -> Found:
         return Found(kept, [*(option for option in options if option not in before), *opening])
     if PATHS.search(key):
         return Found(stem, [*(["auto"] if key in ("resume", "sweep.resume") else []), *_files(value)])
-    keys = typed.keys()
+    keys = typed.keys(key)
     if key == "monitor":
         return Found(stem, ["loss/val", *(f"{metric}/val" for metric in keys.below("metrics"))])
     return Found(kept, [word for word in keys.words_of(key) if word not in before])

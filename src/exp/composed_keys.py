@@ -1,7 +1,8 @@
 """The keys of a config as far as a command line says it, and the words that their values may be, for a completion.
 
-Hydra takes half a second to import and to compose, so that what it gave is kept in a file, with what it was made of:
-the folders of configs as they were. Names of keys alone are kept, for a value may be a secret.
+They are merged of the YAML files alone, at each key that is pressed. What only Hydra knows takes half a second, so that
+it is kept in a file, with what it was made of: the folders of configs as they were. Names of keys alone are kept, for a
+value may be a secret.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import types
 import typing
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+from exp.config.plain_tree import is_node
 from exp.config.search_path import search_places
 
 ENV_FILE = ".env"
@@ -27,49 +29,95 @@ SEVERAL = re.compile(r"(\+?[\w/]+=[\w/]+)(,[\w/]+)+")
 class Keys(NamedTuple):
     """The keys of a config.
 
-    nodes: names, each with the same below it, and with None where it is a value. words: of a dotted key, those that its
-    value may be, where these are few. targets: of a node its `_target_`, and the parameters of that which exp gives.
+    nodes: names, each with the same below it, and with None where it is a value. switches: the dotted keys of values
+    that are true or false. targets: of a node its `_target_`.
     """
 
     nodes: dict[str, Any]
-    words: dict[str, list[str]]
-    targets: dict[str, tuple[str, list[str]]]
+    switches: Sequence[str]
+    targets: dict[str, str]
+
+    @classmethod
+    def of(cls, plain: dict[Any, Any]) -> Keys:
+        """The keys of a config of plain values."""
+        values = dict(_values(plain))
+        return cls(
+            nodes=_names(plain) or {},
+            switches=[key for key, value in values.items() if isinstance(value, bool)],
+            targets={key: str(value["_target_"]) for key, value in values.items() if is_node(value)},
+        )
 
     def below(self, key: str) -> dict[str, Any]:
         """What is below a dotted key, what its class takes included; nothing where it is a value, or is not there."""
-        node: Any = self.nodes
-        for part in key.split(".") if key else ():
-            node = node.get(part) if isinstance(node, dict) else None
-        return {**(node if isinstance(node, dict) else {}), **dict.fromkeys(self._parameters(key, without=node or {}))}
+        _, node = self._at(key)
+        return {**(node or {}), **dict.fromkeys(self._parameters(key, without=node or {}))}
 
     def words_of(self, key: str) -> list[str]:
-        """The words that the value of a dotted key may be, where these are few."""
+        """The words that the value of a dotted key may be, where these are few.
+
+        Those of what exp declares of it, else of what it is now, else of what the class takes at whose node it stands.
+        """
         parent, _, name = key.rpartition(".")
-        return self.words[key] if key in self.words else self._parameters(parent).get(name, [])
+        is_there, _ = self._at(key)
+        words = _declared_words(key) if is_there else []
+        if not words and key in self.switches:
+            words = ["true", "false"]
+        return words or self._parameters(parent).get(name, [])
+
+    def _at(self, key: str) -> tuple[bool, dict[str, Any] | None]:
+        """Whether a dotted key is there, and the names below it."""
+        node: Any = self.nodes
+        for part in key.split(".") if key else ():
+            if not isinstance(node, dict) or part not in node:
+                return False, None
+            node = node[part]
+        return True, node
 
     def _parameters(self, key: str, *, without: Container[str] = ()) -> dict[str, list[str]]:
+        from exp.config.slots import slot_of
         from exp.source_signature import parameters_in_source
 
-        target, hidden = self.targets.get(key, ("", []))
-        found = parameters_in_source(target) if target else {}
+        if key not in self.targets:
+            return {}
+        # What exp gives itself, or has another key for.
+        slot = slot_of(key)
+        hidden = {*slot.filled, *slot.refused}
+        found = parameters_in_source(self.targets[key])
         return {name: words for name, words in found.items() if name not in hidden and name not in without}
 
 
-def keys_of(words: Sequence[str], *, config_dir: str | None, config_name: str) -> Keys:
-    """The keys of the config that these overrides make; those that are wrong are left out."""
+def keys_of(words: Sequence[str], *, config_dir: str | None, config_name: str, asked: str) -> Keys:
+    """The keys of the config that these overrides make; those that are wrong are left out.
+
+    asked: the key of which something is to be known. Hydra's own node is there where it is one below that.
+    """
+    from exp.config.merged_files import NeedsHydra, merged
+
     places = [str(place.directory) for place in search_places(config_dir=config_dir)]
     words = [word for word in words if _may_change_keys(word)]
+    of_hydra = asked.partition(".")[0] == "hydra"
+    if not of_hydra and not any(word.startswith("from_run=") for word in words):
+        try:
+            first = [SEVERAL.sub(r"\1", word) for word in words]  # of a sweep the first choice
+            return Keys.of(merged(first, places=places, config_name=config_name))
+        except NeedsHydra:
+            pass
+    return _kept_keys(words, places, config_dir=config_dir, config_name=config_name)
+
+
+def _kept_keys(words: Sequence[str], places: Sequence[str], *, config_dir: str | None, config_name: str) -> Keys:
+    """The keys by Hydra, or as they are kept in the file."""
     asked = json.dumps([__file__, os.stat(__file__).st_mtime_ns, os.getcwd(), places, config_name, words])
     name = hashlib.sha256(asked.encode("utf-8", "surrogatepass")).hexdigest()
     kept = _read()
     found = kept.pop(name, None)
     if found is None or any(_state(place) != state for place, state in found["made_of"].items()):
         # As they are before they are read: a file that changes meanwhile is read again the next time.
-        states = {place: _state(place) for place in (*places, ENV_FILE, _code())}
+        states = {place: _state(place) for place in (*places, ENV_FILE)}
         keys, others = _composed(words, config_dir=config_dir, config_name=config_name)
         found = {"made_of": states | {place: _state(place) for place in others}, **keys._asdict()}
     _write({**kept, name: found})
-    return Keys(nodes=found["nodes"], words=found["words"], targets=found["targets"])
+    return Keys(nodes=found["nodes"], switches=found["switches"], targets=found["targets"])
 
 
 def _may_change_keys(word: str) -> bool:
@@ -119,11 +167,6 @@ def _state(place: str) -> str:
     return seen.hexdigest()
 
 
-def _code() -> str:
-    """The file in which exp says what its keys may be."""
-    return str(Path(__file__).parent / "check" / "keys.py")
-
-
 def _composed(words: Sequence[str], *, config_dir: str | None, config_name: str) -> tuple[Keys, list[str]]:
     """The keys, and the further folders of configs that the config itself asks for."""
     from omegaconf import OmegaConf
@@ -131,7 +174,6 @@ def _composed(words: Sequence[str], *, config_dir: str | None, config_name: str)
     from exp.config.groups import open_search_path
     from exp.config.hydra_adapter import HYDRA_ERRORS
     from exp.config.overrides import checked_lines, diagnose, for_hydra
-    from exp.config.reading import is_node
     from exp.errors import ConfigError
 
     overrides: Sequence[str] = [SEVERAL.sub(r"\1", word) for word in words]  # of a sweep the first choice
@@ -145,14 +187,9 @@ def _composed(words: Sequence[str], *, config_dir: str | None, config_name: str)
     except (ConfigError, *HYDRA_ERRORS):
         chosen = diagnose(loader, lines).config
         config = OmegaConf.create({}) if chosen is None else chosen
-    plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-    words_of = {key: found for key, value in _values(plain) if (found := _words(key, value))}
-    nodes = (
-        (key, str(value["_target_"])) for key, value in _values(plain) if isinstance(value, dict) and is_node(value)
-    )
-    targets = {key: (target, _hidden(key)) for key, target in nodes}
+    plain = cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False, enum_to_str=True))
     paths = [str(element.path).removeprefix("file://") for element in loader.get_search_path().get_path()]
-    return Keys(nodes=_names(plain), words=words_of, targets=targets), [path for path in paths if os.path.isdir(path)]
+    return Keys.of(plain), [path for path in paths if os.path.isdir(path)]
 
 
 def _of_found_run(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> Sequence[str]:
@@ -163,14 +200,6 @@ def _of_found_run(overrides: Sequence[str], *, config_dir: str | None, config_na
         return expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=True)
     except ExpError:  # of a run that is not there
         return [word for word in overrides if not word.startswith("from_run=")]
-
-
-def _hidden(key: str) -> list[str]:
-    """The parameters of what stands at a key that exp gives itself, or has another key for."""
-    from exp.config.slots import slot_of
-
-    slot = slot_of(key)
-    return [*slot.filled, *slot.refused]
 
 
 def _names(node: Any) -> Any:
@@ -184,8 +213,8 @@ def _values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _values(value, f"{prefix}{key}.")
 
 
-def _words(key: str, value: Any) -> list[str]:
-    """The words that the value of a key may be: those of what exp declares of it, else of what it is now."""
+def _declared_words(key: str) -> list[str]:
+    """The words that exp declares of the value of a key."""
     from exp.check.keys import SCHEMA, VALUES
 
     declared: Any = SCHEMA
@@ -196,8 +225,7 @@ def _words(key: str, value: Any) -> list[str]:
             pattern for pattern in VALUES if re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]+"), key)
         )
         declared = next((VALUES[pattern] for pattern in patterns), None)
-    words = list(_literals(declared))
-    return words if words or not isinstance(value, bool) else ["true", "false"]
+    return list(_literals(declared))
 
 
 def _literals(declared: Any) -> Iterator[str]:

@@ -22,7 +22,8 @@ from exp.config.freeze import frozen_values, read_overrides
 from exp.config.habits import cure_of_key
 from exp.config.history import NOWHERE, Setting, found_in, history_of, layers_of, raw_of, reason_of
 from exp.config.module_key import REPLACED, has_module
-from exp.config.reading import UNKNOWN, is_node, read
+from exp.config.plain_tree import is_node
+from exp.config.reading import UNKNOWN, read
 from exp.config.resolution import is_interpolation, steps_of
 from exp.config.yaml_files import split
 from exp.errors import ConfigError, ExpError, Fault

@@ -155,12 +155,15 @@ def test_the_users_own_configs_come_first_and_changes_are_seen(here):
     assert offered("exp train --config-dir=more model=small/") == ["model=small/tiny"]
 
 
-def test_what_is_kept_holds_names_and_no_values(here):
+def test_what_is_kept_holds_names_and_no_values(here, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here))
     (here / "conf" / "logger").mkdir(parents=True)
     (here / "conf" / "logger" / "own.yaml").write_text(
         "own: {_target_: exp.loggers.MetricsCsv, address: very-secret}\n"
     )
     assert "logger.own.address=" in offered("exp train logger=own 'name=other-secret' logger.own.")
+    assert not Path(os.environ["XDG_CACHE_HOME"], "exp", "completion.json").exists()  # of files alone nothing is kept
+    assert "logger.own.address=" in offered("exp train logger=own 'vars={a:third-secret}' logger.own.")
     kept = Path(os.environ["XDG_CACHE_HOME"], "exp", "completion.json").read_text()
     assert "address" in kept
     assert "secret" not in kept
@@ -190,28 +193,35 @@ def test_another_shell_is_refused(words, capsys):
 
 
 def test_a_key_imports_neither_torch_nor_hydra(tmp_path):
-    """Where the options are files, and where the keys are kept, it takes a tenth of a second."""
-    assert "trainer.max_epochs=" in offered("exp train trainer.")
+    """Of a choice of groups that nobody asked for before, either: it takes a seventh of a second."""
     code = (
         "import sys; from exp.completion import answer\n"
-        "for line in ('exp tr', 'exp train mod', 'exp train model=le', 'exp train trainer.max_ep'):\n"
+        "for line in ('exp tr', 'exp train mod', 'exp train model=le', 'exp train trainer.max_ep',\n"
+        "             'exp train experiment=gpt optimizer=sgd optimizer.mom', 'exp train data=wine runtime.matmul=',\n"
+        "             'exp train hooks=[gradients] ~hooks.', 'exp train +optimizer.own=3 optimizer.ow'):\n"
         "    assert answer('bash', '', line, ''), line\n"
         "print(sorted({'torch', 'lightning', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
     assert done.stdout == "[]\n"
 
 
-def test_the_keys_of_a_choice_are_made_ready_while_a_person_types(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_only_hydra_knows_is_made_ready_while_a_person_types(here, monkeypatch):
+    (here / "conf" / "local").mkdir(parents=True)
+    (here / "conf" / "local" / "default.yaml").write_text("# @package _global_\n# Mine\nvars: {a: &a {b: 1}, c: *a}\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here))
     line = [sys.executable, "-m", "exp", "completion", "answer", "bash", "le", "exp train model=le", ""]
     assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "lenet\n"
-    kept, ends = tmp_path / "exp" / "completion.json", time.monotonic() + 60
+    kept, ends = here / "exp" / "completion.json", time.monotonic() + 60
     while not kept.exists() and time.monotonic() < ends:
         time.sleep(0.05)
     before = kept.read_text()
     assert "conv1" in before
     assert "model.layers.conv1." in offered("exp train model=lenet model.layers.")
+    assert "vars.c.b=" in offered("exp train model=lenet vars.c.")
     assert kept.read_text() == before  # and nothing was composed
 
 

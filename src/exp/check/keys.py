@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
-from exp.config.reading import is_node
+from exp.config.plain_tree import is_node
 from exp.files import can_be_a_path
 from exp.shared_types import SPAN, Mode, Pruner, SampleDtype, Sampler, Stage
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from exp.config.annotations import EMPTY, is_array
-from exp.config.reading import UNKNOWN, is_node, leaves
+from exp.config.plain_tree import is_node, leaves
+from exp.config.reading import UNKNOWN
 from exp.errors import LIBRARIES
 
 SEQUENCES = (

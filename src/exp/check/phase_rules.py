@@ -13,7 +13,8 @@ from annotated_types import MinLen
 from exp.check.keys import Count, Node, Positive, Repeats, Text
 from exp.check.kinds import worded
 from exp.check.structure import kind_faults
-from exp.config.reading import UNKNOWN, Values, is_node
+from exp.config.plain_tree import is_node
+from exp.config.reading import UNKNOWN, Values
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
 

@@ -32,20 +32,8 @@ from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, frozen_yaml, read_frozen
 from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data
-from exp.config.reading import (
-    ACCELERATOR,
-    GPU,
-    UNKNOWN,
-    KeyPath,
-    Values,
-    are_referred,
-    changes,
-    is_node,
-    is_open,
-    leaves,
-    read,
-    with_changes,
-)
+from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leaves, with_changes
+from exp.config.reading import ACCELERATOR, GPU, UNKNOWN, Values, is_open, read
 from exp.config.resolvers import use_resolvers
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError

@@ -23,7 +23,8 @@ from exp.check.phase_rules import (
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data, has_module
-from exp.config.reading import UNKNOWN, Values, is_node
+from exp.config.plain_tree import is_node
+from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import nodes_in
 from exp.config.targets import resolve
 from exp.data.faults import share_faults

@@ -13,7 +13,7 @@ from typing import Any
 
 from exp.check.foreign import HIDDEN_NAMES, bounded
 from exp.config.annotations import EMPTY, evaluated
-from exp.config.reading import is_node
+from exp.config.plain_tree import is_node
 from exp.config.targets import resolve
 from exp.errors import LIBRARIES, ConfigError, MissingExtraError
 

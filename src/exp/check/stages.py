@@ -18,7 +18,8 @@ from exp.config.compose import composition_of, job_config
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
-from exp.config.reading import UNKNOWN, Reading, Values, leaves, read
+from exp.config.plain_tree import leaves
+from exp.config.reading import UNKNOWN, Reading, Values, read
 from exp.config.resolvers import resolver_faults
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, Fault

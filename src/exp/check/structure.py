@@ -14,7 +14,8 @@ from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION, OWN_GROUPS
 from exp.config.habits import cure_of_key, cure_of_value
 from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
-from exp.config.reading import UNKNOWN, Values, is_node, leaves
+from exp.config.plain_tree import is_node, leaves
+from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, number_meant, show

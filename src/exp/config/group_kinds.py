@@ -10,3 +10,5 @@ from __future__ import annotations
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
+# Nodes of a class that may be the user's own, which has its own words: the composed config says what is there.
+OF_CLASSES = (*ONE, *MANY, "module")

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.copying import copied
-from exp.config.group_kinds import AXIS, MANY, ONE
+from exp.config.group_kinds import AXIS, MANY, OF_CLASSES
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
 from exp.config.hydra_adapter import (
@@ -55,8 +55,6 @@ FORMS = {
     "shuffle": "shuffle(A,B) or shuffle(range(START,STOP))",
     "sort": "sort(A,B), with values that can be compared",
 }
-# Nodes of a class that may be the user's own, which has its own words: the composed config says what is there.
-OF_CLASSES = {*ONE, *MANY, "module"}
 # LightningCLI's subcommands.
 SUBCOMMANDS = {
     "fit": "Leave it out: exp.train trains",

@@ -9,13 +9,14 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from exp.config.plain_tree import is_node, leaves
 from exp.config.resolvers import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
@@ -112,62 +113,10 @@ def _with_texts(value: Any, raw: Any) -> Any:
     return value
 
 
-def is_node(value: Any) -> bool:
-    return isinstance(value, dict) and "_target_" in value
-
-
 def is_open(data: Mapping[str, object]) -> bool:
     """Whether a data node leaves something to the data: its inputs, by name or alone, or the number of outputs."""
     left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
     return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a plain tree with its value, inner nodes included, the root left out."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, child in items:
-        path = f"{key}.{name}" if key else str(name)
-        yield path, child
-        yield from leaves(child, path)
-
-
-# The names that lead to a value; a name may hold a dot, and be a number.
-KeyPath = tuple[Any, ...]
-
-
-def changes(before: Any, after: Any, path: KeyPath = ()) -> dict[KeyPath, Any] | None:
-    """The values by path that a plain tree has in the place of another's; None where one has other keys."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        if before.keys() != after.keys():
-            return None
-        found: dict[KeyPath, Any] = {}
-        for name, value in after.items():
-            inner = changes(before[name], value, (*path, name))
-            if inner is None:
-                return None
-            found |= inner
-        return found
-    if isinstance(before, dict) or isinstance(after, dict):
-        return None
-    return {} if before == after and type(before) is type(after) else {path: after}
-
-
-def are_referred(paths: Iterable[KeyPath], raw: Any) -> bool:
-    """Whether an interpolation in an unresolved tree may refer to one of some paths: one names its last word."""
-    texts = [value for _, value in leaves(raw) if isinstance(value, str) and "${" in value]
-    return any(str(path[-1]) in text for path in paths for text in texts)
-
-
-def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """A plain tree with other values, of paths that are there; what lies beside the paths is shared with the other."""
-    found = dict(plain)
-    for (*path, last), value in values.items():
-        node = found
-        for name in path:
-            node[name] = dict(node[name]) if isinstance(node[name], Mapping) else list(node[name])
-            node = node[name]
-        node[last] = value
-    return found
 
 
 class Values:

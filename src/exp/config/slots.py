@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.config.reading import is_node, leaves
+from exp.config.plain_tree import is_node, leaves
 from exp.errors import Fault
 
 MODULE = "torch.nn.Module"

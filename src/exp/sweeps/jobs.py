@@ -19,7 +19,8 @@ from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, literal
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.config.module_key import has_module
-from exp.config.reading import Unknown, Values, are_referred, plain_values, read, with_changes
+from exp.config.plain_tree import are_referred, with_changes
+from exp.config.reading import Unknown, Values, plain_values, read
 from exp.errors import ConfigError, Fault
 
 MAX_FAULTS = 30

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.check.plan import Plan, plan, refuse_other_data, resolve
 from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, shared_origin, take_directory
-from exp.config.reading import are_referred, changes, with_changes
+from exp.config.plain_tree import are_referred, changes, with_changes
 from exp.config.yaml_files import yaml_text
 from exp.construct import (
     build_network,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from exp.config.freeze import COMPOSITION
-from exp.config.reading import is_node
+from exp.config.plain_tree import is_node
 
 Plain = Mapping[str, Any]
 

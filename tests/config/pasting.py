@@ -21,7 +21,7 @@ VERB = re.compile(r"\b(?:[Ww]rite|[Aa]dd|[Oo]r|is) ")
 VALUE = re.compile(r"Write ((?:-?\d[\w.]*|null|true|false))(?: without quotes)?$")
 SPELLING = re.compile(r"Did you mean (\S+)\?")
 # What is said of a key that is not there, as of `optimizer.lrr=1`, and not of a value.
-OF_A_KEY = re.compile(r"no such|there is no (?!option)|no key|no parameter|.*begins with no key")
+OF_A_KEY = re.compile(r"no such|not a setting|there is no (?!option)|no key|no parameter|.*begins with no key")
 # A word of a page, such as resume=PATH, that nobody can type as it stands.
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")
 

@@ -162,6 +162,18 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
 
 def objective_is_not_empty(values: Values) -> Iterator[Fault]:
     if values["objective"] == {}:
+        overrides = values[f"{COMPOSITION}.overrides"]
+        removals = [
+            str(one) for one in (overrides if isinstance(overrides, list) else []) if str(one).startswith("~objective.")
+        ]
+        if removals:
+            key = removals[-1].removeprefix("~")
+            got, cure = (
+                "taken out, and no other term is left",
+                f"Leave {removals[-1]} out, or choose terms by objective=",
+            )
+            yield Fault(key=key, got=got, expected="one term at least", cure=cure)
+            return
         yield Fault(key="objective", got="no term", expected="at least one", cure="Add objective=[cross_entropy]")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, number_meant, show
 
+# A value that stands in a list without quotes.
+PLAIN_WORD = re.compile(r"[\w./-]+")
 KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
 # Of one repeat it is keys.Repeats, whose layers may be blocks of several.
 MAX_LAYERS = 100_000
@@ -56,7 +59,23 @@ def node_faults(name: str, plain: dict[str, Any]) -> list[Fault]:
 def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:
     """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
     if not fits(value, annotation, default):
-        yield value_fault(key, value, expected=worded(annotation, default), words=words_of(annotation))
+        fault = value_fault(key, value, expected=worded(annotation, default), words=words_of(annotation))
+        yield replace(fault, cure=_list_cure(key, value, annotation, default) or fault.cure)
+
+
+def _list_cure(key: str, value: Any, annotation: Any, default: Any) -> str | None:
+    """The cure of one value where a list of such is asked for; None where a list is not it, either."""
+    if isinstance(value, list | dict) or value is None or value is UNKNOWN:
+        return None
+    text = value if isinstance(value, str) else show(value)
+    if not PLAIN_WORD.fullmatch(text):
+        return None
+    if fits([value], annotation, default):
+        return f"Write {key}=[{text}]"
+    if fits([text], annotation, default):
+        return f"Write '{key}=[\"{text}\"]'"
+    near = nearest(text, words_of(annotation))
+    return f"Write {key}=[{near[0]}]" if near and fits([near[0]], annotation, default) else None
 
 
 def _key_faults(key: str, value: Any, annotation: Any) -> Iterator[Fault]:

@@ -11,13 +11,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from exp.command_clock import counting
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
 from exp.redaction import redacted, were_revealed
 
 log = logging.getLogger(__name__)
+Done = TypeVar("Done")
 
 # The attribute of a record of the log that says what could not be written.
 NOT_WRITTEN = "not_written"
@@ -142,12 +143,14 @@ def _checked_output() -> Iterator[None]:
         sys.stdout = before
 
 
-def exit_status(command: Callable[[], int], *, interrupted: str = "interrupted", fault: int | None = None) -> int:
+def exit_status(
+    command: Callable[[], Done], *, interrupted: str = "interrupted", fault: int | None = None
+) -> Done | int:
     """Run a command, and print on stderr what a user can mend.
 
     interrupted: what is said of a Ctrl-C that nothing else answered. fault: the status of every error of exp's; None
         leaves each its own.
-    Returns: the command's own status, or that of the error which ended it.
+    Returns: what the command returns, its own status; or that of the error which ended it.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # code of the user's own that crashes says where

@@ -39,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: 0; of status and stop 1 where none waits; 2 for a wrong command.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+    done = exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+    return done() if isinstance(done, warm_parent.Run) else done
 
 
-def _command(argv: Sequence[str]) -> int:
+def _command(argv: Sequence[str]) -> int | warm_parent.Run:
     arguments = parser().parse_args(argv)
     if arguments.what == "stop":
         return _stopped()
@@ -50,6 +51,8 @@ def _command(argv: Sequence[str]) -> int:
         return _shown()
     idle_seconds = _seconds(arguments.idle)
     waiting = warm_parent.start([*MODULES, *OF_A_COMMAND], idle_seconds=idle_seconds)
+    if isinstance(waiting, warm_parent.Run):
+        return waiting
     if waiting is not None:
         print(f"one waits already: process {waiting.pid}")
     else:

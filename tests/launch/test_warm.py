@@ -120,6 +120,30 @@ def test_the_one_command_is_taken_too_and_the_time_told_is_its_own(runtime, here
     assert waited - 0.1 < float(re.search(r"completed in ([\d.]+) s", output)[1]) < time.monotonic() - began + 0.1
 
 
+LEAVING = """
+import os
+import lightning.pytorch as pl
+
+class Kept:
+    def __del__(self):
+        os.write(1, b"taken apart\\n")
+
+KEPT = Kept()
+
+class Own(pl.Callback):
+    pass
+"""
+
+
+def test_objects_of_a_users_module_are_deleted_at_the_end_as_of_any_interpreter(runtime, here):
+    Path("own.py").write_text(LEAVING)
+    before = commands_of(runtime)
+    warm = started(runtime).communicate(timeout=SECONDS)[0]
+    assert commands_of(runtime) == before + 1
+    cold = started(runtime, "runtime.warm=false").communicate(timeout=SECONDS)[0]
+    assert [text.splitlines()[-1] for text in (cold, warm)] == ["taken apart"] * 2
+
+
 def test_a_second_parent_is_not_started_and_status_tells_of_the_first(runtime):
     again = manage(runtime)
     assert re.fullmatch(r"one waits already: process \d+\n", again.stdout)

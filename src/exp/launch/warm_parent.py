@@ -11,7 +11,6 @@ disk, it has one thread, and CUDA is not initialised: else a fork of it were ano
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -32,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from exp.command_clock import began_at, now, process_began
 from exp.errors import ExpError
@@ -131,12 +130,12 @@ def _asked(path: str, what: str) -> Mapping[str, Any] | None:
             return None
 
 
-def start(modules: Sequence[str], *, idle_seconds: float) -> WarmParent | None:
+def start(modules: Sequence[str], *, idle_seconds: float) -> WarmParent | Run | None:
     """Start the warm parent of commands with this process's conditions, and return once it waits.
 
     modules: what it imports. idle_seconds: how long it waits for a command before it ends.
-    Returns: the one that waits already, None where this call started it. In a process that has become the run of a
-        command it does not return.
+    Returns: the one that waits already, None where this call started it; in a process that has become the run of a
+        command, that, to be called where as few frames as can be hold what it leaves at its end.
     Raises: WarmParentError where it cannot be started.
     """
     if sys.platform != "linux":
@@ -155,15 +154,19 @@ def start(modules: Sequence[str], *, idle_seconds: float) -> WarmParent | None:
         ours, theirs = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.fork() == 0:
-            os.close(ours)
-            _live(path, under, modules, idle_seconds=idle_seconds, starter=theirs)
-        os.close(theirs)
-        with open(ours, "rb") as words:
-            said = words.read().decode()
+        is_parent = os.fork() == 0
+        os.close(ours if is_parent else theirs)
+        said = "" if is_parent else _all_of(ours)
+    if is_parent:
+        return _live(path, under, modules, idle_seconds=idle_seconds, starter=theirs)
     if said != READY:
         raise WarmParentError(said or "the warm parent ended while it was importing; what it said is above")
     return None
+
+
+def _all_of(pipe: int) -> str:
+    with open(pipe, "rb") as words:
+        return words.read().decode()
 
 
 @contextlib.contextmanager
@@ -176,10 +179,8 @@ def _only_one_starts(place: str) -> Iterator[None]:
         os.close(directory)
 
 
-def _live(
-    path: str, under: Mapping[str, Any], modules: Sequence[str], *, idle_seconds: float, starter: int
-) -> NoReturn:
-    """The parent's life, and that of the runs that are forked from it."""
+def _live(path: str, under: Mapping[str, Any], modules: Sequence[str], *, idle_seconds: float, starter: int) -> Run:
+    """The parent's life. Returns: in a process that is to become a run, that; in the parent it does not return."""
     run = None
     try:
         os.setsid()
@@ -201,9 +202,9 @@ def _live(
         _tell(starter, str(error))
     except Exception:
         traceback.print_exc()
-    if run is not None:
-        run()
-    os._exit(0)
+    if run is None:
+        os._exit(0)
+    return run
 
 
 def _beginning_of(pid: int) -> float:
@@ -386,7 +387,7 @@ def _keep(
     if run == 0:
         os.setpgid(0, 0)
         end_with_parent(keeper)
-        return Run.like(request, descriptors, connection, imported)
+        return Run(request, descriptors, connection, imported)
     with suppress(OSError):  # it has done so itself, and gone on to another program
         os.setpgid(run, run)
     for descriptor in descriptors:
@@ -423,22 +424,45 @@ def _watch(connection: socket.socket, run: int) -> None:
         signal.sigtimedwait(WAKING, 60.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
-    """A process that is as a fresh interpreter which was asked for a command, but that it has imported much already."""
+    """A process that is to be as a fresh interpreter which was asked for a command, but has imported much already."""
 
-    module: str
-    blocked: frozenset[int]
+    request: Mapping[str, Any]
+    descriptors: Sequence[int]
+    connection: socket.socket
     imported: Imported
 
-    @classmethod
-    def like(
-        cls, request: Mapping[str, Any], descriptors: Sequence[int], connection: socket.socket, imported: Imported
-    ) -> Run:
-        """Make this process like the one that asked; where that cannot be, let that one go on by itself."""
+    def __call__(self) -> int:
+        """Run the command.
+
+        Returns: the exit status where the interpreter has to end this process: it takes apart what was imported once
+            no frame holds it any more. Else this ends it.
+        """
+        self._become_like_it()
+        status, signum = 1, None
         try:
-            with connection:
-                channel = _take_descriptors(request["descriptors"], descriptors, connection)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.request["blocked"])
+            # Private to Python, and tested: what `python -m` itself calls.
+            vars(runpy)["_run_module_as_main"](self.request["module"])
+            status = 0
+        except SystemExit as error:
+            if error.code is None or isinstance(error.code, int):
+                status = error.code or 0
+            else:
+                print(error.code, file=sys.stderr)
+        except BaseException as error:
+            trace = error.__traceback__
+            sys.excepthook(type(error), error, None if trace is None else trace.tb_next)
+            signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
+        return self._ended(status, signum)
+
+    def _become_like_it(self) -> None:
+        """Make this process like the one that asked; where that cannot be, let that one go on by itself."""
+        request = self.request
+        try:
+            with self.connection:
+                channel = _take_descriptors(request["descriptors"], self.descriptors, self.connection)
             os.umask(request["umask"])
             if os.getpriority(os.PRIO_PROCESS, 0) != request["nice"]:
                 os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
@@ -447,34 +471,14 @@ class Run:
                     resource.setrlimit(kind, limit)
             _open_streams(is_unbuffered=request["unbuffered"])
             _take_words(request)
-            imported.set_variables()
+            self.imported.set_variables()
             _answer_signals(request["ignored"])
             os.write(channel, MESSAGE.pack(Reply.RUNNING, 0))
             os.close(channel)
         except (OSError, ValueError):
             os._exit(1)  # of which the command hears before a word of a run
-        return cls(module=request["module"], blocked=frozenset(request["blocked"]), imported=imported)
 
-    def __call__(self) -> NoReturn:
-        """Run the command, and end this process as the interpreter would."""
-        status, signum = 1, None
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-            # Private to Python, and tested: what `python -m` itself calls.
-            vars(runpy)["_run_module_as_main"](self.module)
-            status = 0
-        except SystemExit as error:
-            if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
-            else:
-                status = error.code or 0
-        except BaseException as error:
-            trace = error.__traceback__
-            sys.excepthook(type(error), error, None if trace is None else trace.tb_next)
-            signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
-        self._end(status, signum)
-
-    def _end(self, status: int, signum: int | None) -> NoReturn:
+    def _ended(self, status: int, signum: int | None) -> int:
         """What an interpreter does at its end takes 0.2 s, most of it in taking modules apart that are torch's."""
         try:
             vars(threading)["_shutdown"]()  # private to Python, and tested: waits for threads
@@ -487,10 +491,10 @@ class Run:
         if signum is not None:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        if not is_plain:
-            gc.unfreeze()
-            ctypes.pythonapi.Py_Exit(status)  # a module of the user's may do something where it is taken apart
-        os._exit(status)
+        if is_plain:
+            os._exit(status)
+        gc.unfreeze()  # a module of the user's may do something where it is taken apart
+        return status
 
 
 def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], connection: socket.socket) -> int:

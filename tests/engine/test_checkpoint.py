@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import runpy
+import shutil
 import signal
 import zipfile
 from pathlib import Path
@@ -22,7 +23,9 @@ from torch import nn
 
 from exp.engine.checkpoint import (
     AtomicCheckpointIO,
+    ThreadedCheckpointIO,
     copy_checkpoint,
+    packed,
     read_checkpoint,
     require_plain,
 )
@@ -206,6 +209,32 @@ class Monitor(Callback):
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.callback_metrics["loss/val"] = torch.tensor(self.values[trainer.current_epoch])
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_directory_that_goes_while_a_file_in_it_is_written_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    rename, path = Path.replace, tmp_path / "checkpoints" / "last.ckpt"
+    moved = []
+
+    def replace(partial: Path, target: Path) -> Path:
+        if not moved:
+            moved.append(rename(path.parent, tmp_path / "moved"))
+        return rename(partial, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    state = {"state_dict": {"weight": torch.arange(6.0)}}
+    io = ThreadedCheckpointIO()
+    io.write(state if is_large else packed(state), path)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], torch.arange(6.0))
+    assert not list(path.parent.glob(".*"))
+    # What goes before it is copied leaves no copy, and is no reason to stop.
+    shutil.rmtree(path.parent)
+    io.copy_checkpoint(path, path.with_name("best.ckpt"))
+    io.save_checkpoint(state, path)
+    io.settle()
+    assert [one.name for one in path.parent.iterdir()] == ["last.ckpt"]
 
 
 def test_the_best_is_the_smallest_and_never_a_nan(tmp_path: Path, small_run: ModuleType) -> None:

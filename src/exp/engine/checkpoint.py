@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, cast
 
@@ -36,6 +36,8 @@ NUMBERS = frozenset({bool, int, float, type(None)})
 PACKED_BYTES = 16 * 2**20
 # Where nobody says whether a thread writes: the largest state that is copied for it, of which two may wait.
 LARGEST_COPY = 2**30
+# How often a file is begun whose directory somebody removes under it.
+ATTEMPTS = 3
 # Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
 CURRENT = "current_model_state"
 # What a checkpoint holds, by name: tensors and plain values, nested as they are.
@@ -71,8 +73,21 @@ class AtomicCheckpointIO(CheckpointIO):
         self.write(packed(checkpoint) if bytes_of(checkpoint) <= PACKED_BYTES else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
-        """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file.
+
+        A directory that somebody removes meanwhile is made anew.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._write(checkpoint, path)
+            except FileNotFoundError:
+                if attempt == ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _write(self, checkpoint: State | bytes, path: Path) -> None:
         if isinstance(checkpoint, bytes):
             write_whole(path, checkpoint, is_synced=self._is_synced)
             return
@@ -165,7 +180,12 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
         self._submit(super().remove_checkpoint, path)
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        self._submit(super().copy_checkpoint, source, target)
+        self._submit(self._copy, source, target)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        # Where somebody has removed the file, or its directory, the copy is missed as others are that were removed.
+        with suppress(FileNotFoundError):
+            super().copy_checkpoint(source, target)
 
     @property
     def is_idle(self) -> bool:

@@ -161,20 +161,15 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
 
 
 def objective_is_not_empty(values: Values) -> Iterator[Fault]:
-    if values["objective"] == {}:
-        overrides = values[f"{COMPOSITION}.overrides"]
-        removals = [
-            str(one) for one in (overrides if isinstance(overrides, list) else []) if str(one).startswith("~objective.")
-        ]
-        if removals:
-            key = removals[-1].removeprefix("~")
-            got, cure = (
-                "taken out, and no other term is left",
-                f"Leave {removals[-1]} out, or choose terms by objective=",
-            )
-            yield Fault(key=key, got=got, expected="one term at least", cure=cure)
-            return
-        yield Fault(key="objective", got="no term", expected="at least one", cure="Add objective=[cross_entropy]")
+    if values["objective"] != {}:
+        return
+    overrides = values[f"{COMPOSITION}.overrides"]
+    removals = [] if overrides is UNKNOWN else [text for text in map(str, overrides) if text.startswith("~objective.")]
+    if removals:
+        got, cure = f"its only term is taken out by {removals[-1]}", f"Leave {removals[-1]} out of the command"
+    else:
+        got, cure = "no term", "Add objective=[cross_entropy]"
+    yield Fault(key="objective", got=got, expected="at least one", cure=cure)
 
 
 def names_make_tags_of_their_own(values: Values) -> Iterator[Fault]:

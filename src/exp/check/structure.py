@@ -59,8 +59,8 @@ def node_faults(name: str, plain: dict[str, Any]) -> list[Fault]:
 def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:
     """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
     if not fits(value, annotation, default):
-        fault = value_fault(key, value, expected=worded(annotation, default), words=words_of(annotation))
-        yield replace(fault, cure=_list_cure(key, value, annotation, default) or fault.cure)
+        cure = _list_cure(key, value, annotation, default)
+        yield value_fault(key, value, expected=worded(annotation, default), words=words_of(annotation), cure=cure)
 
 
 def _list_cure(key: str, value: Any, annotation: Any, default: Any) -> str | None:
@@ -95,9 +95,9 @@ def _module_cure(name: str) -> str:
     return f"Write conf/module/{name}.yaml with its _target_, beside your code; or 'module={{_target_: mine.LitNet}}'"
 
 
-def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = ()) -> Fault:
-    """One wrong value, with the cure that its look suggests."""
-    cure = cure_of_value(key, value) or (did_you_mean(value, words) if isinstance(value, str) else None)
+def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = (), cure: str | None = None) -> Fault:
+    """One wrong value, with the cure of a habit, else the one that is given, else the one that its look suggests."""
+    cure = cure_of_value(key, value) or cure or (did_you_mean(value, words) if isinstance(value, str) else None)
     if (
         cure is None
         and isinstance(value, float)

@@ -12,3 +12,11 @@ MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
 # Nodes of a class that may be the user's own, which has its own words: the composed config says what is there.
 OF_CLASSES = (*ONE, *MANY, "module")
+
+
+def is_flat_entry(config_path: str, content: object) -> bool:
+    """Whether a file of a group of many holds one entry itself, as options of Hydra's own groups do: named as it is."""
+    group = config_path.partition("/")[0]
+    if group not in MANY or not isinstance(content, dict):
+        return False
+    return "_target_" in content or (group == "phases" and isinstance(content.get("terms"), list))

@@ -49,7 +49,7 @@ from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.copying import copied
-from exp.config.group_kinds import MANY, ONE
+from exp.config.group_kinds import ONE, is_flat_entry
 from exp.config.habits import cure_of_key
 from exp.config.reading import secrets_kept
 from exp.config.resolvers import use_resolvers
@@ -125,7 +125,7 @@ class BoundedFileSource(FileConfigSource):
             )])  # fmt: skip
         with file.open(encoding="utf-8") as opened:
             header = ConfigSource._get_header_dict(_headers(opened.read(MOST_HEADER)))
-        if header["package"] is None and _is_flat_entry(config_path, content):
+        if header["package"] is None and is_flat_entry(config_path, content):
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
             header["package"] = f"{group.partition('/')[0]}.{option}"
         try:
@@ -406,14 +406,6 @@ def _headers(text: str) -> str:
     """The lines `# @package ...` among the comments that a file begins with: Hydra takes the very first line alone."""
     comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.splitlines())
     return "\n".join(line for line in comments if HEADER.match(line))
-
-
-def _is_flat_entry(config_path: str, content: object) -> bool:
-    """Whether a file of a group of many holds one entry itself, as options of Hydra's own groups do: named as it is."""
-    group = config_path.partition("/")[0]
-    if group not in MANY or not isinstance(content, dict):
-        return False
-    return "_target_" in content or (group == "phases" and isinstance(content.get("terms"), list))
 
 
 def declare_parameter(config: DictConfig, override: Override) -> None:

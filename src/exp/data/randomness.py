@@ -10,7 +10,7 @@ import functools
 import hashlib
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,7 +22,7 @@ from exp.shared_types import Stage
 
 def seed_for(*parts: int | str) -> int:
     """A number of 64 bits that is a function of the parts, in every process and on every version of Python."""
-    return _number(_plain(parts))
+    return int.from_bytes(_digest(parts, size=8), "little")
 
 
 def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()) -> None:
@@ -37,9 +37,7 @@ def step_seed(
     *, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()
 ) -> int:
     """The number that `reseed` starts the generators from."""
-    # As seed_for has it, all of an epoch's steps beginning alike.
-    places = "".join([f", {operator.index(place)}" for place in turn]) if turn else ""
-    return _number(f"{_beginning(seed, stage, rank, epoch)}{operator.index(batch)}{places}]".encode())
+    return seed_for(seed, stage, rank, epoch, batch, *turn)
 
 
 def reseed_sample(*, seed: int, epoch: int, index: int, stage: Stage = "train") -> None:
@@ -74,8 +72,8 @@ def permutation(*, seed: int, epoch: int, length: int) -> Tensor:
 
 def sample_generator(*, seed: int, epoch: int, index: int) -> np.random.Generator:
     """A generator of its own for one sample of one epoch. About 15 us."""
-    key = hashlib.blake2b(_plain((seed, "sample", epoch, index)), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    key = int.from_bytes(_digest((seed, "sample", epoch, index), size=16), "little")
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 @contextmanager
@@ -90,19 +88,10 @@ def preserve_generators() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
 
 
-def _plain(parts: Sequence[int | str]) -> bytes:
+def _digest(parts: tuple[int | str, ...], *, size: int) -> bytes:
     # operator.index makes NumPy's integers plain and refuses floats, whose repr is no promise.
-    return repr([part if isinstance(part, str) else operator.index(part) for part in parts]).encode()
-
-
-def _number(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-@functools.lru_cache(maxsize=16, typed=True)
-def _beginning(*parts: int | str) -> str:
-    """The text of these parts and of others behind them, up to the first of those."""
-    return _plain(parts).decode().removesuffix("]") + ", "
+    plain = [part if isinstance(part, str) else operator.index(part) for part in parts]
+    return hashlib.blake2b(repr(plain).encode(), digest_size=size).digest()
 
 
 def _seed_generators(value: int) -> None:

@@ -149,7 +149,7 @@ class Gradients(Hook):
 
     def due(self, index: int) -> bool:
         """Whether any of the periods has come."""
-        return has_come(self.every_n_steps, index) or any(has_come(getattr(self, one), index) for one in PERIODS)
+        return any(has_come(getattr(self, period), index) for period in PERIODS)
 
     def idle_at(self, index: int) -> frozenset[str]:
         return self._idle[has_come(self.update_ratio_every_n_steps, index)]

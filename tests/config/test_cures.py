@@ -32,8 +32,9 @@ SWITCHES = ("runtime.", "print_config", "trainer.enable", "checkpoint.save", "st
 RESTS = {"model.optimizer.": "weight_decay", "datamodule.": "batch_size", "optim.": "lr"}
 # What a command alone cannot have: a file, a cluster, a task of another kind. Their own answers say so.
 LAST = {
-    "resume": "a checkpoint file that is there", "objective.mse": "10 classes", "objective.huber": "10 classes",
-    "objective.l1": "10 classes", "metrics.rmse": "10 classes", "hydra.launcher.cluster": "submit to SLURM",
+    "resume": "a checkpoint file that is there", "hydra.launcher.cluster": "submit to SLURM",
+    "objective.mse.loss._target_": "10 classes", "objective.huber.loss._target_": "10 classes",
+    "objective.l1.loss._target_": "10 classes", "metrics.rmse._target_": "10 classes",
     "hydra/launcher": "a sweep, whose jobs it carries",
 }  # fmt: skip
 

@@ -430,13 +430,13 @@ def task_fits_data(values: Values) -> Iterator[Fault]:
     for name, term in values.entries("objective").items():
         if not _reads_target(term):
             continue
-        loss = term.get("loss", term)
+        key, loss = (f"objective.{name}.loss", term["loss"]) if "loss" in term else (f"objective.{name}", term)
         target = str(loss.get("_target_")) if isinstance(loss, dict) else ""
         last = target.rpartition(".")[2]
         if is_regression and last in CLASS_LOSSES:
-            yield _misfit(f"objective.{name}", target, "a loss of numbers", "objective=[mse]")
+            yield _misfit(key, target, "a loss of numbers", "objective=[mse]")
         elif is_classification and last in NUMBER_LOSSES:
-            yield _misfit(f"objective.{name}", target, f"a loss of {classes} classes", "objective=[cross_entropy]")
+            yield _misfit(key, target, f"a loss of {classes} classes", "objective=[cross_entropy]")
     for name, metric in values.entries("metrics").items():
         if not _reads_target(metric):
             continue
@@ -462,10 +462,13 @@ def _reads_target(node: Mapping[str, Any]) -> bool:
     return "target" in inputs.values() if isinstance(inputs, dict) else node.get("target", "target") == "target"
 
 
-def _misfit(key: str, target: str, expected: str, choice: str) -> Fault:
+def _misfit(node: str, target: str, expected: str, choice: str) -> Fault:
     kind = "class numbers" if "classes" in expected else "numbers"
     return Fault(
-        key=key, got=target, expected=f"{expected}: the targets of this data set are {kind}", cure=f"Write {choice}"
+        key=f"{node}._target_",
+        got=target,
+        expected=f"{expected}: the targets of this data set are {kind}",
+        cure=f"Write {choice}",
     )
 
 

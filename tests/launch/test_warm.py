@@ -135,6 +135,16 @@ class Own(pl.Callback):
 """
 
 
+NAMING = """
+import multiprocessing.spawn, os, sys
+import lightning.pytorch as pl
+
+class Own(pl.Callback):
+    def on_fit_start(self, *_):
+        print("called", sys.executable, os.fsdecode(multiprocessing.spawn.get_executable()))
+"""
+
+
 def test_objects_of_a_users_module_are_deleted_at_the_end_as_of_any_interpreter(runtime, here):
     Path("own.py").write_text(LEAVING)
     before = commands_of(runtime)
@@ -142,6 +152,19 @@ def test_objects_of_a_users_module_are_deleted_at_the_end_as_of_any_interpreter(
     assert commands_of(runtime) == before + 1
     cold = started(runtime, "runtime.warm=false").communicate(timeout=SECONDS)[0]
     assert [text.splitlines()[-1] for text in (cold, warm)] == ["taken apart"] * 2
+
+
+def test_a_command_may_call_its_interpreter_by_another_of_its_names(runtime, here):
+    names = [Path(sys.executable).with_name(name) for name in ("python", "python3")]
+    other = next((path for path in names if path != Path(sys.executable) and path.exists()), None)
+    if other is None:
+        pytest.skip("this interpreter has one name")
+    Path("own.py").write_text(NAMING)
+    before = commands_of(runtime)
+    line = [str(other), "-m", "exp.train", *SHORT]
+    done = subprocess.run(line, env=environment(runtime), capture_output=True, text=True, check=True)
+    assert commands_of(runtime) == before + 1
+    assert f"called {other} {other}\n" in done.stdout
 
 
 def test_a_second_parent_is_not_started_and_status_tells_of_the_first(runtime):

@@ -99,8 +99,10 @@ def _is_private(path: str) -> bool:
 
 def conditions() -> dict[str, Any]:
     """What a command and the warm parent that runs it must have in common, of plain types."""
+    # An environment has its interpreter under several names; which of them was typed is told in the request.
+    executable = os.path.dirname(sys.executable), os.path.realpath(sys.executable)
     found: dict[str, Any] = {
-        "Python": (sys.version, sys.executable, sys.prefix, sys.base_prefix, sys.pycache_prefix, __file__),
+        "Python": (sys.version, executable, sys.prefix, sys.base_prefix, sys.pycache_prefix, __file__),
         "flags of Python": (tuple(sys.flags), tuple(sys.warnoptions), tuple(sorted(sys._xoptions.items()))),
         "sys.path": tuple(sys.path),
         "root directory": _identity("/"),
@@ -279,6 +281,7 @@ def _is_taken(
         "module": module,
         "argv": list(sys.argv),
         "orig_argv": list(sys.orig_argv),
+        "executable": sys.executable,
         "environment": dict(os.environ),
         # Of python -u, which is no flag that can be asked for.
         "unbuffered": bool(getattr(sys.stdout, "write_through", False)),

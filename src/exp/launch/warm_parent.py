@@ -16,6 +16,7 @@ import fcntl
 import gc
 import importlib
 import io
+import multiprocessing
 import os
 import resource
 import runpy
@@ -544,6 +545,8 @@ def _open_streams(*, is_unbuffered: bool) -> None:
 def _take_words(request: Mapping[str, Any]) -> None:
     """The command line, the environment, and what was read of it or drawn once for all."""
     sys.argv, sys.orig_argv[:] = request["argv"], request["orig_argv"]
+    sys.executable = request["executable"]
+    multiprocessing.set_executable(sys.executable)  # which it keeps from its import
     became(request["orig_argv"], request["environment"])
     began_at(request["began"])
     os.environ.clear()

@@ -232,7 +232,7 @@ def _rich(
 
     header, cells, left_out = _fitted(header, cells, width=width)
     if left_out:
-        title = f"{title}; no room for {', '.join(left_out)}"
+        title = f"{title}; columns that the screen has no room for: {', '.join(left_out)}"
     table = Table(title=title, title_justify="left")
     for name in header:
         table.add_column(name, overflow="fold")

@@ -131,7 +131,9 @@ class Kept:
 KEPT = Kept()
 
 class Own(pl.Callback):
-    pass
+    # By which what exp keeps of the class leads to the module.
+    def __init__(self, what):
+        self.what = what
 """
 
 
@@ -147,6 +149,7 @@ class Own(pl.Callback):
 
 def test_objects_of_a_users_module_are_deleted_at_the_end_as_of_any_interpreter(runtime, here):
     Path("own.py").write_text(LEAVING)
+    Path("conf/callbacks/own.yaml").write_text(f"{OWN_YAML}  what: nothing\n")
     before = commands_of(runtime)
     warm = started(runtime).communicate(timeout=SECONDS)[0]
     assert commands_of(runtime) == before + 1

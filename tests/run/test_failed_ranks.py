@@ -51,10 +51,14 @@ class Takes(Callback):
         self.what = what
 
     def on_train_batch_end(self, trainer, *_):
-        trainer.strategy.checkpoint_io.settle()  # what is being written would come into its place
         run = Path(trainer.default_root_dir)
-        if trainer.global_step == 3 and trainer.is_global_zero:
-            run.rename(f"{run}-moved") if self.what == "run" else shutil.rmtree(run / self.what)
+        if trainer.global_step != 3 or not trainer.is_global_zero:
+            return
+        if self.what == "run":
+            run.rename(f"{run}-moved")
+        else:
+            trainer.strategy.checkpoint_io.settle()  # else what is being written takes its place
+            shutil.rmtree(run / self.what)
 """
 
 

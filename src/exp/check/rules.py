@@ -430,7 +430,8 @@ def task_fits_data(values: Values) -> Iterator[Fault]:
     for name, term in values.entries("objective").items():
         if not _reads_target(term):
             continue
-        key, loss = (f"objective.{name}.loss", term["loss"]) if "loss" in term else (f"objective.{name}", term)
+        key = f"objective.{name}.loss" if "loss" in term else f"objective.{name}"
+        loss = term.get("loss", term)
         target = str(loss.get("_target_")) if isinstance(loss, dict) else ""
         last = target.rpartition(".")[2]
         if is_regression and last in CLASS_LOSSES:

@@ -14,9 +14,15 @@ AXIS = ("experiment", "debug", "precision", "local", "module")
 OF_CLASSES = (*ONE, *MANY, "module")
 
 
-def is_flat_entry(config_path: str, content: object) -> bool:
-    """Whether a file of a group of many holds one entry itself, as options of Hydra's own groups do: named as it is."""
-    group = config_path.partition("/")[0]
+def package_of_flat(config_path: str, content: object) -> str | None:
+    """Where a file of a group of many that holds one entry itself stands: under its own name.
+
+    Options of Hydra's own groups are written so. config_path: with the ending or without.
+    Returns: None of any other file.
+    """
+    folder, _, option = config_path.removesuffix(".yaml").rpartition("/")
+    group = folder.partition("/")[0]
     if group not in MANY or not isinstance(content, dict):
-        return False
-    return "_target_" in content or (group == "phases" and isinstance(content.get("terms"), list))
+        return None
+    is_entry = "_target_" in content or (group == "phases" and isinstance(content.get("terms"), list))
+    return f"{group}.{option}" if is_entry else None

@@ -49,7 +49,7 @@ from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.copying import copied
-from exp.config.group_kinds import ONE, is_flat_entry
+from exp.config.group_kinds import ONE, package_of_flat
 from exp.config.habits import cure_of_key
 from exp.config.reading import secrets_kept
 from exp.config.resolvers import use_resolvers
@@ -125,9 +125,8 @@ class BoundedFileSource(FileConfigSource):
             )])  # fmt: skip
         with file.open(encoding="utf-8") as opened:
             header = ConfigSource._get_header_dict(_headers(opened.read(MOST_HEADER)))
-        if header["package"] is None and is_flat_entry(config_path, content):
-            group, _, option = config_path.removesuffix(".yaml").rpartition("/")
-            header["package"] = f"{group.partition('/')[0]}.{option}"
+        if header["package"] is None:
+            header["package"] = package_of_flat(config_path, content)
         try:
             config = OmegaConf.create({} if content is None else content)
         except OmegaConfBaseException as error:

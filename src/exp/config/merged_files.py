@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from exp.config.group_kinds import AXIS, MANY, OF_CLASSES, is_flat_entry
+from exp.config.group_kinds import AXIS, MANY, OF_CLASSES, package_of_flat
 from exp.config.habits import cure_of_key
 
 # More than any config asks for: such a defaults list leads back to itself.
@@ -158,8 +158,8 @@ def _file(path: str, file: str) -> File:
         raise NeedsHydra
     comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.splitlines())
     headers = [found[1] for line in comments if (found := HEADER.match(line))]
-    if not headers and is_flat_entry(path, content):
-        headers = [f"{path.partition('/')[0]}.{path.rpartition('/')[2]}"]
+    if not headers and (package := package_of_flat(path, content)):
+        headers = [package]
     if len(headers) > 1 or not all(map(PACKAGE.fullmatch, headers)):
         raise NeedsHydra
     header = None if not headers else headers[0] if headers[0].startswith("_global_") else f"_global_.{headers[0]}"

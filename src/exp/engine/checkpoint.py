@@ -113,8 +113,12 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        """Copy a file that was saved, whole or not at all."""
-        copy_checkpoint(source, target)
+        """Copy a file that was saved, whole or not at all.
+
+        Where somebody has removed it, there is no copy either, and Checkpointing misses that as any that was removed.
+        """
+        with suppress(FileNotFoundError):
+            copy_checkpoint(source, target)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
@@ -180,12 +184,7 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
         self._submit(super().remove_checkpoint, path)
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        self._submit(self._copy, source, target)
-
-    def _copy(self, source: Path, target: Path) -> None:
-        # Where somebody has removed the file, or its directory, the copy is missed as others are that were removed.
-        with suppress(FileNotFoundError):
-            super().copy_checkpoint(source, target)
+        self._submit(super().copy_checkpoint, source, target)
 
     @property
     def is_idle(self) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output
 
 if TYPE_CHECKING:
@@ -58,4 +59,4 @@ def _command(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

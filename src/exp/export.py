@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from exp.errors import ConfigError, Fault
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.spelling import among
 
@@ -121,4 +122,4 @@ def read_dimensions(text: str | None) -> Mapping[str, Mapping[int, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, outliving_output
 
 if TYPE_CHECKING:
@@ -340,4 +341,4 @@ def guessed(fitting: Sequence[Trial], limit: int | None) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

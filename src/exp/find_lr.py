@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, outliving_output
 
 if TYPE_CHECKING:
@@ -169,4 +170,4 @@ def rates_with(optimizer: Mapping[str, Any], rate: float, *, own: float) -> dict
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

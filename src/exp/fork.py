@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
@@ -196,4 +197,4 @@ def _set_rate(group: dict[str, Any], schedules: Sequence[State], place: int, *, 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, one_line
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
@@ -160,4 +161,4 @@ def _unfit(error: Exception, inputs: Sequence[str]) -> ConfigError:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

@@ -10,11 +10,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar, cast
 
 from exp.command_clock import counting
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
+from exp.lighter_imports import without_collection
 from exp.redaction import redacted, were_revealed
 
 log = logging.getLogger(__name__)
@@ -210,9 +211,14 @@ def passing_line(words: str) -> Iterator[None]:
         stream.flush()
 
 
-def loading_torch() -> AbstractContextManager[None]:
+@contextmanager
+def loading_torch() -> Iterator[None]:
     """Say so on a terminal while torch is imported, for it takes seconds; where it is there already, nothing."""
-    return nullcontext() if "torch" in sys.modules else passing_line("loading torch")
+    if "torch" in sys.modules:
+        yield
+        return
+    with passing_line("loading torch"), without_collection():
+        yield
 
 
 def lost_streams() -> list[Outlived]:

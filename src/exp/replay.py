@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
@@ -278,4 +279,4 @@ def _window(file: StepFile, module: TrainingModule, *, device: torch.device) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault
 from exp.export import OF_A_RUN, keys_of_a_run, options_of_a_run, words_of_a_run
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
 
@@ -170,4 +171,4 @@ def _number(name: str, text: str | None, otherwise: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

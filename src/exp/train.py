@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, Fault
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output
 
 if TYPE_CHECKING:
@@ -183,4 +184,4 @@ def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

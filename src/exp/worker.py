@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exp.launch.lifecycle import live
+from exp.lighter_imports import without_collection
 from exp.strategies.rank import Rank
 
 
@@ -36,11 +37,12 @@ def work(
     allow: the packages that whoever started this rank trusts; what the run directory says of that is not believed.
     Raises: ConfigError where it asks for others.
     """
-    from exp.check.plan import Plan
-    from exp.config.env_file import load_env_file
-    from exp.config.freeze import refuse_more_than
-    from exp.run import run
-    from exp.strategies.process_group import join
+    with without_collection():
+        from exp.check.plan import Plan
+        from exp.config.env_file import load_env_file
+        from exp.config.freeze import refuse_more_than
+        from exp.run import run
+        from exp.strategies.process_group import join
 
     refuse_more_than(allow, directory)
     load_env_file([directory / "config.yaml"])

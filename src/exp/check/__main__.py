@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
@@ -126,4 +127,4 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output, unwritable
 
 if TYPE_CHECKING:
@@ -280,4 +281,4 @@ def _words(part: PartSurvey, name: str, label: Tensor) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

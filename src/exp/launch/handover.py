@@ -30,6 +30,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from exp.command_clock import process_began
+from exp.interpreter_exit import is_program
 
 # Of the interpreter that takes the place of a run whose config says runtime.warm=false.
 COLD = "EXP_COLD"
@@ -239,8 +240,7 @@ def _is_a_fresh_command(module: str) -> bool:
         sys.platform == "linux"
         and "torch" not in sys.modules
         and _is_called_so(module, words)
-        and sys.gettrace() is None
-        and sys.getprofile() is None
+        and is_program()
         and not any(word.lstrip("+").startswith(SWITCH) and not word.endswith("=auto") for word in words)
     )
 

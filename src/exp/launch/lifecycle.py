@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import logging
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from exp.errors import Interrupted
+from exp.interpreter_exit import run_exit_functions
 from exp.launch.failure import UNWRITABLE, Failure, failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.output import outliving_output
@@ -56,11 +56,6 @@ def leave(status: int) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
-
-
-def run_exit_functions() -> None:
-    """Do what was registered for the exit of this process."""
-    atexit._run_exitfuncs()  # private to Python, and tested (3.11)
 
 
 def _status_of(body: Callable[[Rank], None]) -> int:

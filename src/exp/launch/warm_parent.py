@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
-import gc
 import importlib
 import io
 import multiprocessing
@@ -24,7 +23,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -36,6 +34,7 @@ from typing import Any
 
 from exp.command_clock import began_at, now, process_began
 from exp.errors import ExpError
+from exp.interpreter_exit import SITES, finish, without_teardown
 from exp.launch.handover import (
     MESSAGE,
     SECONDS,
@@ -50,12 +49,10 @@ from exp.launch.handover import (
     receive,
     send,
 )
-from exp.launch.lifecycle import end_with_parent, run_exit_functions
+from exp.launch.lifecycle import end_with_parent
 from exp.launch.zygote import is_single_threaded, may_fork, preload
 from exp.output import outliving_output
 
-# Where the system installs packages: what is imported from elsewhere may be the user's own.
-SITES = ("site-packages", "dist-packages")
 # What a keeper wakes up at: the end of the run, and a word of the command.
 WAKING = (signal.SIGCHLD, signal.SIGIO)
 
@@ -297,13 +294,6 @@ class Imported:
             _stamp(path) == stamp for path, stamp in self.files.items()
         )
 
-    def is_beside_foreign_code(self) -> bool:
-        """Whether something was imported since that was not installed, such as a module of the user's."""
-        new = (sys.modules[name] for name in tuple(sys.modules) if name not in self.modules)
-        paths = [str(path) for module in new if (path := getattr(module, "__file__", None))]
-        own = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__))
-        return any(not path.startswith(own) and not set(SITES) & set(path.split(os.sep)) for path in paths)
-
 
 def _stamp(path: str) -> Stamp:
     try:
@@ -480,22 +470,11 @@ class Run:
             os._exit(1)  # of which the command hears before a word of a run
 
     def _ended(self, status: int, signum: int | None) -> int:
-        """What an interpreter does at its end takes 0.2 s, most of it in taking modules apart that are torch's."""
-        try:
-            vars(threading)["_shutdown"]()  # private to Python, and tested: waits for threads
-            run_exit_functions()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            is_plain = not self.imported.is_beside_foreign_code()
-        except (OSError, ValueError, KeyboardInterrupt):  # of which the interpreter tells
-            is_plain = False
         if signum is not None:
+            finish()
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        if is_plain:
-            os._exit(status)
-        gc.unfreeze()  # a module of the user's may do something where it is taken apart
-        return status
+        return without_teardown(status)
 
 
 def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], connection: socket.socket) -> int:

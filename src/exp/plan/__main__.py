@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, RunError
+from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output, unwritable
 from exp.spelling import did_you_mean, nearest
 
@@ -268,4 +269,4 @@ def _write_picture(plan: Plan, estimator: Estimator, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_teardown(main()))

@@ -1,6 +1,6 @@
 """What a whole command costs, imports and end included: exp beside a script by hand, Lightning and its template.
 
-    python benchmarks/command.py [costs shares epoch_end] [--epochs 1,10,60,300] [--networks mlp,lenet]
+    python benchmarks/command.py [costs shares epoch_end] [--epochs 1,10,60,300] [--networks mlp,lenet,gpt]
         [--repetitions 3] [--threads 1]
 
     costs      processor seconds and wall clock of each, in turns, and exp's ratio to each of the others
@@ -8,11 +8,11 @@
     epoch_end  what a validation of five batches and a save of last and best take at an epoch's end, of exp and by
                hand: commands of 300 epochs of two steps less the same without ends, in turns
 
-All train the same network on digits with AdamW for the same epochs of 20 steps, validate and save the last and the best
-state at each, write event files and test the best at the end. exp is as it comes: gradient norms of each parameter,
-memory, throughput, its report. The script by hand is benchmarks/sweep_programs/bare.py --save --events: torch, a
-SummaryWriter with loss and gradient norm of each step, torch.save. plain.py logs what Lightning's documentation shows,
-every 50 steps; template.py is in the form of lightning-hydra-template.
+All train the same network, on digits or on characters, with AdamW for the same epochs of 20 steps, validate and save
+the last and the best state at each, write event files and test the best at the end. exp is as it comes: gradient norms
+of each parameter, memory, throughput, its report. The script by hand is benchmarks/sweep_programs/bare.py --save
+--events: torch, a SummaryWriter with loss and gradient norm of each step, torch.save. plain.py logs what Lightning's
+documentation shows, every 50 steps; template.py is in the form of lightning-hydra-template.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sweep import NETWORKS, PROGRAMS, Bench, Cost, Grid
+from sweep import PROGRAMS, Bench, Cost, Grid
 
 TITLES = {
     "exp": "exp as it comes",
@@ -117,15 +117,24 @@ def costs(bench: Bench, options: argparse.Namespace) -> None:
 
 def cost(bench: Bench, name: str, *, network: str, epochs: int) -> Cost:
     if name == "exp":
-        return bench.exp([*NETWORKS[network], f"trainer.max_epochs={epochs}", "optimizer.lr=0.001"])
+        words = [*bench.words(network), f"trainer.max_epochs={epochs}", "optimizer.lr=0.001"]
+        return bench.exp([*words, *([f"runtime.threads={bench.threads}"] if bench.threads else [])])
     return bench.other(name, Grid(rates=[1e-3], seeds=[0]), network=network, epochs=epochs)[0]
 
 
 def epoch_end(bench: Bench, options: argparse.Namespace) -> None:
     for network in options.networks:
-        own = [sys.executable, "-m", "exp.train", *NETWORKS[network], f"trainer.max_epochs={ENDS}", "test=false"]
+        own = [sys.executable, "-m", "exp.train", *bench.words(network), f"trainer.max_epochs={ENDS}", "test=false"]
         own += [f"trainer.limit_train_batches={STEPS_BETWEEN}", "optimizer.lr=0.001"]
-        hand = [sys.executable, str(PROGRAMS / "bare.py"), "--data", str(bench.data), "--network", network, "--save"]
+        hand = [
+            sys.executable,
+            str(PROGRAMS / "bare.py"),
+            "--data",
+            str(bench.data(network)),
+            "--network",
+            network,
+            "--save",
+        ]
         hand += ["--events", "--epochs", str(ENDS), "--batches", str(STEPS_BETWEEN), "--rates", "1e-3", "--seeds", "0"]
         hand += ["--threads", "1"]
         commands = {"exp": (own, WITHOUT_ENDS), "by hand": (hand, ["--without-ends"])}
@@ -149,8 +158,8 @@ def seconds_of_an_end(bench: Bench, command: Sequence[str], without: Sequence[st
     return (all_of_them[0] - none[0]) / ENDS, (all_of_them[1] - none[1]) / ENDS
 
 
-def shares(folder: Path, *, network: str, epochs: int, repetitions: int) -> None:
-    command = [sys.executable, "-c", SHARES, *NETWORKS[network], f"trainer.max_epochs={epochs}"]
+def shares(bench: Bench, folder: Path, *, network: str, epochs: int, repetitions: int) -> None:
+    command = [sys.executable, "-c", SHARES, *bench.words(network), f"trainer.max_epochs={epochs}"]
     found: list[dict[str, float]] = []
     for number in range(repetitions):
         place = folder / f"shares-{network}-{epochs}-{number}"
@@ -172,19 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=["costs", "shares"])
     parser.add_argument("--epochs", type=numbers, default=[1, 10, 60, 300])
-    parser.add_argument("--networks", type=lambda text: text.split(","), default=["mlp", "lenet"])
+    parser.add_argument("--networks", type=lambda text: text.split(","), default=["mlp", "lenet", "gpt"])
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of the others' operators; 0: as torch chooses")
+    parser.add_argument("--threads", type=int, default=1, help="of operators, of everybody; 0: as torch chooses")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
+        bench = Bench(Path(place), threads=options.threads)
         if "costs" in options.sections:
-            costs(Bench(Path(place), threads=options.threads), options)
+            costs(bench, options)
         if "epoch_end" in options.sections:
-            epoch_end(Bench(Path(place), threads=options.threads), options)
+            epoch_end(bench, options)
         if "shares" in options.sections:
             for network in options.networks:
                 for epochs in options.epochs:
-                    shares(Path(place), network=network, epochs=epochs, repetitions=options.repetitions)
+                    shares(bench, Path(place), network=network, epochs=epochs, repetitions=options.repetitions)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,10 @@ NETWORKS: Mapping[str, list[str]] = {
         *("~model.layers.hidden2", "~model.layers.activation2"),
     ],
     "lenet": ["model=lenet"],
+    "gpt": [
+        *("model=gpt", "data=text", "data.parts={train: 1280, val: 320, test: 320}"),
+        "data.dataset.vocabulary_size=64",
+    ],
 }
 # Of the section auto: a few steps of each, for a look at the order of the modes.
 KINDS: Mapping[str, list[str]] = {
@@ -140,13 +144,26 @@ class Bench:
     """Runs the commands, each in a folder of its own below one that is taken away at the end."""
 
     def __init__(self, folder: Path, *, threads: int) -> None:
-        self._folder, self._threads, self._count = folder, threads, 0
+        self.threads, self._folder, self._count = threads, folder, 0
+
+    def words(self, network: str) -> list[str]:
+        """The words that choose a network and its data."""
+        return [*NETWORKS[network], *([f"data.dataset.files={self._text}"] if network == "gpt" else [])]
+
+    def data(self, network: str) -> Path:
+        """A file with the parts of a network's data, as exp divides them, for the programs that do not know exp."""
+        path = self._folder / ("text.pt" if network == "gpt" else "digits.pt")
+        if not path.exists():
+            write_data(path, self.words(network))
+        return path
 
     @functools.cached_property
-    def data(self) -> Path:
-        """A file with the parts of digits, for the programs that do not know exp."""
-        path = self._folder / "digits.pt"
-        write_digits(path)
+    def _text(self) -> Path:
+        """Characters of the standard library's sources, for twenty steps of training and five of each other part."""
+        from exp.data.text import Text
+
+        path = self._folder / "text.txt"
+        path.write_text("".join(map(chr, Text().codes[: 30 * 64 * 64 + 64].tolist())))
         return path
 
     def exp(self, words: Sequence[str], *, jobs: int | None = None) -> Cost:
@@ -168,19 +185,19 @@ class Bench:
     def other(self, name: str, grid: Grid, *, network: str, epochs: int) -> tuple[Cost, float]:
         """A sweep of another contender; and the seconds of it that are before the first job and behind the last."""
         if name.startswith("bare"):
-            words = ["--data", str(self.data), "--network", network, "--epochs", str(epochs)]
+            words = ["--data", str(self.data(network)), "--network", network, "--epochs", str(epochs)]
             words += ["--rates", ",".join(map(str, grid.rates)), "--seeds", ",".join(map(str, grid.seeds))]
-            words += ["--threads", str(self._threads)] * (self._threads > 0) + ["--save"] * (name != "bare")
+            words += ["--threads", str(self.threads)] * (self.threads > 0) + ["--save"] * (name != "bare")
             words += ["--events"] * (name == "bare_events")
             program = "bare.py"
         else:
-            threads = [f"threads={self._threads}"] * (self._threads > 0)
+            threads = [f"threads={self.threads}"] * (self.threads > 0)
             many = ["-m"] * (grid.jobs > 1)
             if name == "plain":
-                words = [*many, f"data={self.data}", f"network={network}", f"epochs={epochs}", *threads]
+                words = [*many, f"data={self.data(network)}", f"network={network}", f"epochs={epochs}", *threads]
                 words += grid.words("lr", "seed")
             else:
-                words = [*many, f"data.path={self.data}", f"model.network={network}", *threads]
+                words = [*many, f"data.path={self.data(network)}", f"model.network={network}", *threads]
                 words += [f"trainer.max_epochs={epochs}", *grid.words("model.optimizer.lr", "seed")]
             program = f"{name}.py"
         wall, processor, place = self.timed([sys.executable, str(PROGRAMS / program), *words])
@@ -215,15 +232,18 @@ class Bench:
         return wall, usage.ru_utime + usage.ru_stime, place
 
 
-def write_digits(path: Path) -> None:
-    """The parts of data=digits as exp divides them, for the programs that do not know exp."""
+def write_data(path: Path, words: Sequence[str]) -> None:
+    """The parts of a config's data as exp divides them: inputs and targets of each."""
     import torch
+    from torch.utils.data import default_collate
 
-    from exp.data.digits import Digits
-    from exp.data.splits import DEFAULT_SIZES, divide
+    import exp
+    from exp.check.plan import validated
+    from exp.construct import build_data
 
-    parts = divide(Digits(), DEFAULT_SIZES, seed=0)
-    torch.save({stage: part.entries for stage, part in parts.items() if isinstance(part, Digits)}, path)
+    data = build_data(validated(exp.compose(words)).plain)
+    parts = {stage: data.part(stage) for stage in data.stages}
+    torch.save({stage: tuple(default_collate([*part])) for stage, part in parts.items()}, path)
 
 
 def reports_of(place: Path) -> dict[Path, dict[str, Any]]:
@@ -282,7 +302,7 @@ def grid_section(
     """All contenders of one grid, in turns."""
     names = [name for name in names if not options.only or name in options.only]
     grid, turns = Grid.of(jobs), []
-    words = [*NETWORKS[network], f"trainer.max_epochs={epochs}", *grid.words("optimizer.lr", "seed")]
+    words = [*bench.words(network), f"trainer.max_epochs={epochs}", *grid.words("optimizer.lr", "seed")]
     print(
         f"\n{network} on digits, {jobs} jobs ({len(grid.rates)} learning rates x {len(grid.seeds)} seeds) of {epochs} "
         f"epochs, {options.repetitions} repetition(s) in turn",

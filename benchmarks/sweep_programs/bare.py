@@ -32,7 +32,7 @@ def evaluate(net: nn.Module, loader: Batches) -> tuple[float, float]:
         output = net(inputs)
         loss += functional.cross_entropy(output, target, reduction="sum").item()
         right += int((output.argmax(1) == target).sum())
-        count += len(target)
+        count += target.numel()
     net.train()
     return loss / count, right / count
 

@@ -15,6 +15,10 @@ BATCH_SIZE = 64
 RESULTS = "results.jsonl"
 
 
+# What a network tells apart: digits, or characters and the unknown one.
+CLASSES = {"mlp": 10, "small": 10, "lenet": 10, "gpt": 65}
+
+
 class Block(nn.Module):
     """A block of conf/model/mlp.yaml."""
 
@@ -27,8 +31,51 @@ class Block(nn.Module):
         return output
 
 
+class AttentionBlock(nn.Module):
+    """A block of conf/model/gpt.yaml."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.project = (nn.Linear(width, width) for _ in range(4))
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            part(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(y.transpose(1, 2).flatten(2))
+        output: Tensor = x + self.contract(nn.functional.gelu(self.expand(self.norm2(x))))
+        return output
+
+
+class GPT(nn.Module):
+    """conf/model/gpt.yaml, with the classes in the second place as torch's cross entropy wants them: `[B, C, T]`."""
+
+    def __init__(self, *, classes: int, block_size: int = 64, width: int = 64, heads: int = 4, blocks: int = 2) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(classes, width), nn.Parameter(torch.empty(block_size, width))
+        self.blocks = nn.Sequential(*(AttentionBlock(width, heads) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes, bias=False)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "norm" not in name:
+                is_last = name.endswith(("project.weight", "contract.weight"))
+                nn.init.normal_(parameter, std=0.01 if is_last else 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions[: x.shape[1]])))
+        return output.transpose(1, 2)
+
+
 def network(name: str) -> nn.Module:
-    """conf/model/NAME.yaml for digits by hand: mlp, lenet; or small, the MLP 64-128-10 of benchmarks/loop.py."""
+    """conf/model/NAME.yaml by hand, mlp, lenet, gpt; or small, the MLP 64-128-10 of benchmarks/loop.py."""
+    if name == "gpt":
+        return GPT(classes=CLASSES[name])
     if name == "small":
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     if name == "mlp":
@@ -41,7 +88,7 @@ def network(name: str) -> nn.Module:
             *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
             *(nn.Linear(64, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
         )
-    raise SystemExit(f"{name} is none of mlp, small, lenet")
+    raise SystemExit(f"{name} is none of mlp, small, lenet, gpt")
 
 
 def loaders(path: str | Path) -> tuple[Batches, Batches, Batches]:

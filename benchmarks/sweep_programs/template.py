@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from parts import Batches, loaders, network, note
+from parts import CLASSES, Batches, loaders, network, note
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import Accuracy
@@ -129,7 +129,8 @@ class Classifier(L.LightningModule):
         self.save_hyperparameters(logger=False, ignore=["optimizer"])
         self.net, self.optimizer = made(network), optimizer
         self.criterion = torch.nn.CrossEntropyLoss()
-        self.train_acc, self.val_acc, self.test_acc = (Accuracy(task="multiclass", num_classes=10) for _ in range(3))
+        accuracies = (Accuracy(task="multiclass", num_classes=CLASSES[network]) for _ in range(3))
+        self.train_acc, self.val_acc, self.test_acc = accuracies
         self.train_loss, self.val_loss, self.test_loss = (MeanMetric() for _ in range(3))
         self.val_acc_best = MaxMetric()
 

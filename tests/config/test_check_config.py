@@ -339,12 +339,34 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         assert isinstance(fault, Fault)
 
 
-@pytest.mark.parametrize("hooks", [[], ["+hooks=[nan_guard,samples,confusion,operators,landscape,clip_module]"]])
-def test_a_config_without_one_of_its_nodes_is_faults_and_never_raises(hooks):
-    whole = OmegaConf.to_container(compose(hooks))
+@pytest.mark.parametrize("words", [[], ["experiment=gan"]])
+def test_a_config_without_one_of_its_nodes_is_faults_and_never_raises(words):
+    whole = OmegaConf.to_container(compose(words))
     for name in whole:
         config = OmegaConf.create({key: value for key, value in whole.items() if key not in (name, COMPOSITION)})
         assert examine(resolve(config)).faults or name == COMPOSITION, name
+
+
+@pytest.mark.parametrize("empty", [None, []])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+hooks=[nan_guard,samples,confusion,operators,landscape,clip_module]", "strategy=ddp"],
+        ["experiment=gan"],
+    ],
+)
+def test_a_config_with_one_of_its_nodes_empty_never_raises(words, empty):
+    whole = OmegaConf.to_container(compose(words))
+    del whole[COMPOSITION]
+    told = {name: examine(resolve(OmegaConf.create({**whole, name: empty}))).faults for name in whole}
+    assert {"model", "data", "optimizer", "scheduler", "strategy", "trainer"} <= {name for name in told if told[name]}
+
+
+def test_a_node_inside_one_that_is_null_never_raises():
+    whole = OmegaConf.to_container(compose(["+hooks=clip_module", "strategy=ddp"]))
+    for inner in ("local_sgd", "powersgd"):
+        config = {**whole, "strategy": {**whole["strategy"], inner: None}}
+        assert not [fault for fault in examine(resolve(OmegaConf.create(config))).faults if fault.key != "strategy"]
 
 
 def test_a_config_made_by_hand_is_checked_without_a_composition(valid):

@@ -680,6 +680,8 @@ class _Findings:
             return
         if self._holds_unknown(SHAPE_KEYS) or self.decided.own is not None:
             return
+        if self.plain["phases"] and _touched(self.faults, OPTIMIZATION_KEYS):  # which they may take from the top
+            return
         node = self.plain["weights"]
         try:
             matching = self._try(lambda: self.decided.weights)
@@ -832,7 +834,7 @@ class _Findings:
         from exp.check.compatibility import compatibility_faults, other_parts
         from exp.strategies.strategy import Strategy
 
-        has_optimizer = self.decided.own is not None or "_target_" in self.plain.get("optimizer", {})
+        has_optimizer = self.decided.own is not None or is_node(self.plain.get("optimizer"))
         if _touched(known, STRATEGY_KEYS) or not has_optimizer:
             return
         found = list(compatibility_faults(other_parts(planned), planned))

@@ -83,7 +83,7 @@ class ClipModule(GradientTransform):
         if "replicates_in_threads" in traits and in_forward:
             reason = "another strategy: each device has a part of the batch, and of its gradient"
             yield "strategy", strategy["name"], reason, "Write strategy=ddp, or at=parameters"
-        if "local_sgd" in strategy and strategy["local_sgd"].get("every_n_steps") is not None:
+        if "averages_between_steps" in traits:
             reason = "null: ranks that step by themselves have no gradient in common"
             yield "strategy.local_sgd.every_n_steps", "a number", reason, "Or leave the hook out"
         gathers = in_forward and self.algorithm == "norm" and planned.placement.world_size > 1

@@ -38,6 +38,8 @@ STAYS = "Leave it out: the working directory never changes, and results go to th
 NO_LOGGING = "Leave it out: what a run says is in train.log of its directory"
 CHECKPOINTS = "Leave it out: checkpoints/best.ckpt, by monitor and mode, and last.ckpt are in each run directory"
 BUILT_IN = "Leave it out: it is built in"
+OTHER_DEVICES = "Leave it out: launch.accelerator is auto, cpu, gpu or mps"
+WRITTEN = "Leave it out: values are written after logger.tensorboard.flush_seconds at the latest"
 SHARED = "Leave it out: exp shares data.batch_size over the ranks by itself"
 
 # The whole key, or its beginning where the key ends in a dot. Looked up from the longest to the shortest.
@@ -78,7 +80,36 @@ KEYS = {
     "trainer.enable_progress": "Write trainer.enable_progress_bar={value}",
     "trainer.weights_summary": "Write trainer.enable_model_summary=true",
     "trainer.seed": "Write seed={value}",
-    "trainer.tpu_cores": "Leave it out: launch.accelerator is auto, cpu, gpu or mps",
+    **dict.fromkeys(("trainer.tpu_cores", "trainer.ipus", "trainer.hpus"), OTHER_DEVICES),
+    # Of Lightning before 2.0.
+    "trainer.amp_level": "Leave it out: precision=bf16 or fp16 are torch's own",
+    "trainer.use_amp": "Write precision=fp16",
+    "trainer.auto_select_gpus": "Leave it out: write CUDA_VISIBLE_DEVICES=0 before the command to choose a device",
+    "trainer.distributed_backend": "Write strategy={value}",
+    "trainer.num_processes": "Write strategy=ddp launch.accelerator=cpu launch.devices={value}",
+    "trainer.flush_logs_every_n_steps": WRITTEN,
+    "trainer.log_save_interval": WRITTEN,
+    "trainer.row_log_interval": "Write trainer.log_every_n_steps={value}",
+    "trainer.log_gpu_memory": "Leave it out: hooks.memory, one of the default hooks, logs it",
+    "trainer.print_nan_grads": "Write +hooks=nan_guard",
+    "trainer.terminate_on_nan": "Leave it out: runtime.non_finite=stop, the default, ends such a run",
+    "trainer.move_metrics_to_cpu": "Leave it out: metrics stay where the network is",
+    "trainer.multiple_trainloader_mode": "Leave it out: several inputs come from one loader, by data.inputs",
+    "trainer.prepare_data_per_node": "Leave it out: a LightningDataModule of your own has it as an attribute",
+    "trainer.process_position": "Leave it out: the progress bar has a place of its own",
+    "trainer.show_progress_bar": "Write trainer.enable_progress_bar={value}",
+    "trainer.reload_dataloaders_every_epoch": "Write trainer.reload_dataloaders_every_n_epochs=1",
+    "trainer.stochastic_weight_avg": "Write +callbacks=ema, which averages the weights",
+    "trainer.early_stop_callback": "Write +callbacks=early_stopping",
+    "trainer.truncated_bptt_steps": "Leave it out: gradients go back through a whole sample",
+    "trainer.train_percent_check": "Write trainer.limit_train_batches={value}",
+    "trainer.val_percent_check": "Write trainer.limit_val_batches={value}",
+    "trainer.test_percent_check": "Write trainer.limit_test_batches={value}",
+    "trainer.overfit_pct": "Write trainer.overfit_batches={value}",
+    "trainer.max_nb_epochs": "Write trainer.max_epochs={value}",
+    "trainer.min_nb_epochs": "Write trainer.min_epochs={value}",
+    "trainer.nb_sanity_val_steps": "Write trainer.num_sanity_val_steps={value}",
+    "trainer.gradient_clip": "Write trainer.gradient_clip_val={value}",
     "trainer.lr": "Write optimizer.lr={value}",
     "trainer.learning_rate": "Write optimizer.lr={value}",
     "trainer.batch_size": "Write data.batch_size={value}",
@@ -187,6 +218,11 @@ OFF = ("false", "0", "null", "none")
 VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.precision": {word: f"Write precision={option}" for word, option in PRECISIONS.items()},
     "trainer.strategy": {word: f"Write {typed}" for word, typed in STRATEGIES.items()},
+    "trainer.distributed_backend": {word: f"Write {typed}" for word, typed in STRATEGIES.items()},
+    **{
+        f"trainer.{name}": dict.fromkeys(OFF, "Leave it out: it is off")
+        for name in ("early_stop_callback", "stochastic_weight_avg", "reload_dataloaders_every_epoch", "use_amp")
+    },
     "trainer.devices": {"-1": "Write launch.devices=auto", "all": "Write launch.devices=auto"},
     "trainer.gpus": {"-1": "Write launch.devices=auto", "0": "Write launch.accelerator=cpu"},
     "devices": {"-1": "Write launch.devices=auto"},

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from exp.config.habits import FLAGS_OF_OTHERS, KEYS, OPTIONS, VALUES, cure_of_flag, cure_of_key, cure_of_option
+from exp.config.habits import (
+    FLAGS_OF_OTHERS,
+    KEYS,
+    OPTIONS,
+    VALUES,
+    cure_of_flag,
+    cure_of_key,
+    cure_of_option,
+    cure_of_value,
+)
 from exp.sweeps.sweep import compose_sweep
 
 HERE = Path(__file__).parent
@@ -52,7 +61,7 @@ def told_by_keys():
         else:
             yield cure_of_key(f"{key}x", sample)
     for key, words in VALUES.items():
-        yield from (cure_of_key(key, word) for word in words)
+        yield from (cure_of_value(key, word) for word in words)
     for group, options in OPTIONS.items():
         yield from (cure_of_option(group, option) for option in options)
     yield from (cure_of_flag(flag, "true") for flag in FLAGS_OF_OTHERS)

@@ -21,6 +21,7 @@ from exp.check.phase_rules import (
     readable,
 )
 from exp.config.freeze import COMPOSITION
+from exp.config.habits import cure_of_value
 from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data, has_module
 from exp.config.plain_tree import is_node
@@ -87,7 +88,7 @@ def resume_is_there(values: Values) -> Iterator[Fault]:
         yield Fault(key="resume", got=show(path), expected="a file on this machine", cure="Download it first")
     # Path.is_file raises for a name that is too long.
     elif not os.path.isfile(path):
-        cure = "Write resume=null" if path.lower() == "none" else _near_file(path)
+        cure = "Write resume=null" if path.lower() == "none" else cure_of_value("resume", path) or _near_file(path)
         yield Fault(key="resume", got=show(path), expected="a checkpoint file that is there", cure=cure)
 
 

@@ -1,4 +1,4 @@
-"""What users of Hydra, Lightning and lightning-hydra-template type, and what it is called here.
+"""What users of Hydra, Lightning, its template, Composer and transformers type, and what it is called here.
 
 Each cure is a sentence whose words behind `Write` can be typed as they stand: a test types them.
 """
@@ -38,8 +38,10 @@ STAYS = "Leave it out: the working directory never changes, and results go to th
 NO_LOGGING = "Leave it out: what a run says is in train.log of its directory"
 CHECKPOINTS = "Leave it out: checkpoints/best.ckpt, by monitor and mode, and last.ckpt are in each run directory"
 BUILT_IN = "Leave it out: it is built in"
+BEST = "Write resume=outputs/NAME/DATE/TIME/checkpoints/best.ckpt"
 OTHER_DEVICES = "Leave it out: launch.accelerator is auto, cpu, gpu or mps"
 WRITTEN = "Leave it out: values are written after logger.tensorboard.flush_seconds at the latest"
+SAME_BATCH = "Leave it out: every part has batches of data.batch_size"
 SHARED = "Leave it out: exp shares data.batch_size over the ranks by itself"
 
 # The whole key, or its beginning where the key ends in a dot. Looked up from the longest to the shortest.
@@ -191,6 +193,48 @@ KEYS = {
     "output_dir": "Write hydra.run.dir={value}",
     "log_dir": "Write hydra.run.dir={value}",
     "debug_mode": "Write debug=one_batch",
+    # Of Composer's Trainer, Hugging Face's TrainingArguments, and scripts by hand.
+    "algorithms": "Leave it out: what Composer's algorithms do are callbacks such as ema, data.transforms and hooks",
+    "save_folder": "Write hydra.run.dir={value}",
+    "load_path": "Write resume={value}",
+    "autoresume": "Write resume=auto",
+    "save_interval": "Write checkpoint.every_n_steps=100; each epoch's end is saved as it is",
+    "save_steps": "Write checkpoint.every_n_steps={value}",
+    "max_duration": "Write trainer.max_epochs=10, or trainer.max_steps=1000",
+    "eval_interval": "Write trainer.check_val_every_n_epoch=1, or trainer.val_check_interval=100 for steps",
+    "eval_steps": "Write trainer.val_check_interval={value}",
+    "val_every": "Write trainer.check_val_every_n_epoch={value}",
+    **dict.fromkeys(("log_every", "log_interval", "logging_steps"), "Write trainer.log_every_n_steps={value}"),
+    **dict.fromkeys(
+        ("grad_accum", "gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"),
+        "Write trainer.accumulate_grad_batches={value}",
+    ),
+    "device_train_microbatch_size": "Write trainer.accumulate_grad_batches=2, or runtime.out_of_memory=halve",
+    **dict.fromkeys(
+        ("train_batch_size", "global_train_batch_size", "per_device_train_batch_size", "bs"),
+        "Write data.batch_size={value}, of the whole batch",
+    ),
+    **dict.fromkeys(("eval_batch_size", "per_device_eval_batch_size", "val_batch_size"), SAME_BATCH),
+    "num_train_epochs": "Write trainer.max_epochs={value}",
+    **dict.fromkeys(
+        ("max_grad_norm", "grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val"),
+        "Write trainer.gradient_clip_val={value}",
+    ),
+    "wd": "Write optimizer.weight_decay={value}",
+    "warmup_steps": "Write scheduler.warmup_steps={value}",
+    "early_stopping": "Write +callbacks=early_stopping",
+    "patience": "Write +callbacks=early_stopping callbacks.early_stopping.patience={value}",
+    "use_wandb": "Write logger=[tensorboard,wandb]",
+    "wandb.": "Write +logger=wandb logger.wandb.{rest}={value}",
+    **dict.fromkeys(("cuda", "gpu", "use_cuda"), "Write launch.accelerator=gpu"),
+    "workers": "Write data.num_workers={value}",
+    **dict.fromkeys(("data.root", "data.path"), "Write data.dataset.path={value}"),
+    "model.pretrained": "Leave it out: weights.from=FILE starts from weights",
+    "checkpoint.monitor": "Write monitor={value}",
+    "checkpoint.mode": "Write mode={value}",
+    "checkpoint.save_top_k": "Write checkpoint.keep={value}",
+    "profile": "Write trainer.profiler=simple",
+    "verbose": NO_LOGGING,
     "fp16": "Write precision=fp16",
     "bf16": "Write precision=bf16",
     "amp": "Write precision=bf16",
@@ -242,6 +286,16 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.weights_summary": dict.fromkeys(OFF, "Write trainer.enable_model_summary=false"),
     "trainer.default_root_dir": {"null": "Leave it out: results go to outputs/"},
     "hydra.sweeper.direction": {"minimize": "Write mode=min", "maximize": "Write monitor=accuracy/val mode=max"},
+    **{
+        key: {"true": "Write resume=auto", "last": "Write resume=auto", "latest": "Write resume=auto", "best": BEST}
+        for key in ("resume", "ckpt_path", "trainer.ckpt_path", "trainer.resume_from_checkpoint", "load_path")
+    },
+    "seed": dict.fromkeys(("-1", "random", "null", "none"), "Write seed=0, or another number: a run can be repeated"),
+    **{
+        key: dict.fromkeys(OFF, "Leave it out: it is off")
+        for key in ("early_stopping", "use_wandb", "profile", "verbose", "autoresume", "model.pretrained")
+    },
+    **{key: dict.fromkeys(("false", "none", "null"), "Write launch.accelerator=cpu") for key in ("cuda", "use_cuda")},
     "hydra.job.chdir": {},
     "data.sampler": {
         "weighted": "Write data.sampler=balanced", "weightedrandomsampler": "Write data.sampler=balanced",
@@ -302,6 +356,10 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "none": "Write scheduler=constant", "null": "Write scheduler=constant",
         "reduce_on_plateau": "Write scheduler=plateau", "reduce_lr_on_plateau": "Write scheduler=plateau",
         "cosine_annealing": "Write scheduler=cosine", "step_lr": "Write scheduler=step",
+        **dict.fromkeys(("warmup", "linear_warmup", "constant_with_warmup"),
+                        "Write scheduler=constant scheduler.warmup_steps=100"),
+        **dict.fromkeys(("warmup_cosine", "cosine_warmup", "cosine_with_warmup"),
+                        "Write scheduler=cosine scheduler.warmup_steps=100"),
     },
     "objective": {
         "ce": "Write objective=[cross_entropy]", "crossentropyloss": "Write objective=[cross_entropy]",
@@ -339,8 +397,8 @@ MEASURES = {"acc": "accuracy"}
 
 
 def cure_of_key(key: str, value: str) -> str | None:
-    """What to write instead of a key that is called otherwise here; None of any other key."""
-    said = cure_of_value(key, value)
+    """What to write instead of a key that is called otherwise here; None of any other key, and of one that is there."""
+    said = cure_of_value(key, value) if key in KEYS else None
     if said is not None:
         return said
     if key in KEYS:

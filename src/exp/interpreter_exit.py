@@ -11,9 +11,19 @@ import atexit
 import gc
 import os
 import sys
+from types import CodeType, FrameType
 
 # Where the system installs packages: what is imported from elsewhere may be the user's own.
 SITES = frozenset({"site-packages", "dist-packages"})
+# Of what is installed there: what exp needs, and what that needs. Of others nobody knows what they do at their end.
+KNOWN = frozenset({
+    *("torch", "torchgen", "functorch", "lightning", "lightning_utilities", "torchmetrics", "lightning_fabric"),
+    *("numpy", "scipy", "sklearn", "joblib", "threadpoolctl", "narwhals", "sympy", "mpmath", "networkx", "PIL"),
+    *("hydra", "omegaconf", "antlr4", "yaml", "annotated_types", "typing_extensions", "packaging", "filelock"),
+    *("tensorboard", "google", "absl", "grpc", "markdown", "werkzeug", "markupsafe", "jinja2", "psutil", "fsspec"),
+    *("rich", "pygments", "markdown_it", "mdurl", "tqdm", "attr", "attrs", "setuptools", "pkg_resources"),
+    *("_distutils_hack", "_cffi_backend"),
+})  # fmt: skip
 PACKAGE = os.path.dirname(__file__) + os.sep
 # exp's, which in a checkout is in no such place, its half in Hydra's namespace, and Python's.
 OWN = (
@@ -21,15 +31,19 @@ OWN = (
     os.path.join(os.path.dirname(os.path.dirname(PACKAGE)), "hydra_plugins", ""),
     os.path.dirname(os.__file__) + os.sep,
 )
+# What a script that pip or uv makes of exp's entry point calls, and no more.
+OF_A_SCRIPT = frozenset({
+    "__name__", "argv", "endswith", "exit", "exp.__main__", "main", "re", "removesuffix", "sub", "sys",
+})  # fmt: skip
 
 
 def without_teardown(status: int) -> int:
     """End this process at once, as soon as threads and what is registered for its exit are done, with a status.
 
-    Returns: the status, where the interpreter has to end it: torch is not there; modules of the user's are, which may
-        do something as they are taken apart; exp is a part of another program, or a debugger's or profiler's; CUDA is
-        in use, whose tools write as the libraries are unloaded; or standard output cannot be written, of which the
-        interpreter tells.
+    Returns: the status, where the interpreter has to end it: torch is not there; modules are that exp does not bring,
+        which may do something as they are taken apart; exp is a part of another program, or a debugger's or
+        profiler's; CUDA is in use, whose tools write as the libraries are unloaded; or standard output cannot be
+        written, of which the interpreter tells.
     """
     torch = sys.modules.get("torch")
     is_plain = torch is not None and is_program() and not torch.cuda.is_initialized()
@@ -43,26 +57,29 @@ def is_program() -> bool:
     """Whether this interpreter was started for a command of exp, is watched by no tool, and ends behind it."""
     if sys.gettrace() is not None or sys.getprofile() is not None or sys.flags.inspect:
         return False
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        if not _is_ours(frame.f_code.co_filename):
-            return False
+    frame: FrameType | None = sys._getframe()
+    codes: list[CodeType] = []
+    while frame is not None:
+        codes.append(frame.f_code)
         frame = frame.f_back
-    first = frame.f_code.co_filename
-    return _is_ours(first) or os.path.basename(first) == "exp"
-
-
-def _is_ours(path: str) -> bool:
-    return path.startswith(PACKAGE) or path == "<frozen runpy>"
+    # Of `python -m`, whose frames are the outermost.
+    runners = ("<frozen runpy>", getattr(sys.modules.get("runpy"), "__file__", None))
+    program = next(code for code in reversed(codes) if code.co_filename not in runners)
+    is_script = os.path.basename(program.co_filename) == "exp" and OF_A_SCRIPT.issuperset(program.co_names)
+    return program.co_filename.startswith(PACKAGE) or (is_script and not program.co_exceptiontable)
 
 
 def is_beside_foreign_code() -> bool:
-    """Whether something was imported that was not installed, such as a module of the user's."""
+    """Whether something was imported that exp does not bring, such as a module of the user's."""
     program = sys.modules["__main__"]  # by another name, too, where a process was spawned
-    paths = [str(getattr(module, "__file__", None)) for module in tuple(sys.modules.values()) if module is not program]
-    # Two of torch's call themselves by names without a folder.
-    foreign = (path for path in paths if os.path.isabs(path) and not path.startswith(OWN))
-    return any(not SITES & set(path.split(os.sep)) for path in foreign)
+    for name, module in tuple(sys.modules.items()):
+        path = str(getattr(module, "__file__", None))
+        # Two of torch's call themselves by names without a folder.
+        if module is program or not os.path.isabs(path) or path.startswith(OWN):
+            continue
+        if name.partition(".")[0] not in KNOWN or not SITES & set(path.split(os.sep)):
+            return True
+    return False
 
 
 def finish() -> bool:

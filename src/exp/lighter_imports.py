@@ -27,6 +27,8 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from exp.interpreter_exit import is_program
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule as FSDPModule
     from torch.distributed.tensor import DTensor as DTensor
@@ -60,17 +62,18 @@ def without_collection() -> Iterator[None]:
     """Collect no garbage while modules are imported within, and leave what they made out of later collections.
 
     As they grow, all that torch and Lightning have made of themselves is gone through five times, in 0.4 s, for the
-    little that is garbage.
+    little that is garbage. In another program what is there may be its own, and is collected as ever. Within is nothing
+    but imports: a process that is forked there would collect nothing.
     """
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if is_program():
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 class _Finder(MetaPathFinder):

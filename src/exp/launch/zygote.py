@@ -42,7 +42,6 @@ from exp.launch.failure import death
 from exp.launch.lifecycle import end_with_parent, leave
 from exp.launch.spawn import import_path
 from exp.launch.supervision import POLL_SECONDS, collected_signals
-from exp.lighter_imports import without_collection
 from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
@@ -284,14 +283,16 @@ class _Signal:
 
 def preload(modules: Sequence[str]) -> None:
     """Import what is to be there in every process that is forked from this one, and make such forks cheap."""
-    with without_collection():  # what is collected in a job would be copied into it first
-        for name in modules:
-            importlib.import_module(name)
-        versions()  # once for all jobs
-        # What modules tear down at their end ends with the process all the same, and took each job of torch's 30 ms.
-        for finalizer in tuple(vars(weakref.finalize)["_registry"]):  # private to Python, and tested
-            finalizer.atexit = False
-        gc.collect()
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    versions()  # once for all jobs
+    # What modules tear down at their end ends with the process all the same, and took each job of torch's 30 ms.
+    for finalizer in tuple(vars(weakref.finalize)["_registry"]):  # private to Python, and tested
+        finalizer.atexit = False
+    gc.collect()
+    gc.freeze()  # what is collected in a job would be copied into it first
+    gc.enable()
 
 
 def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:

@@ -23,7 +23,7 @@ from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, inne
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.launch.zygote import Died, Zygote
-from exp.output import loading_torch
+from exp.output import passing_line
 from exp.redaction import redacted
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.signals import heed
@@ -184,7 +184,8 @@ class JobProcesses:
         found: list[ConfigError | None] = []
         deaths = 0
         # The first time the other process imports torch before it looks at any.
-        waiting = nullcontext() if self._has_checked else loading_torch()
+        is_there = self._has_checked or "torch" in sys.modules
+        waiting = nullcontext() if is_there else passing_line("loading torch")
         self._has_checked = True
         with collected_signals() as received, waiting:
             while len(found) < len(configs) and deaths < MAX_DEATHS:

@@ -165,7 +165,7 @@ TIMES = re.compile(
     rb"\d{4}-\d\d-\d\d[ /T_]\d\d[-:]\d\d[-:]\d\d(?:[.,]\d+)?(?:[+-]\d\d:?\d\d)?"
     rb"|[\d.,]+ (?:ms|us|s|min|h|MiB|GiB|KiB|kB|MB)\b|[\d.]+ ?it/s|0x[0-9a-f]+|events\.out\.tfevents\.\S+|\d+\.\d+ ?%"
     rb"|[\d.]+ steps/s|\d+\.\d +\xe2\x94\x82(?: +\d+ +\xe2\x94\x82)?"
-    rb"|\d+:\d\d(?::\d\d)?|process \d+|\d+ +(?=Killed|Segm|Abort|Quit)"
+    rb"|\d+:\d\d(?::\d\d)?|process \d+|\d+ +(?=Killed|Segm|Abort|Quit|Done)"
     rb"|pid[=: ]\d+|Thread [0-9a-f]+|tmp\w{8}|\.launch-\w+"
 )
 

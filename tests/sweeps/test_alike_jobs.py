@@ -1,5 +1,6 @@
 """Jobs that are like one before are composed and checked in a part of the time, with the same configs and faults."""
 
+import gc
 import tracemalloc
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def test_ten_thousand_jobs_fit_into_memory():
     tracemalloc.start()
     try:
         jobs += [made.composed(number, [f"seed={number}"]) for number in range(5, 105)]
+        gc.collect()  # what was composed in between is garbage
         each = tracemalloc.get_traced_memory()[0] / 100
     finally:
         tracemalloc.stop()

@@ -62,8 +62,8 @@ def without_collection() -> Iterator[None]:
     """Collect no garbage while modules are imported within, and leave what they made out of later collections.
 
     As they grow, all that torch and Lightning have made of themselves is gone through five times, in 0.4 s, for the
-    little that is garbage. In another program what is there may be its own, and is collected as ever. Within is nothing
-    but imports: a process that is forked there would collect nothing.
+    little that is garbage. In another program what is there may be its own, and is collected as ever. Fork no process
+    within: it would never collect.
     """
     was_enabled = gc.isenabled()
     gc.disable()

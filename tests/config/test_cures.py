@@ -11,6 +11,7 @@ from exp.config.habits import (
     FLAGS_OF_OTHERS,
     KEYS,
     OPTIONS,
+    TIMES,
     VALUES,
     cure_of_flag,
     cure_of_key,
@@ -62,6 +63,7 @@ def told_by_keys():
             yield cure_of_key(f"{key}x", sample)
     for key, words in VALUES.items():
         yield from (cure_of_value(key, word) for word in words)
+    yield from (cure_of_value(key, f"3{unit}") for key, units in TIMES.items() for unit in units)
     for group, options in OPTIONS.items():
         yield from (cure_of_option(group, option) for option in options)
     yield from (cure_of_flag(flag, "true") for flag in FLAGS_OF_OTHERS)

@@ -62,8 +62,9 @@ def command(*line: str, cwd: Path, words: tuple[str, ...] = (), **given) -> subp
     return subprocess.run(whole, cwd=cwd, capture_output=True, text=True, check=False, **given)
 
 
-def test_modules_are_not_taken_apart_where_nobody_sees_it(tmp_path):
-    done = command("-v", "-m", cwd=tmp_path)
+@pytest.mark.parametrize("flags", [(), ("-X", "frozen_modules=off")])
+def test_modules_are_not_taken_apart_where_nobody_sees_it(tmp_path, flags):
+    done = command("-v", *flags, "-m", cwd=tmp_path)
     assert done.returncode == 0
     assert "dashboard  python -m exp.dashboard" in done.stdout
     assert "# cleanup" not in done.stderr

@@ -39,6 +39,7 @@ NO_LOGGING = "Leave it out: what a run says is in train.log of its directory"
 CHECKPOINTS = "Leave it out: checkpoints/best.ckpt, by monitor and mode, and last.ckpt are in each run directory"
 BUILT_IN = "Leave it out: it is built in"
 BEST = "Write resume=outputs/NAME/DATE/TIME/checkpoints/best.ckpt"
+NO_GPU = "Write launch.accelerator=cpu"
 OTHER_DEVICES = "Leave it out: launch.accelerator is auto, cpu, gpu or mps"
 WRITTEN = "Leave it out: values are written after logger.tensorboard.flush_seconds at the latest"
 SAME_BATCH = "Leave it out: every part has batches of data.batch_size"
@@ -198,10 +199,10 @@ KEYS = {
     "save_folder": "Write hydra.run.dir={value}",
     "load_path": "Write resume={value}",
     "autoresume": "Write resume=auto",
-    "save_interval": "Write checkpoint.every_n_steps=100; each epoch's end is saved as it is",
     "save_steps": "Write checkpoint.every_n_steps={value}",
-    "max_duration": "Write trainer.max_epochs=10, or trainer.max_steps=1000",
-    "eval_interval": "Write trainer.check_val_every_n_epoch=1, or trainer.val_check_interval=100 for steps",
+    "save_interval": "Write checkpoint.every_n_steps={value}",
+    **dict.fromkeys(("max_duration", "trainer.max_duration"), "Write trainer.max_epochs={value}"),
+    "eval_interval": "Write trainer.check_val_every_n_epoch={value}",
     "eval_steps": "Write trainer.val_check_interval={value}",
     "val_every": "Write trainer.check_val_every_n_epoch={value}",
     **dict.fromkeys(("log_every", "log_interval", "logging_steps"), "Write trainer.log_every_n_steps={value}"),
@@ -226,7 +227,8 @@ KEYS = {
     "patience": "Write +callbacks=early_stopping callbacks.early_stopping.patience={value}",
     "use_wandb": "Write logger=[tensorboard,wandb]",
     "wandb.": "Write +logger=wandb logger.wandb.{rest}={value}",
-    **dict.fromkeys(("cuda", "gpu", "use_cuda"), "Write launch.accelerator=gpu"),
+    **dict.fromkeys(("cuda", "use_cuda"), "Write launch.accelerator=gpu"),
+    "gpu": "Write launch.accelerator=gpu launch.devices=[{value}]",
     "workers": "Write data.num_workers={value}",
     **dict.fromkeys(("data.root", "data.path"), "Write data.dataset.path={value}"),
     "model.pretrained": "Leave it out: weights.from=FILE starts from weights",
@@ -295,7 +297,10 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         key: dict.fromkeys(OFF, "Leave it out: it is off")
         for key in ("early_stopping", "use_wandb", "profile", "verbose", "autoresume", "model.pretrained")
     },
-    **{key: dict.fromkeys(("false", "none", "null"), "Write launch.accelerator=cpu") for key in ("cuda", "use_cuda")},
+    **{
+        key: {"true": "Write launch.accelerator=gpu", **dict.fromkeys(("false", "none", "null"), NO_GPU)}
+        for key in ("cuda", "use_cuda", "gpu")
+    },
     "hydra.job.chdir": {},
     "data.sampler": {
         "weighted": "Write data.sampler=balanced", "weightedrandomsampler": "Write data.sampler=balanced",
@@ -304,6 +309,20 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "sequentialsampler": "Write data.shuffle=false", "none": "Write data.sampler=null",
     },
     "model.optimizer": {},
+}  # fmt: skip
+# Composer's times, `10ep` and `100ba`: of a key what an epoch's count is here, and what a step's.
+TIME = re.compile(r"(\d+)(ep|ba)")
+TIMES: Mapping[str, Mapping[str, str]] = {
+    **{
+        key: {"ep": "Write trainer.max_epochs={count}", "ba": "Write trainer.max_epochs=-1 trainer.max_steps={count}"}
+        for key in ("max_duration", "trainer.max_duration")
+    },
+    "eval_interval": {
+        "ep": "Write trainer.check_val_every_n_epoch={count}", "ba": "Write trainer.val_check_interval={count}",
+    },
+    "save_interval": {
+        "ep": "Leave it out: each epoch's end is saved", "ba": "Write checkpoint.every_n_steps={count}",
+    },
 }  # fmt: skip
 # An option that names something else here.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -418,6 +437,8 @@ def cure_of_key(key: str, value: str) -> str | None:
 def cure_of_value(key: str, value: object) -> str | None:
     """What to write instead of a value that Lightning or torch has at a key, and exp calls otherwise; else None."""
     word = str(value).strip("'\"").lower()
+    if key in TIMES and (time := TIME.fullmatch(word)):
+        return TIMES[key][time[2]].format(count=time[1])
     return VALUES[key][word] if key in VALUES and word in VALUES[key] else None
 
 

@@ -292,7 +292,7 @@ def preload(modules: Sequence[str]) -> None:
         finalizer.atexit = False
     gc.collect()
     gc.freeze()  # what is collected in a job would be copied into it first
-    gc.enable()
+    gc.enable()  # whatever it was in the process that this one was forked from
 
 
 def serve(connection: Connection, modules: Sequence[str]) -> NoReturn:

@@ -69,9 +69,12 @@ def beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
-def sweep_partial_files(directory: Path) -> None:
-    """Remove what killed programs left half written in a directory. What somebody writes now stays."""
-    for path in directory.glob(".*.partial"):
+def sweep_partial_files(directory: Path, *, levels: int = 0) -> None:
+    """Remove what killed programs left half written in a directory. What somebody writes now stays.
+
+    levels: how deep below the directory, too. Not the whole tree: a run directory may be anywhere, data beside it.
+    """
+    for path in (path for level in range(levels + 1) for path in directory.glob("*/" * level + ".*.partial")):
         # Not ours to remove, or gone by now: nothing depends on it.
         with contextlib.suppress(OSError):
             if PARTIAL.fullmatch(path.name) and not path.is_symlink():

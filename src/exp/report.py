@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from exp.config.freeze import make_exclusively
 from exp.errors import MissingExtraError, RunError
-from exp.files import write_whole
+from exp.files import sweep_partial_files, write_whole
 from exp.output import exit_status
 from exp.signals import heed
 from exp.spelling import nearest
@@ -132,6 +132,7 @@ class RunsReport:
         text = page(self.comparison, charts, notes=self._notes, about=about)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            sweep_partial_files(self.directory)
             for chart in charts:
                 write_whole(self.directory / f"{chart.name}.png", chart.png, is_synced=False)
             write_whole(self.directory / PAGE, text, is_synced=False)

@@ -13,6 +13,7 @@ import optuna
 import pytest
 
 from exp.engine.trial_record import STUDY, opened
+from exp.files import replacing
 
 # At so many moments each sweep is killed; more with KILLS=20 pytest tests/sweeps/test_resumed_sweep.py.
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -97,6 +98,26 @@ def test_none_is_lost_none_runs_twice_and_every_value_is_the_same(overrides, com
     assert [path for path in broken.rglob(".*") if path.name != ".gitignore"] == [], "half-written files"
     if (whole / "sweep.journal").is_file():
         assert trials(broken) == trials(whole)
+
+
+def test_what_a_killed_sweep_left_half_written_is_removed_as_it_goes_on_and_nothing_else(commands):
+    directory = Path("outputs/broken").absolute()
+    grid = (*SMALL, "seed=0,1", "trainer.max_epochs=1", f"hydra.sweep.dir={directory}")
+    done = commands.run("-m", *grid)
+    assert done.returncode == 0, done.stderr
+    places = (directory, directory / "0", directory / "0" / "checkpoints", directory / "1" / "pictures")
+    for place in places:
+        place.mkdir(exist_ok=True)
+        (place / ".table.csv.10463.139792075647872.partial").write_text("job,")
+        (place / ".mine.partial").write_text("of the user")
+    (directory / "1" / "report.json").unlink()
+    with replacing(directory / "written_now.csv") as file:
+        done = commands.run("-m", *grid[:-1], f"sweep.resume={directory}")
+        assert done.returncode == 0, done.stderr
+        file.write(b"whole")
+    left = set(directory.rglob(".*.partial"))
+    assert left == {place / ".mine.partial" for place in places}
+    assert (directory / "written_now.csv").read_text() == "whole"
 
 
 @pytest.mark.parametrize(

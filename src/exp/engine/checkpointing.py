@@ -502,11 +502,9 @@ def _holds(state: State, scored: State) -> bool:
 
 def sweep_run(directory: Path) -> None:
     """Remove what a killed run left half written in its run directory, if it is one."""
-    checkpoints = directory / CHECKPOINTS
-    if not checkpoints.is_dir():
+    if not (directory / CHECKPOINTS).is_dir():
         return
-    sweep_partial_files(directory)
-    sweep_partial_files(checkpoints)
+    sweep_partial_files(directory, levels=1)
     if not is_locked(directory / "config.yaml"):
         for exchange in directory.glob(".launch-*"):  # where its ranks exchanged words
             shutil.rmtree(exchange, ignore_errors=True)

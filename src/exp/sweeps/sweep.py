@@ -32,7 +32,7 @@ from exp.config.hydra_adapter import fault_of, hydra_config, job_return, parse_o
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL, refuse_url
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
-from exp.files import write_whole
+from exp.files import sweep_partial_files, write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.output import unwritable
@@ -835,6 +835,9 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
         except OSError as error:
             raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
         with held(directory):
+            if resumed is not None:
+                # Of the sweep, of its jobs, and of what is in a job's directory.
+                sweep_partial_files(directory, levels=2)
             return _run(master, directory, executor=executor, check=check)
 
 

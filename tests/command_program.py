@@ -7,6 +7,7 @@ SETTINGS is a mapping: module, arguments, directory, environment, output and err
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -114,6 +115,7 @@ def put_first(folders: Sequence[str]) -> None:
 def main(settings: dict[str, Any]) -> None:
     # What a fork server cannot import it leaves out without a word, and every command would take ten times as long.
     assert "exp.run" in sys.modules, "this process was not forked from one that has imported exp"
+    gc.freeze()  # as a command does with what it has imported: to collect in it would copy it, too
     os.chdir(settings["directory"])
     os.environ.clear()
     os.environ.update(settings["environment"])

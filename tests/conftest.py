@@ -59,8 +59,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 OF_A_RUN = [
     *MODULES,
     *("exp.train", "exp.worker", "exp.config.command", "exp.strategies.single", "hydra_plugins.exp.launcher"),
-    *("exp.report_pictures", "exp.hooks.figures", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
-    *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.PpmImagePlugin"),
+    *("torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin"),
 ]
 OF_RANKS = [
     *("exp.strategies.fsdp", "exp.strategies.hybrid", "exp.strategies.pipeline", "exp.strategies.tensor_parallel"),

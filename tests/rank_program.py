@@ -5,6 +5,7 @@ SETTINGS is a mapping: rank, world_size, store, result (a file), and either dire
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import runpy
@@ -21,6 +22,7 @@ def main(settings: dict[str, Any]) -> None:
     from exp.strategies.rank import Rank
 
     torch.set_num_threads(1)
+    gc.freeze()  # as a rank does with what it has imported: to collect in it would copy it, too
     rank = Rank(
         global_rank=settings["rank"],
         local_rank=settings["rank"],

@@ -48,12 +48,15 @@ MODULES = (
     "exp.hooks.out_of_memory",
     "exp.hooks.throughput",
     "exp.objectives.metrics",
+    "exp.report_pictures",
     "exp.strategies.auto",
     "exp.sweeps.job",
     "exp.tensorboard.logger",
-    # By the first operator on the meta device, 0.2 s; and by whoever draws a number.
+    # By the first operator on the meta device, 0.2 s; by whoever draws a number, counts classes, or saves a picture.
     "torch.fx.experimental.symbolic_shapes",
     "numpy.random",
+    "numpy.ma",
+    "PIL.PngImagePlugin",
 )
 # Of the output of a job, whose last words are told.
 TAIL_BYTES = 20_000

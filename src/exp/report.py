@@ -112,9 +112,10 @@ class RunsReport:
 
     @property
     def directory(self) -> Path:
-        """Where it is written, made when that is first asked for."""
+        """Where it is written, decided when first asked for; what a killed command left half written there goes."""
         if self._directory is None:
             self._directory = _output(self._arguments)
+            sweep_partial_files(self._directory)
         return self._directory
 
     def write(self, found: Found) -> None:
@@ -132,7 +133,6 @@ class RunsReport:
         text = page(self.comparison, charts, notes=self._notes, about=about)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            sweep_partial_files(self.directory)
             for chart in charts:
                 write_whole(self.directory / f"{chart.name}.png", chart.png, is_synced=False)
             write_whole(self.directory / PAGE, text, is_synced=False)

@@ -304,6 +304,8 @@ def test_what_a_killed_run_left_half_written_goes_with_the_next_one(tmp_path: Pa
     first.fit()
     left = [tmp_path / "first" / ".report.json.1.2.partial", first.last.with_name(".last.ckpt.1.2.partial")]
     left.append(first.last.with_name(".last.ckpt.partial"))  # of an older version
+    left.append(tmp_path / "first" / "pictures" / ".loss.png.1.2.partial")
+    left[-1].parent.mkdir(exist_ok=True)
     others = [tmp_path / ".last.ckpt.1.2.partial", first.last.with_name(".mine.partial")]
     for path in (*left, *others):
         path.touch()

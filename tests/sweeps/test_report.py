@@ -217,6 +217,18 @@ def test_the_pictures_are_files_that_are_not_blank(folder):
         assert len(np.unique(found)) > 10
 
 
+def test_what_a_killed_report_left_half_written_goes_with_the_next_one(folder):
+    sweep = write_sweep(folder / "sweep")
+    left, mine = sweep / "report" / ".report.html.1.2.partial", sweep / "report" / ".mine.partial"
+    left.parent.mkdir()
+    for path in (left, mine):
+        path.touch()
+    status, _ = told(sweep)
+    assert status == 0
+    assert not left.exists()
+    assert mine.exists()
+
+
 def test_what_differs_is_swept_and_the_seed_is_repeated(folder):
     sweep = write_sweep(folder / "sweep")
     found = compare([read_run(run) for run in find_runs([sweep]).runs])

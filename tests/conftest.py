@@ -1,4 +1,4 @@
-"""For every test: models of conf/ without a whole config, and real ranks."""
+"""Fixtures of all tests: the two suites, networks of conf/model, real ranks, and commands in forked processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
+import resource
 import runpy
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -45,10 +47,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("exp", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("exp")
-
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
 # As .ci/run has it: a thread of OpenBLAS would forbid forks, and two threads add float32 up in another order.
@@ -73,6 +71,134 @@ RANKS = forkserver.ForkServer()
 RANKS.set_forkserver_preload([*OF_A_RUN, *OF_RANKS])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
+
+
+# Processor time that a test of the fast suite may take, on the reference machine.
+LIMIT_SECONDS = 3.0
+# Processor time of `speed_sample` on the reference machine.
+REFERENCE_SECONDS = 0.006
+EXAMPLES = 25
+ALL_EXAMPLES = 1000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        type=float,
+        default=0.1,
+        help="the share of the cases that each exhaustive test runs, above 0 and at most 1; default: 0.1",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Distribute neighboring tests to the same process, which then creates the fixtures of a file once."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+    if is_slow_suite(config) and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))  # the workers get the same
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples = round(ALL_EXAMPLES * config.option.share)
+    slow = is_slow_suite(config)
+    # How long an example takes depends on the load of the machine.
+    fixtures, slowness = hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile(
+        "exp",
+        deadline=None,
+        suppress_health_check=[fixtures, slowness],
+        database=None,
+        print_blob=True,
+        derandomize=not slow,
+        max_examples=max(1, examples) if slow else EXAMPLES,
+    )
+    hypothesis.settings.load_profile("exp")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not is_slow_suite(config):
+        return None
+    return f"random cases: --hypothesis-seed={config.option.hypothesis_seed} --share={config.option.share} repeats them"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by what they start, and let the slow suite run the tests of Hypothesis with fresh examples."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "ranks" in fixtures:
+            item.add_marker("ranks")
+        if "commands" in fixtures or "scripts" in fixtures:
+            item.add_marker("process")
+        if is_slow_suite(config) and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the fast suite that takes more processor time than LIMIT_SECONDS, more on a slower machine."""
+    before = processor_seconds()
+    yield
+    spent = processor_seconds() - before
+    if spent > LIMIT_SECONDS and item.get_closest_marker("slow") is None:
+        limit = LIMIT_SECONDS * max(1.0, speed_sample() / REFERENCE_SECONDS)
+        if spent > limit:
+            pytest.fail(f"took {spent:.1f} s of processor time; expected at most {limit:.1f} s, or the marker slow")
+
+
+def is_slow_suite(config: pytest.Config) -> bool:
+    return "slow" in config.option.markexpr and "not slow" not in config.option.markexpr
+
+
+def speed_sample() -> float:
+    """Return the processor time in seconds of a fixed piece of Python, the shortest of three."""
+    times = []
+    for _ in range(3):
+        before = time.process_time()
+        sum(number * number for number in range(200_000))
+        times.append(time.process_time() - before)
+    return min(times)
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process, of its children that ended, and of those of the fork servers."""
+    spent = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        spent += usage.ru_utime + usage.ru_stime
+    for server in (forkserver._forkserver, RANKS):
+        if server._forkserver_pid is not None:
+            fields = Path(f"/proc/{server._forkserver_pid}/stat").read_text().rpartition(")")[2].split()
+            spent += sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")  # cutime and cstime
+    return spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of an exhaustive test that a run of the slow suite does. part: above 0, at most 1."""
+
+    part: float
+    seed: int
+
+    def count(self, most: int) -> int:
+        """Return how many of `most` repetitions to do, at least one."""
+        return max(1, round(self.part * most))
+
+    def of(self, cases: Sequence[Any]) -> list[Any]:
+        """Return evenly spaced cases, at least one; the seed decides which."""
+        step = max(1, round(1 / self.part))
+        return list(cases[self.seed % min(step, len(cases)) :: step])
+
+    def random(self) -> random.Random:
+        """Return a generator that the seed decides."""
+        return random.Random(self.seed)
+
+
+@pytest.fixture(scope="session")
+def share(request: pytest.FixtureRequest) -> Share:
+    """What `--share` and `--hypothesis-seed` ask for."""
+    return Share(part=request.config.option.share, seed=int(request.config.option.hypothesis_seed or 0))
 
 
 # As pip makes it of [project.scripts].

@@ -146,7 +146,7 @@ def _stages(plan: Plan) -> Sequence[str]:
         return tuple(plan.data.stages)
     there = [stage for stage in STAGES if plan.own.data_kind is not None or stage in plan.data.stages]
     # With a limit of 0 nothing is validated.
-    limits = {stage: plan.plain["trainer"].get(f"limit_{stage}_batches") for stage in there}
+    limits = {stage: plan.plain["trainer"][f"limit_{stage}_batches"] for stage in there}
     return [stage for stage in there if plan.own.has(stage) and limits[stage] != 0]
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -213,6 +213,19 @@ class UserCodeError(RunError):
         cure = "It is an error of your own code or data: mend it there" if self.frames else "Look at what it was given"
         text = "\n".join(filter(None, [super().__str__(), self.frames, cure]))
         return text + (f". What was saved is good, and goes on with\n  {self.command}" if self.command else "")
+
+
+def chain_of(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:
+    """Yield an exception, then what it was raised from or, unless `explicit`, while handling, each once.
+
+    A chain may be circular: with OC_CAUSE=1, or under a debugger, OmegaConf raises exceptions that are their own cause.
+    """
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and all(current is not one for one in seen):
+        yield current
+        seen.append(current)
+        current = current.__cause__ or (None if explicit else current.__context__)
 
 
 def one_line(error: BaseException) -> str:

@@ -202,7 +202,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         plugins=[plugin],
         accelerator="gpu" if device.type == "cuda" else device.type,
         devices=1,
-        accumulate_grad_batches=1 if phases else plain["trainer"].get("accumulate_grad_batches", 1),
+        accumulate_grad_batches=1 if phases else plain["trainer"]["accumulate_grad_batches"],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from exp.errors import Interrupted
+from exp.errors import Interrupted, chain_of
 
 # What signal.signal takes and gives back; None was not installed from Python.
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -122,16 +122,13 @@ def interrupting() -> Iterator[Sequence[Interrupted]]:
 
 
 def behind(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
-    """The interruption that an error was made of, as OmegaConf and Lightning do; the error itself where there is none.
+    """Return the interruption that OmegaConf or Lightning replaced by another error; without one, the error itself.
 
-    raised: by the handler of a signal.
+    Args:
+        error: What was caught.
+        raised: What the handler of a signal raised.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        if any(cause is one for one in raised):
-            return cause
-        cause = cause.__context__
-    return error
+    return next((cause for cause in chain_of(error) if any(cause is one for one in raised)), error)
 
 
 def _is_interactive() -> bool:

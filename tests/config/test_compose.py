@@ -574,3 +574,14 @@ def test_a_node_that_is_added_is_there_for_the_overrides_behind_it():
     assert exp.compose([node, "hooks.own.every_n_steps=5"]).hooks.own.every_n_steps == 5
     with pytest.raises(ConfigError, match=r"hooks\.own\.every_n_step: no parameter of .*every_n_steps\?"):
         exp.validate(exp.compose([node, "hooks.own.every_n_step=5"]))
+
+
+@pytest.mark.parametrize(
+    "words", [["optimizer.nothing=1"], ["optimizer.lr=${nowhere}"], ["model=mlp", "+model.layers.hidden.no=1"]]
+)
+def test_an_error_ends_although_omegaconf_names_it_as_its_own_cause(words, tmp_path, monkeypatch):
+    """OC_CAUSE=1, or a debugger: OmegaConf then raises exceptions whose cause is the exception itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OC_CAUSE", "1")
+    with pytest.raises(exp.ConfigError):
+        exp.validate(exp.compose(words))

@@ -316,7 +316,7 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
         found["module"] = "module"
     if held_norms(planned.network):
         found["frozen_statistics"] = "freeze.batch_norm=eval"
-    count = config["trainer"].get("accumulate_grad_batches")
+    count = config["trainer"]["accumulate_grad_batches"]
     if isinstance(count, int) and count > 1:
         found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
     return found

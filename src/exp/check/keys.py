@@ -261,7 +261,7 @@ VALUES: dict[str, Any] = {
     "hooks.*.shares_every_n_steps": Literal["auto"] | Count | None,
 }
 
-# Below the same nodes: what exp reads itself, so that it must be there, and what to write for "nothing special".
+# Keys below the same nodes that exp reads, and the default of each. A config without one of them is refused.
 PRESENT: dict[str, str] = {
     "data.batch_size": "64",
     "data.inputs": "null",
@@ -276,5 +276,22 @@ PRESENT: dict[str, str] = {
     "scheduler.interval": "step",
     "scheduler.monitor": "null",
     "strategy.name": "ddp",
+    "trainer.max_epochs": "30",
+    "trainer.max_steps": "-1",
+    "trainer.max_time": "null",
+    "trainer.accumulate_grad_batches": "1",
+    "trainer.gradient_clip_val": "null",
+    "trainer.gradient_clip_algorithm": "norm",
+    "trainer.check_val_every_n_epoch": "1",
+    "trainer.val_check_interval": "null",
+    "trainer.limit_train_batches": "null",
+    "trainer.limit_val_batches": "null",
+    "trainer.limit_test_batches": "null",
+    "trainer.overfit_batches": "0.0",
+    "trainer.num_sanity_val_steps": "0",
+    "trainer.log_every_n_steps": "50",
     "trainer.enable_progress_bar": "true",
+    "trainer.enable_model_summary": "false",
+    "trainer.profiler": "null",
+    "trainer.detect_anomaly": "false",
 }

@@ -86,14 +86,14 @@ OWN_METRICS = "exp.objectives.metrics"
 # Of an average: each class by itself.
 NONE = (None, "none")
 ANY_LENGTH = 1_000_000_000
+# What null means in Lightning's Trainer.
 LENGTHS = {
     "max_epochs": None,
     "limit_train_batches": 1.0,
     "val_check_interval": 1.0,
-    "check_val_every_n_epoch": 1,
+    "check_val_every_n_epoch": None,
     "accumulate_grad_batches": 1,
 }
-WITH_NULL = ("check_val_every_n_epoch",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -874,7 +874,7 @@ class _Findings:
 
         if self.faults or not self.plain["train"]:
             return
-        if isinstance(self.plain["trainer"].get("val_check_interval"), int):
+        if isinstance(self.plain["trainer"]["val_check_interval"], int):
             self._try(lambda: refuse_late_validation(self._lengths, self._batches))
 
     @functools.cached_property
@@ -889,17 +889,15 @@ class _Findings:
 
     @property
     def _lengths(self) -> Trainer:
-        """What a Trainer says of the length of the run; Lightning's own default for what the config leaves out."""
+        """The attributes of a Trainer that decide the length of the run."""
         trainer = self.plain["trainer"]
-        # Null is a value of one of them: validation does not follow the epochs.
-        values = {name: trainer[name] for name in LENGTHS if name in trainer}
-        values = {name: value for name, value in values.items() if value is not None or name in WITH_NULL}
-        return cast("Trainer", SimpleNamespace(**{**LENGTHS, **values, "max_steps": None}))
+        values = {name: default if trainer[name] is None else trainer[name] for name, default in LENGTHS.items()}
+        return cast("Trainer", SimpleNamespace(**values, max_steps=None))
 
     def _steps(self, batches: int | None) -> int | None:
         from exp.engine.progress import Limits, total_steps
 
-        steps = self.plain["trainer"].get("max_steps")
+        steps = self.plain["trainer"]["max_steps"]
         limits = Limits(max_steps=steps if isinstance(steps, int) and steps > 0 else None)
         return total_steps(self._lengths, limits, batches)
 
@@ -920,7 +918,7 @@ class _Findings:
 
 
 def _beginnings(config: DictConfig, known: Iterable[Fault]) -> tuple[object, object]:
-    """What a run begins from, as `_find_start` and `_find_weights` may change it; None for what has a fault."""
+    """Return `resume` and `weights.from`, which `_find_start` and `_find_weights` may change; None for a faulty one."""
     resume = None if _touched(known, ("resume",)) else config.resume
     return resume, None if _touched(known, ("weights",)) else config.weights["from"]
 
@@ -948,13 +946,14 @@ def _find_weights(config: DictConfig) -> None:
 
 
 def _hold_batches(config: DictConfig) -> bool:
-    """Keep the order of the samples where a run is to overfit a few batches, unless somebody says otherwise.
+    """Set `data.shuffle` to false in a run that overfits a few batches, unless the config sets it.
 
-    Shuffled they would be others in each epoch; Lightning takes the shuffling of its own loaders away for the same.
-    Returns: whether it had to be written into the config.
+    Shuffled batches differ in each epoch. Lightning disables the shuffling of its own loaders for the same reason.
+
+    Returns:
+        Whether the config was changed.
     """
-    brought = brings_data(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
-    if not config.trainer.overfit_batches or brought or "shuffle" in config.data:
+    if not config.trainer.overfit_batches or brings_data(_raw(config)) or "shuffle" in config.data:
         return False
     with open_dict(config.data):
         config.data.shuffle = False
@@ -962,20 +961,26 @@ def _hold_batches(config: DictConfig) -> bool:
 
 
 def _fill_in(config: DictConfig) -> bool:
-    """Fill in what the data says of itself: shape and dtype, outputs, classes. Built only where one of them is null.
+    """Fill in the shape, dtype, number of outputs and classes that the data set knows, if one of them is null.
 
-    Returns: whether there was anything to fill in.
-    Raises: ConfigError, RunError where the data set cannot be built.
+    Returns:
+        Whether the config was changed.
+
+    Raises:
+        ConfigError, RunError: The data set cannot be built.
     """
     from exp.construct import build_data, plain_config
 
-    if brings_data(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))) or not is_open(config.data):
+    raw = _raw(config)
+    if brings_data(raw) or not is_open(config.data):
         return False
-    # Resolved alone: other nodes may interpolate what is filled in here.
-    given = {name: plain_config(config[name]) for name in ("data", "security")}
-    left = {name: OmegaConf.to_container(config[name], resolve=False) for name in ("objective", "metrics")}
-    precision = {"word": OmegaConf.select(config, "precision.word")}  # what else it holds may have faults
-    spec = build_data({**given, **left, "seed": config.seed, "resume": config.resume, "precision": precision}).spec
+    # Resolved separately, because other nodes may interpolate what is filled in here.
+    given = {"seed": config.seed, **{name: plain_config(config[name]) for name in ("data", "security")}}
+    # These may have faults: each is read raw, and UNKNOWN stands for a missing key.
+    values = Values(raw)
+    others = {name: values[name] for name in ("objective", "metrics", "resume")}
+    precision = {"word": values["precision.word"]}
+    spec = build_data({**given, **others, "precision": precision}).spec
     if list(spec.inputs) != ["input"]:
         config.data.inputs = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in spec.inputs.items()}
     config.data.input_shape = None if spec.input_shape is None else list(spec.input_shape)
@@ -983,6 +988,11 @@ def _fill_in(config: DictConfig) -> bool:
     config.data.num_outputs = spec.num_outputs
     config.data.num_classes = spec.num_classes
     return True
+
+
+def _raw(config: DictConfig) -> dict[str, Any]:
+    """Return the values as they are written, interpolations included."""
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
 
 
 def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExamination:
@@ -1019,7 +1029,7 @@ def _arithmetic(precision: Any) -> Arithmetic:
 
 
 def _limit(trainer: Mapping[str, Any], name: str) -> int:
-    limit = trainer.get(name)
+    limit = trainer[name]
     return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
 
 

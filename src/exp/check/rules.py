@@ -465,7 +465,7 @@ def _reads_target(node: Mapping[str, Any]) -> bool:
 
 
 def _misfit(node: str, target: str, expected: str, choice: str) -> Fault:
-    kind = "class numbers" if "classes" in expected else "numbers"
+    kind = "class numbers" if "classes" in expected else "numbers, because data.num_classes is null"
     return Fault(
         key=f"{node}._target_",
         got=target,

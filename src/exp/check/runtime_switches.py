@@ -167,7 +167,7 @@ def cuda_graph_faults(planned: Blueprint) -> list[Fault]:
                 cure=f"Write {CUDA_GRAPH}=false",
             )
         ]
-    count = config["trainer"].get("accumulate_grad_batches")
+    count = config["trainer"]["accumulate_grad_batches"]
     in_the_way: Mapping[str, object] = {
         f"strategy={config['strategy']['name']} over several devices": placement.world_size > 1
         or placement.devices_per_rank > 1,

@@ -37,12 +37,18 @@ class Found:
 
 
 def find_start(config: DictConfig) -> Found:
-    """What `resume=auto` or `runtime.autoresume=true` comes to, of a config that has one of them.
+    """Return the checkpoint that `resume=auto` or `runtime.autoresume=true` stands for.
 
-    Raises: ConfigError in a sweep, whose jobs would go on from each other.
+    Raises:
+        ConfigError: The run is a job of a sweep, whose jobs would resume from each other, or the config was not
+            composed and so has no run directory.
     """
     is_again = config.runtime.autoresume is True
     key = "runtime.autoresume" if is_again else "resume"
+    if COMPOSITION not in config:
+        got = f"{'true' if is_again else 'auto'}, in a config that exp.compose did not make"
+        expected = "the path of a checkpoint, because this config has no run directory to search next to"
+        raise ConfigError([Fault(key=key, got=got, expected=expected, cure="Compose it with exp.compose(overrides)")])
     composition = config[COMPOSITION]
     directory = Path(composition.directory).absolute()
     root = root_of(directory, str(config.name))

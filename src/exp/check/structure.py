@@ -231,8 +231,8 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
             yield Fault(
                 key=key,
                 got="no such key",
-                expected="a value: exp reads it",
-                cure=f"Write {name}: {example} below {node}",
+                expected="a value, because exp reads this key",
+                cure=f"Write {key}={example}",
             )
 
 

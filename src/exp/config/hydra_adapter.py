@@ -56,7 +56,7 @@ from exp.config.resolvers import use_resolvers
 from exp.config.search_path import Place, own_groups, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, Fault, one_line
+from exp.errors import ConfigError, Fault, chain_of, one_line
 from exp.files import can_be_a_path
 from exp.source_signature import parameters_in_source
 from exp.spelling import among, did_you_mean, is_slip
@@ -635,15 +635,13 @@ def registered_targets() -> set[str]:
 
 
 def fault_of(error: Exception) -> Fault:
-    """One fault from what Hydra or OmegaConf raised."""
+    """Return one error for an exception of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_config_fault(error, error.missing_cfg_file)
     refused = _refused_choice(str(error))
     if refused is not None:
         return refused
-    causes: list[BaseException] = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
+    causes = list(chain_of(error, explicit=True))
     if any(isinstance(cause, RecursionError) for cause in causes):
         return Fault(key="config", got="nested too deeply, or into itself", expected="a few levels")
     told = [text for text in (_short(cause) for cause in causes) if text]

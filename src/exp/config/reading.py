@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -81,15 +81,13 @@ def read(config: DictConfig) -> Reading:
 
 
 def name_gpu(config: DictConfig) -> None:
-    """Name the GPU by its maker, as torch and exp do, where a config has Lightning's word for it.
+    """Replace Lightning's accelerator `gpu` by the GPU of this platform, `cuda` or `mps`.
 
-    An interpolation, which may call a function, is left to `read`, behind the look at that function's name.
+    An interpolation is left to `read`: it may call a function, whose name has to be checked first.
     """
-    launch = config._get_node("launch") if "launch" in config else None
-    if isinstance(launch, DictConfig) and isinstance(launch._content, dict):
-        accelerator = launch._get_node("accelerator")
-        if isinstance(accelerator, Node) and accelerator._value() == "gpu":
-            launch.accelerator = GPU
+    raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+    if Values(cast("dict[str, Any]", raw))[ACCELERATOR] == "gpu":
+        OmegaConf.update(config, ACCELERATOR, GPU)
 
 
 @secrets_kept()

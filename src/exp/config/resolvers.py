@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
 from exp.config.targets import TargetError, resolve_resolver
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, chain_of
 from exp.spelling import show
 
 NODE = "resolvers"
@@ -82,13 +82,8 @@ def resolver_faults(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterat
 
 
 def is_of_a_target(error: BaseException) -> bool:
-    """Whether an interpolation failed because the function of a resolver is refused, which its own key tells."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, TargetError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    """Return whether an interpolation failed because its resolver's function is refused, which is its own error."""
+    return any(isinstance(cause, TargetError) for cause in chain_of(error))
 
 
 def _named(config: DictConfig) -> dict[str, str]:

@@ -108,7 +108,7 @@ class Gradients(Hook):
         reasons = dict.fromkeys(
             OWN_PERIODS, "in stage 3 DeepSpeed keeps the gradients and the weights in parts of its own"
         )
-        if planned.config["trainer"].get("gradient_clip_val"):
+        if planned.config["trainer"]["gradient_clip_val"]:
             reasons["clipped"] = "in stage 3 DeepSpeed clips where no hook can look"
         for setting, reason in reasons.items():
             if (value := getattr(self, setting)) is not None:

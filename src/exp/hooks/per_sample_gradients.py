@@ -65,7 +65,7 @@ class PerSampleGradients(Hook):
         yield from super().faults(planned)
         yield from objective_faults(self, planned, takes_samples=True)
         config, own = planned.config, f"with hooks.{self.name}"
-        if planned.batch_size * config["trainer"].get("accumulate_grad_batches", 1) < 2:
+        if planned.batch_size * config["trainer"]["accumulate_grad_batches"] < 2:
             got, expected = f"a step of one sample, {own}", "2 or more, to compare one with all"
             yield self.fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {self.leave_out}")
         for other, hook in planned.hooks.items():

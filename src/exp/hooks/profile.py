@@ -71,7 +71,7 @@ class Profile(Hook):
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         window, config, world = self.window, planned.config, planned.placement.world_size
-        limit, profiler = config["trainer"].get("max_steps"), config["trainer"].get("profiler")
+        limit, profiler = config["trainer"]["max_steps"], config["trainer"]["profiler"]
         if isinstance(limit, int) and 0 <= limit < window.last:
             got = f"{window.start}, and steps: {window.steps}: {window}, of a run with trainer.max_steps={limit}"
             yield self.fault("start_step", got=got, expected=f"a window that ends at step {limit} or before")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from exp.errors import MissingExtraError, RunError, shortened
+from exp.errors import MissingExtraError, RunError, chain_of, shortened
 from exp.saved_runs.graph_capture import operator_of, quiet, refused
 from exp.saved_runs.named_network import NamedNetwork
 from exp.saved_runs.run_files import RunFiles
@@ -189,11 +189,7 @@ def _port(found: Any) -> Port:
 
 def _refusal(run: RunFiles, network: NamedNetwork, program: ExportedProgram, error: BaseException) -> Exception:
     """The error of an operator that ONNX does not have, or that its conversion fails for."""
-    texts: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        texts.append(str(cause))
-        cause = cause.__cause__
+    texts = [str(cause) for cause in chain_of(error, explicit=True)]
     missing, failed = MISSING.search("\n".join(texts)), FAILED.search("\n".join(texts))
     if missing:
         name, overload = missing.groups()

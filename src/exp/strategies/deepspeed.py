@@ -145,7 +145,7 @@ class DeepSpeed(Strategy):
                 got=f"{planned.precision} with strategy={self.name}",
                 expected=f"one of {', '.join(known)}: DeepSpeed would scale the loss or cast the network itself",
             )
-        if planned.config["trainer"].get("gradient_clip_algorithm") == "value":
+        if planned.config["trainer"]["gradient_clip_algorithm"] == "value":
             yield Fault(
                 key="trainer.gradient_clip_algorithm",
                 got=f"value with strategy={self.name}",

@@ -1,4 +1,4 @@
-"""python -m exp.gradcheck: right and wrong derivatives of Functions, functions and modules of one's own."""
+"""python -m exp.gradcheck: right and wrong derivatives of Functions, functions and modules of users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cube(torch.autograd.Function):
     factor = 3
 
     @staticmethod
-    def forward(ctx, x):  # as Functions were written before setup_context
+    def forward(ctx, x):  # the style without setup_context
         ctx.save_for_backward(x)
         return x ** 3
 
@@ -38,7 +38,7 @@ class Once(Cube):
         return gradient * 3 * ctx.saved_tensors[0] ** 2
 
 
-class Detached(Cube):  # its gradient is right, and the gradient of that is not
+class Detached(Cube):  # the gradient is right and the second gradient is wrong
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 3 * ctx.saved_tensors[0].detach() ** 2
@@ -115,7 +115,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "own_derivatives", raising=False)
 
 
-def said(capsys, *command: str) -> tuple[int, dict[str, str]]:
+def rows_of(capsys, *command: str) -> tuple[int, dict[str, str]]:
     status = main(command)
     rows = capsys.readouterr().out.splitlines()
     return status, {row[:16].strip(): row[17:] for row in rows}
@@ -133,22 +133,22 @@ def said(capsys, *command: str) -> tuple[int, dict[str, str]]:
         ("torch.nn.GELU", "--input", ""),
     ],
 )
-def test_what_is_right(command, capsys) -> None:
-    status, rows = said(capsys, *command)
+def test_right_derivatives_pass(command, capsys) -> None:
+    status, rows = rows_of(capsys, *command)
     assert status == 0
     assert rows["gradient"] == rows["second gradient"] == "right"
     assert rows["vmap"] == "right" if command[0].endswith(("Scale", ".Linear")) else rows["vmap"].startswith("not ")
 
 
-def test_the_entry_that_is_furthest_off_is_told(capsys) -> None:
-    status, rows = said(capsys, "own_derivatives.OnePlaceOff", "--input", "2x3", "--input", "2x3")
+def test_the_entry_with_the_largest_error_is_shown(capsys) -> None:
+    status, rows = rows_of(capsys, "own_derivatives.OnePlaceOff", "--input", "2x3", "--input", "2x3")
     assert status == 1
     place = r"WRONG; of output 0 at \[1, 2\] by y at \[1, 2\] it is "
     found = re.fullmatch(place + r"([-\d.]+), and the difference of the forward is ([-\d.]+)", rows["gradient"])
     assert found
-    # What the backward adds there, times the 1 that comes back to this output; the others are right.
+    # The backward adds 0.5 there, and the other entries are right.
     assert float(found[1]) - float(found[2]) == pytest.approx(0.5, abs=1e-4)
-    status, rows = said(capsys, "own_derivatives.WrongNet", "width=3", "--input", "2x3")
+    status, rows = rows_of(capsys, "own_derivatives.WrongNet", "width=3", "--input", "2x3")
     assert (status, rows["gradient"][:8]) == (1, "WRONG; o")
 
 
@@ -160,8 +160,8 @@ def test_the_entry_that_is_furthest_off_is_told(capsys) -> None:
         (("own_derivatives.WrongVmap", "factor=2.0"), "vmap", "WRONG; off by 1 from"),
     ],
 )
-def test_what_is_wrong_behind_a_right_gradient(command, row, word, capsys) -> None:
-    status, rows = said(capsys, *command)
+def test_second_gradients_and_vmap_are_compared(command, row, word, capsys) -> None:
+    status, rows = rows_of(capsys, *command)
     assert status == (1 if word.startswith("WRONG") else 0)
     assert rows["gradient"] == "right"
     assert rows[row].startswith(word)
@@ -183,8 +183,8 @@ def test_what_is_wrong_behind_a_right_gradient(command, row, word, capsys) -> No
         (("own_derivatives.Cube", "x:1"), "NAME=VALUE: 'x:1'"),
     ],
 )
-def test_what_cannot_be_compared_is_a_fault(command, message, capsys) -> None:
+def test_wrong_commands_are_errors(command, message, capsys) -> None:
     assert main(command) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert "Traceback" not in told.err
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

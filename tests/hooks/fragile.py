@@ -1,4 +1,4 @@
-"""A layer that gives numbers which are none at one forward in training, for the tests of nan_guard."""
+"""A layer whose numbers are not finite at one forward in training, for the tests of nan_guard."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from exp.engine.cuda_graphs import GraphedNetwork
 from exp.hooks.hook import Hook
 from exp.hooks.nan_guard import NanGuard
 
 
 class Fragile(nn.Module):
-    """Passes on what it is given, but for its forward number `at` in training, counted from 1.
+    """Returns its input, except in the forward number `at` in training, counted from 1.
 
-    where: forward, nan comes out; backward, the numbers are right and their gradient is that of a square root at 0.
+    where: forward, the output is nan; backward, the output is right and its gradient is that of a square root at 0.
     """
 
     def __init__(self, *, at: int, where: str = "forward") -> None:
@@ -36,7 +35,7 @@ class Fragile(nn.Module):
 
 
 class Keeper(Callback):
-    """Writes the weights and the optimizer's state as a run that fails leaves them."""
+    """Writes the weights and the optimizer's state that a failed run leaves."""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         states = [optimizer.state_dict() for optimizer in trainer.optimizers]
@@ -45,7 +44,7 @@ class Keeper(Callback):
 
 
 class End(Callback):
-    """Ends a run behind a step, which the schedule does not know."""
+    """Ends a run after a step that the schedule does not know."""
 
     def __init__(self, *, at: int) -> None:
         self.at = at
@@ -54,41 +53,17 @@ class End(Callback):
         trainer.should_stop = trainer.global_step == self.at
 
 
-class Graphed(Callback):
-    """Puts the network into what stands for CUDA graphs, and counts their calls."""
-
-    calls = 0
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        def capture(network: nn.Module, samples: Any) -> Any:
-            return lambda *tensors: self.replayed(network, tensors)
-
-        vars(pl_module)["run_network"] = GraphedNetwork(pl_module.network, capture=capture)
-
-    def replayed(self, network: nn.Module, tensors: Any) -> Any:
-        type(self).calls += 1
-        return network(*tensors)
-
-
 class Later(NanGuard):
-    """Looks as on a GPU: the optimizer leaves its step out by itself, and the host looks some steps later."""
+    """Looks some steps later, as on a GPU, while the optimizer itself skips its step."""
 
     def _looks_later(self, step: Any, update: Any) -> bool:
         return update.can_hold
 
 
 class Broken(Hook):
-    """A transform whose gradients are infinite whatever the loss scale."""
+    """A transform whose gradients are infinite at any loss scale."""
 
     transforms = True
 
     def forward(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         return output + torch.sqrt(output * 0) if name == "fragile" else None
-
-
-class Twice(torch.optim.SGD):
-    """Makes the gradients of a step twice, and steps by the second, as sharpness-aware ones do."""
-
-    def step(self, closure: Any) -> Any:
-        closure()
-        return super().step(closure)

@@ -1,4 +1,4 @@
-"""A layer and terms that use torch.func, for the tests of what hooks see of them."""
+"""A layer and a term that use torch.func, for the tests of the hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exp.objectives.term import AbstractTerm
 
 
 class GradientOfEnergy(nn.Module):
-    """The gradient of sum(tanh(A x + b)) by x, for each sample `[B, n]` by itself."""
+    """The gradient of sum(tanh(A x + b)) with respect to x, for each sample of `[B, n]`."""
 
     def __init__(self, *, size: int, width: int) -> None:
         super().__init__()
@@ -23,11 +23,11 @@ class GradientOfEnergy(nn.Module):
 
 
 class Derivative(AbstractTerm):
-    """The mean square of a derivative of the network on the batch's first samples, by torch.func."""
+    """The mean square of the network, or of its derivative, on the first samples of a batch, by torch.func."""
 
     needs = frozenset({"forward_passes"})
 
-    def __init__(self, *, how: Literal["vmap", "jacrev", "hessian", "vjp"]) -> None:
+    def __init__(self, *, how: Literal["vmap", "hessian", "vjp"]) -> None:
         super().__init__(weight=0.1)
         self.how = how
 
@@ -40,8 +40,6 @@ class Derivative(AbstractTerm):
 
         if self.how == "vmap":
             return vmap(output)(x).square().mean()
-        if self.how == "jacrev":
-            return vmap(jacrev(output))(x).square().mean()
         if self.how == "hessian":
             return jacrev(jacrev(lambda one: output(one).sum()))(x[0]).square().mean()
         outputs, pulled = vjp(output, x[0])

@@ -1,4 +1,4 @@
-"""Figures of activations: NumPy's over the same entries, over calls, micro-batches and ranks together."""
+"""The hook activations: its figures equal NumPy's over all calls, micro-batches and parts."""
 
 from __future__ import annotations
 
@@ -10,41 +10,35 @@ from torch import nn
 from exp.errors import RunError
 from exp.hooks.activations import Activations, figures, merged, saturation
 from exp.hooks.panels import Column, Histogram
-from exp.hooks.step import Step
-from exp.strategies.model_parallel import gather_ranks
 
 pytestmark = pytest.mark.numeric
 
 
-def step_of(network, **settings) -> Step:
-    return Step(index=1, network=network, optimizers=[], batch_size=8, device=torch.device("cpu"), **settings)
+@pytest.fixture
+def measured(step):
+    """A function that returns the hook's values of a step with a micro-batch for each input."""
 
+    def measure(network, *inputs, **settings):
+        hook = Activations(each_layer=True, **settings)
+        hook.attach(network)
+        now = step(network)
+        for one in inputs:
+            hook.passed("batch", now)
+            with hook.engaged():
+                network(one)
+        found = hook.after_step(now) or {}
+        hook.detach()
+        scalars = {tag: value.item() for tag, value in found.items() if isinstance(value, torch.Tensor)}
+        # The columns of the heat maps hold the same numbers.
+        assert scalars == {
+            f"{tag}/{name}": number
+            for tag, column in found.items()
+            if isinstance(column, Column)
+            for name, number in zip(column.names, column.values.tolist(), strict=True)
+        }
+        return scalars | {tag: value for tag, value in found.items() if isinstance(value, Histogram)}
 
-def measured(network, *inputs, **settings):
-    """What the hook gives for a step with a micro-batch for each of `inputs`."""
-    hook = Activations(each_layer=True, **settings)
-    hook.attach(network)
-    step = step_of(network)
-    for one in inputs:
-        hook.passed("batch", step)
-        with hook.engaged():
-            network(one)
-    found = hook.after_step(step)
-    hook.detach()
-    return numbers_of(found or {})
-
-
-def numbers_of(found):
-    """The numbers, and the histograms; the columns of heat maps hold the same ones."""
-    scalars = {tag: value.item() for tag, value in found.items() if isinstance(value, torch.Tensor)}
-    columns = {tag: value for tag, value in found.items() if isinstance(value, Column)}
-    of_columns = {
-        f"{tag}/{name}": number
-        for tag, column in columns.items()
-        for name, number in zip(column.names, column.values.tolist(), strict=True)
-    }
-    assert of_columns == scalars
-    return scalars | {tag: value for tag, value in found.items() if isinstance(value, Histogram)}
+    return measure
 
 
 def expected(name: str, entries: np.ndarray, units: np.ndarray) -> dict[str, float]:
@@ -58,17 +52,12 @@ def expected(name: str, entries: np.ndarray, units: np.ndarray) -> dict[str, flo
     }
 
 
-def network() -> nn.Sequential:
+def test_figures_over_micro_batches_equal_numpys(measured):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 9), nn.ReLU())
     with torch.no_grad():
         net[0].bias[:2] = -10.0  # two channels and one feature that are never above zero
         net[3].bias[4] = -100.0
-    return net
-
-
-def test_over_two_micro_batches_the_figures_are_numpys_over_both():
-    net = network()
     inputs = [torch.randn(5, 1, 8, 8), torch.randn(3, 1, 8, 8) + 1]
     found = measured(net, *inputs, modules=["1", "4"])
     with torch.no_grad():
@@ -80,16 +69,17 @@ def test_over_two_micro_batches_the_figures_are_numpys_over_both():
     assert found["activations/dead_units/4"] > 0.1
 
 
-def test_a_star_is_the_layers_and_a_container_is_measured_where_it_is_named():
+def test_a_star_matches_layers_without_containers(measured):
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU()))
-    names = {tag.rpartition("/")[2] for tag in measured(net, torch.randn(8, 4))}
-    assert names == {"0", "1.0"}
+    assert {tag.rpartition("/")[2] for tag in measured(net, torch.randn(8, 4))} == {"0", "1.0"}
     assert "activations/mean/1" in measured(net, torch.randn(8, 4), modules=["1"])
     assert "activations/mean/network" in measured(net[0], torch.randn(8, 4))
+    histogram = measured(net, torch.randn(3, 4), histogram=True)["activations/histogram/0"]
+    assert histogram.counts.sum() == 12
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_parts_are_put_together_without_loss_however_far_the_mean_is_from_zero(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parts_merge_exactly_far_from_zero(dtype):
     values = (1000 + torch.randn(1000, 7, generator=torch.Generator().manual_seed(0))).to(dtype)
     whole = merged([figures(part, nn.Identity()) for part in values.split([1, 399, 600])])
     exact = values.double().numpy()
@@ -108,22 +98,22 @@ def test_parts_are_put_together_without_loss_however_far_the_mean_is_from_zero(d
         (nn.ReLU6(), [-1.0, 0.0, 5.0, 6.0, 7.0], 2 / 5),
     ],
 )
-def test_saturation_is_the_share_at_a_bound(module, inputs, share):
+def test_saturation_is_the_share_at_a_bound(measured, module, inputs, share):
     found = measured(nn.Sequential(module), torch.tensor(inputs)[None])
     assert found["activations/saturated/0"] == pytest.approx(share)
 
 
-def test_of_a_softmax_a_distribution_is_saturated_and_what_is_not_bounded_has_no_such_figure():
+def test_a_softmax_saturates_by_distribution(measured):
     scores = torch.tensor([[9.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 20.0]])
     found = measured(nn.Sequential(nn.Softmax(dim=1)), scores)
     assert found["activations/saturated/0"] == pytest.approx(2 / 3)
     assert saturation(scores.T.softmax(0), nn.Softmax(dim=0))[0] == 2
-    assert saturation(scores.softmax(1), nn.Softmax())[0] == 2  # not told, torch sums along axis 1 of two
+    assert saturation(scores.softmax(1), nn.Softmax())[0] == 2  # by default, torch sums along axis 1 of two
     assert saturation(scores.T.softmax(0)[None, :, :, None], nn.Softmax2d())[0] == 2
     assert not [tag for tag in measured(nn.Sequential(nn.ReLU()), scores) if "saturated" in tag]
 
 
-def test_units_are_features_or_channels_and_another_axis_can_be_named():
+def test_units_are_features_or_the_named_axis(measured):
     values = torch.zeros(2, 3, 4)
     values[0, 1, 2] = 1.0
     net = nn.Sequential(nn.Identity())
@@ -134,7 +124,7 @@ def test_units_are_features_or_channels_and_another_axis_can_be_named():
 
 
 class Twice(nn.Module):
-    """One activation behind two layers of different widths, and an output that is no tensor."""
+    """One activation after two layers of different widths, and an output that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +135,7 @@ class Twice(nn.Module):
         return {"output": self.lstm(self.act(self.second(self.act(self.first(x))))[:, None])}
 
 
-def test_a_module_that_is_called_twice_counts_with_both_calls():
+def test_all_calls_of_a_module_count(measured):
     torch.manual_seed(0)
     net, inputs = Twice(), torch.randn(16, 4)
     found = measured(net, inputs, modules=["act", "lstm"])
@@ -159,37 +149,11 @@ def test_a_module_that_is_called_twice_counts_with_both_calls():
     assert found == pytest.approx(reference, rel=1e-6)
 
 
-def test_a_histogram_where_it_is_wanted():
-    found = measured(nn.Sequential(nn.Identity()), torch.arange(12.0).reshape(3, 4), histogram=True)
-    assert found["activations/histogram/0"].counts.sum() == 12
-
-
-def _in_ranks(rank, inputs, sizes):
-    """What one of several ranks gives for its share of a batch; a share of 0 is a stand-in."""
-    net = network()
-    hook = Activations(each_layer=True)
-    hook.attach(net)
-    mine = inputs.split([max(size, 1) for size in sizes])[rank.global_rank] if sizes[1] else inputs
-    step = step_of(net, gather=gather_ranks, weight=float(sizes[rank.global_rank]))
-    hook.passed("batch", step)
-    with hook.engaged():
-        net(mine)
-    return numbers_of(hook.after_step(step))
-
-
-@pytest.mark.parametrize("sizes", [(5, 3), (8, 0)])
-def test_two_ranks_give_what_one_process_gives(ranks, sizes):
-    inputs = torch.randn(8, 1, 8, 8)
-    one = measured(network(), inputs)
-    for found in ranks.call(_in_ranks, ranks=2, inputs=inputs, sizes=sizes):
-        assert found == pytest.approx(one, rel=1e-5, abs=1e-7)
-
-
-def test_not_due_nothing_is_measured():
-    net = network()
+def test_nothing_is_measured_when_not_due(step):
+    net = nn.Sequential(nn.Linear(4, 4))
     hook = Activations()
     hook.attach(net)
-    net(torch.randn(2, 1, 8, 8))
-    assert hook.after_step(step_of(net)) is None
+    net(torch.randn(2, 4))
+    assert hook.after_step(step(net)) is None
     assert hook.due(100)
     assert not hook.due(99)

@@ -1,6 +1,10 @@
-"""A hook of one's own: what is called, where, and what a wrong config says."""
+"""A user's own hook: what is called, under which names, and which mistakes are reported."""
 
 from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +12,95 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from exp.errors import ConfigError, RunError
+from exp.errors import ConfigError, RunError, UserCodeError
 from exp.hooks.hook import Hook
-from exp.hooks.step import Step
+
+ALLOW = "security.allow=[own_hooks]"
+
+
+@pytest.fixture
+def own(monkeypatch) -> None:
+    """Makes own_hooks.py importable."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def hook_of(*kinds: str) -> list[str]:
+    """Return overrides that add a hook of each class, under the name of the class in lower case."""
+    return [ALLOW, *(f"+hooks.{kind.partition(',')[0].lower()}={{_target_: own_hooks.{kind}}}" for kind in kinds)]
+
+
+# --- in runs ---
+
+PROBED = ["model=lenet", "optimizer=sgd", "data.batch_size=32", "trainer.max_steps=4", "hooks=[]"]
+PROBED += ["trainer.limit_val_batches=0", "test=false", "metrics=[]", "monitor=loss/train"]
+PROBED += hook_of("Probe, every_n_steps: 2, modules: [conv2, Linear]")
+# Overrides, ranks, and the tolerance against a plain run.
+SETTINGS = {
+    "fp16": (["precision=fp16"], 1, 2e-2),
+    "compile": (["runtime.compile=true", "runtime.compile_backend=aot_eager"], 1, 1e-5),
+    "ddp": (["strategy=ddp", "launch.devices=2"], 2, 1e-5),
+    "fsdp": (["strategy=fsdp", "launch.devices=2"], 2, 1e-5),
+    "layer_split": (["strategy=layer_split", "launch.devices=2"], 1, 1e-5),
+}
+
+
+def assert_probed(values: dict[str, dict[int, float]], plain: dict[str, dict[int, float]], tolerance: float) -> None:
+    tags = [tag for tag in plain if tag.startswith("probe/")]
+    assert len(tags) == 4 * 3, "conv2 and three linear layers, and three methods"
+    for tag in tags:
+        assert values[tag].keys() == plain[tag].keys() == {1, 2, 4}
+        for step, value in plain[tag].items():
+            assert math.isclose(values[tag][step], value, rel_tol=tolerance), (tag, step)
+
+
+@pytest.mark.numeric
+@pytest.mark.usefixtures("own")
+def test_an_observer_sees_values_without_loss_scale(fit):
+    more, _, tolerance = SETTINGS["fp16"]
+    assert_probed(fit(*PROBED, *more).values, fit(*PROBED).values, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.numeric
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != "fp16"])
+def test_an_observer_sees_the_same_in_other_runs(fit, ranks, in_tmp, setting):
+    (in_tmp / "conf").mkdir()
+    shutil.copy(Path(__file__).with_name("own_hooks.py"), in_tmp)  # each rank imports from its working directory
+    more, count, tolerance = SETTINGS[setting]
+    assert_probed(ranks.train(*PROBED, *more, ranks=count).values, fit(*PROBED).values, tolerance)
+
+
+SHORT = ["trainer.max_steps=1", "model.layers.hidden.out_features=8"]
+
+
+@pytest.mark.any_processor
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("InPlace", "InPlace.forward changed a tensor in place; an observing hook leaves what it sees"),
+        ("Number", "Number.after_step returned a float; expected a mapping of tags to values, or None"),
+        ("Taken", "hooks.taken gives loss/train, which is the engine's own; expected a tag of its own"),
+        ("Shared", "hooks.shared gives gradients/norm/total, which is given by hooks.gradients, too"),
+    ],
+)
+def test_a_mistake_in_a_step_names_the_hook(fit, kind, message):
+    with pytest.raises(RunError) as caught:
+        fit(*SHORT, *hook_of(kind))
+    assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("own")
+def test_an_exception_of_a_hook_keeps_its_type(fit):
+    with pytest.raises(UserCodeError, match="hook broken, in after_step, failed with KeyError") as caught:
+        fit(*SHORT, *hook_of("Broken"))
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert cause.__notes__ == ["raised in hooks.broken, by Broken.after_step"]
+
+
+# --- attached to a network ---
 
 
 class Double(Hook):
@@ -33,7 +123,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
 
 
-def test_a_transform_replaces_the_output_of_the_modules_that_match_until_it_is_detached():
+def test_a_transform_replaces_outputs_until_it_is_detached():
     net, inputs = network(), torch.randn(5, 4)
     plain = net(inputs)
     hook = Double(modules=["2"])
@@ -44,43 +134,36 @@ def test_a_transform_replaces_the_output_of_the_modules_that_match_until_it_is_d
     assert torch.equal(net(inputs), plain)
 
 
-def test_an_observer_sees_names_in_the_order_of_the_forward():
+@pytest.mark.parametrize(
+    ("modules", "seen"),
+    [(["2.*", "1"], ["1", "2.0", "2.1"]), (["torch.nn.Linear", "ReLU"], ["0", "1", "2.0", "2.1"])],
+)
+def test_an_engaged_observer_sees_modules_that_match(modules, seen):
     net = network()
-    hook = Names(modules=["2.*", "1"])
+    hook = Names(modules=modules)
     hook.attach(net)
     net(torch.randn(1, 4))
     assert hook.seen == []
     with hook.engaged():
         net(torch.randn(1, 4))
     net(torch.randn(1, 4))
-    assert hook.seen == ["1", "2.0", "2.1"]
+    assert hook.seen == seen
 
 
-def test_types_match_like_names_and_take_their_subclasses():
-    net = network()
-    hook = Names(modules=["torch.nn.Linear", "ReLU"])
-    hook.attach(net)
-    with hook.engaged():
-        net(torch.randn(1, 4))
-    assert hook.seen == ["0", "1", "2.0", "2.1"]
-
-
-def test_an_observer_that_returns_something_is_told_how_to_become_a_transform():
+def test_an_observer_must_not_return_a_value():
     class Forgetful(Hook):
         def forward(self, name, module, inputs, output):
             return 2 * output
 
     hook, net = Forgetful(modules=["1"]), network()
     hook.attach(net, name="mine")
-    with (
-        hook.engaged(),
-        pytest.raises(RunError, match=r"hooks.mine: Forgetful.forward returned a Tensor.*transforms = True"),
-    ):
+    message = r"hooks.mine: Forgetful.forward returned a Tensor.*transforms = True"
+    with hook.engaged(), pytest.raises(RunError, match=message):
         net(torch.randn(1, 4))
 
 
 class Gradients(Hook):
-    """Everything in the backward, noted."""
+    """Records everything in the backward."""
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
@@ -98,15 +181,13 @@ class Gradients(Hook):
         self.of_parameters[name] = parameter.grad.clone()
 
 
-def test_gradients_at_modules_are_autograd_s_own_and_leave_no_trace():
+def test_gradients_at_modules_equal_those_of_autograd():
     net, inputs = network(), torch.randn(5, 4)
     hook = Gradients(modules=["2"])
     hook.attach(net)
     with hook.engaged():
-        hidden = net[1](net[0](inputs))
-        output = net[2](hidden)
-    loss = output.square().sum()
-    loss.backward()
+        output = net[2](net[1](net[0](inputs)))
+    output.square().sum().backward()
     hook.disengage()
     seen = dict(hook.of_outputs), dict(hook.of_inputs), dict(hook.of_parameters)
     net.zero_grad()
@@ -118,11 +199,11 @@ def test_gradients_at_modules_are_autograd_s_own_and_leave_no_trace():
     assert torch.equal(seen[1]["2"], hidden.grad)
     assert seen[2].keys() == {"2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"}
     assert torch.equal(seen[2]["2.1.weight"], net[2][1].weight.grad)
-    assert (hook.of_outputs, hook.of_inputs, hook.of_parameters) == seen
+    assert (hook.of_outputs, hook.of_inputs, hook.of_parameters) == seen, "disengaged, it sees nothing"
 
 
 class Halved(Hook):
-    """Weights are saved halved, and doubled when they are loaded."""
+    """Saves weights halved, and doubles them when they are loaded."""
 
     transforms = True
 
@@ -133,7 +214,7 @@ class Halved(Hook):
         return {key: value * 2 for key, value in state.items()}
 
 
-def test_state_dicts_can_be_watched_and_changed_on_the_way():
+def test_a_hook_can_change_state_dicts():
     net = network()
     hook = Halved(modules=["2.0"])
     hook.attach(net)
@@ -147,7 +228,7 @@ def test_state_dicts_can_be_watched_and_changed_on_the_way():
     assert torch.equal(net.state_dict()["2.0.weight"], before["2.0.weight"])
 
 
-def test_a_pattern_without_a_module_is_a_fault_that_names_the_modules():
+def test_a_pattern_without_a_module_names_the_modules():
     with pytest.raises(ConfigError) as caught:
         Names(modules=["encoder.*", "0", "decoder"]).attach(network(), name="mine")
     message = str(caught.value)
@@ -157,28 +238,20 @@ def test_a_pattern_without_a_module_is_a_fault_that_names_the_modules():
     assert "there are 0, 1, 2, 2.0, 2.1" in message
 
 
-def test_a_period_below_one_is_refused():
-    with pytest.raises(ValueError, match="every_n_steps is 0; expected a whole number of steps, 1 or more"):
-        Hook(every_n_steps=0)
-
-
-def test_only_overridden_methods_are_reported_as_such():
+def test_only_overridden_methods_are_overrides():
     assert Double().overrides("forward")
     assert not Double().overrides("after_step")
     assert not Hook().overrides("forward")
 
 
 @given(period=st.integers(1, 100), index=st.integers(1, 10_000))
-def test_due_at_the_first_step_and_at_every_multiple(period, index):
+def test_a_hook_is_due_first_and_at_multiples(period, index):
     assert Hook(every_n_steps=period).due(index) == (index == 1 or index % period == 0)
+    with pytest.raises(ValueError, match="every_n_steps is 0; expected a whole number of steps, 1 or more"):
+        Hook(every_n_steps=0)
 
 
-def test_a_step_needs_no_loss():
-    step = Step(index=1, network=network(), optimizers=[], batch_size=4, device=torch.device("cpu"))
-    assert step.loss is None
-
-
-def test_what_was_not_set_up_is_not_torn_down():
+def test_a_hook_is_torn_down_once():
     class Once(Hook):
         def teardown(self):
             ended.append(self)

@@ -1,57 +1,65 @@
-"""The four parts of memory against counts by hand, in bytes."""
+"""The hook memory: its four parts against counts by hand and against what stays alive, and the peaks of each phase."""
 
 from __future__ import annotations
 
 import gc
+import os
+import resource
+import sys
 import weakref
+from contextlib import nullcontext
 
 import psutil
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from exp.config.freeze import read_frozen
+from exp.construct import build_data, build_network, build_objective, plain_config
 from exp.hooks.memory import Memory, mebibytes
+from exp.hooks.memory_peaks import HOST, SWITCH, AllocatedPeak, ResidentPeak
 from exp.hooks.saved_tensors import storages
-from exp.hooks.step import Step
+from exp.nested import tensors_in
 
 MIB = 2**20
+counted = pytest.mark.skipif(not HOST.can_restart, reason="only Linux can reset the peak of the resident set")
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    return Step(index=1, network=net, optimizers=[optimizer], batch_size=64, device=torch.device("cpu"))
+@pytest.fixture
+def measure(step):
+    """A function that measures one step of a network, in bytes by part."""
+
+    def run(net, optimizer, inputs, hook=None, *, micro_batches: int = 1) -> dict[str, int]:
+        hook, now = hook or Memory(), step(net, optimizers=[optimizer])
+        for _ in range(micro_batches):
+            with hook.around_forward(now):
+                loss = net(inputs).square().sum()
+            loss.backward()
+        values = dict(hook.after_backward(now))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        values |= hook.after_step(now)
+        return {tag.removeprefix("memory/"): round(value * MIB) for tag, value in values.items()}
+
+    return run
 
 
-def one_step(net, optimizer, inputs, hook, *, micro_batches: int = 1) -> dict[str, float]:
-    now = step(net, optimizer)
-    for _ in range(micro_batches):
-        with hook.around_forward(now):
-            loss = net(inputs).square().sum()
-        loss.backward()
-    values = dict(hook.after_backward(now))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return values | hook.after_step(now)
+def plain_sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def in_bytes(values: dict[str, float]) -> dict[str, int]:
-    return {tag.removeprefix("memory/"): round(value * MIB) for tag, value in values.items()}
-
-
-def test_four_parts_of_an_mlp_equal_the_count_by_hand():
+def test_the_four_parts_equal_a_count_by_hand(measure):
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    values = in_bytes(one_step(net, torch.optim.AdamW(net.parameters()), torch.randn(64, 64), Memory()))
+    values = measure(net, torch.optim.AdamW(net.parameters()), torch.randn(64, 64))
     parameters = 4 * (64 * 128 + 128 + 128 * 10 + 10)
     assert values["parameters_mib"] == parameters
     assert values["gradients_mib"] == parameters
     assert values["optimizer_mib"] == 2 * parameters + 4 * 4  # two moments, and the step of each of 4 parameters
-    # the input, the ReLU's output (saved by it and by the next layer: one storage), and what square() keeps
+    # The input, the ReLU's output (saved by it and by the next layer: one storage), and what square() keeps.
     assert values["activations_mib"] == 4 * 64 * (64 + 128 + 10)
-
-
-def test_momentum_free_sgd_keeps_nothing():
-    net = nn.Linear(3, 2)
-    values = in_bytes(one_step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(5, 3), Memory()))
-    assert values["optimizer_mib"] == 0
+    assert measure(net, plain_sgd(net), torch.randn(64, 64))["optimizer_mib"] == 0
 
 
 def test_tied_parameters_and_views_count_once():
@@ -66,61 +74,48 @@ def test_tied_parameters_and_views_count_once():
     assert list(storages([whole[:10], whole[50:], whole.view(10, 10).t()]).values()) == [400]
 
 
-def test_frozen_parameters_have_no_gradients_and_no_state():
+def test_frozen_parameters_have_no_gradients_and_state(measure):
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     net[0].requires_grad_(False)
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    values = in_bytes(one_step(net, torch.optim.Adam(trained), torch.randn(2, 8), Memory()))
+    values = measure(net, torch.optim.Adam(net[1].parameters()), torch.randn(2, 8))
     assert values["parameters_mib"] == 4 * (72 + 9)
     assert values["gradients_mib"] == 4 * 9
     assert values["optimizer_mib"] == 4 * (2 * 9 + 2)
 
 
-def test_buffers_are_no_activations():
+def test_buffers_are_no_activations(measure):
     net = nn.BatchNorm1d(16)
-    inputs = torch.randn(8, 16, requires_grad=True)
-    expected: dict[int, int] = {}
-    excluded = set(storages([*net.parameters(), *net.buffers()]))
-
-    def keep(tensor):
-        if tensor.untyped_storage().data_ptr() not in excluded:
-            expected.update(storages([tensor]))
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        net(inputs).square().sum()
-    values = in_bytes(one_step(net, torch.optim.SGD(net.parameters(), lr=0.1), inputs, Memory()))
-    assert values["activations_mib"] == sum(expected.values()) == 4 * (2 * 8 * 16 + 2 * 16)
+    values = measure(net, plain_sgd(net), torch.randn(8, 16, requires_grad=True))
+    # The input, the output for square(), and mean and deviation of the batch.
+    assert values["activations_mib"] == 4 * (2 * 8 * 16 + 2 * 16)
 
 
-def test_a_batch_that_is_a_view_of_many_counts_for_its_own_part():
+def test_a_batch_view_counts_its_own_part(step):
     net, hook = nn.Linear(4, 2), Memory()
     many = torch.randn(1000, 4)
-    now = step(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    now = step(net, optimizers=[plain_sgd(net)])
     now.data = (many[:8], torch.zeros(8))
     with hook.around_forward(now):
         net(now.data[0]).sum()
-    assert in_bytes(hook.after_step(now))["activations_mib"] == 4 * 8 * 4
+    assert round(hook.after_step(now)["memory/activations_mib"] * MIB) == 4 * 8 * 4
 
 
-def test_activations_are_the_largest_micro_batch_s_and_start_anew_each_step():
+def test_activations_are_those_of_the_largest_micro_batch(measure):
     net, hook = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Memory()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    large = in_bytes(one_step(net, optimizer, torch.randn(32, 4), hook, micro_batches=3))["activations_mib"]
-    small = in_bytes(one_step(net, optimizer, torch.randn(8, 4), hook))["activations_mib"]
-    assert (large, small) == (4 * 32 * 8, 4 * 8 * 8)
+    large = measure(net, plain_sgd(net), torch.randn(32, 4), hook, micro_batches=3)["activations_mib"]
+    small = measure(net, plain_sgd(net), torch.randn(8, 4), hook)["activations_mib"]
+    assert (large, small) == (4 * 32 * 8, 4 * 8 * 8), "each step counts from 0"
 
 
-def test_the_resident_set_is_the_process_s():
+def test_the_resident_set_is_that_of_the_process(measure):
     net = nn.Linear(2, 2)
-    values = one_step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(1, 2), Memory(details=True))
-    assert values["memory/host_rss_mib"] == pytest.approx(psutil.Process().memory_info().rss / MIB, rel=0.1)
+    values = measure(net, plain_sgd(net), torch.randn(1, 2), Memory(details=True))
+    assert values["host_rss_mib"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
 
 
-def test_the_measured_graph_is_freed():
+def test_measuring_does_not_keep_the_graph(step):
     net, hook = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), Memory()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with hook.around_forward(step(net, optimizer)):
+    with hook.around_forward(step(net, optimizers=[plain_sgd(net)])):
         output = net(torch.randn(2, 4))
     watched = weakref.ref(output)
     gc.disable()
@@ -130,22 +125,133 @@ def test_the_measured_graph_is_freed():
     assert not alive
 
 
-def test_the_losses_of_a_measured_run_are_those_of_an_unmeasured_one_bit_for_bit():
-    def losses(measured: bool) -> list[float]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
-        optimizer, hook, seen = torch.optim.AdamW(net.parameters(), lr=0.01), Memory(every_n_steps=1), []
-        for _ in range(20):
-            inputs = torch.randn(16, 8)
-            if measured:
-                with hook.around_forward(step(net, optimizer)):
-                    loss = net(inputs).square().mean()
-            else:
-                loss = net(inputs).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.item())
-        return seen
+# --- in runs ---
 
-    assert losses(True) == losses(False)
+
+class Made(TorchDispatchMode):
+    """Records the storages that operators make, by address, without keeping them alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            self.storages[reference.cdata] = (reference, storage.nbytes())
+        return result
+
+
+def bytes_kept(network: nn.Module, objective: nn.Module, batch) -> int:
+    """Return what the graph of one forward and its objective keeps alive, without the loss itself."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *network.buffers())}
+    with Made() as made:
+        # Copies, so that the batch counts if the graph keeps it.
+        values = {"input": batch.data[0].clone(), "target": batch.data[1].clone()}
+        values["output"] = network(values["input"])
+        loss, _ = objective(values, batch)
+        values.clear()
+    gc.collect()
+    own.add(loss.untyped_storage()._cdata)
+    return sum(size for at, (reference, size) in made.storages.items() if at not in own and not reference.expired())
+
+
+MODELS = ["mlp", "lenet", "resnet", "rnn", "transformer", "gpt"]
+
+
+@pytest.mark.parametrize("model", [MODELS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in MODELS[1:])])
+def test_the_four_parts_of_a_run(fit, text, model: str) -> None:
+    overrides = [f"model={model}", "hooks=[memory]", "trainer.max_steps=1", *(text if model == "gpt" else [])]
+    run = fit(*overrides)
+    found = {tag: round(steps[1] * MIB) for tag, steps in run.values.items() if tag.startswith("memory/")}
+    plain = plain_config(read_frozen(run.directory))
+    data = build_data(plain)
+    network = build_network(plain, data.spec)
+    sizes = [parameter.numel() * 4 for parameter in network.parameters()]
+    assert found["memory/parameters_mib"] == found["memory/gradients_mib"] == sum(sizes)
+    # Two moments, and the count of steps of each parameter.
+    assert found["memory/optimizer_mib"] == 2 * sum(sizes) + 4 * len(sizes)
+    kept = bytes_kept(network, build_objective(plain), next(iter(data.loader("train"))))
+    assert found["memory/activations_mib"] == pytest.approx(kept, rel=0.02)
+
+
+# --- peaks ---
+
+
+@counted
+def test_the_resident_peak_includes_freed_memory():
+    gc.collect()
+    HOST.restart()
+    before = HOST.since_restart()
+    large = torch.ones(32 * MIB)
+    del large
+    assert HOST.since_restart() - before == pytest.approx(128 * MIB, rel=0.1)
+    HOST.restart()
+    assert HOST.since_restart() - before < 64 * MIB
+    assert HOST.so_far() - before > 96 * MIB
+
+
+def peaks_of(step, hook=None, *, phases=("batch", "forward", "backward", "optimizer"), device="cpu", **settings):
+    """Return the values of a step that allocates 256 MiB in the forward and 128 MiB after the backward."""
+    net, hook = nn.Linear(2, 2), hook or Memory(details=True)
+    now = step(net, device=torch.device(device), **settings)
+    with hook.around_forward(now) or nullcontext():
+        net(torch.ones(1, 2)).sum()
+    for phase in phases:
+        if phase in ("forward", "optimizer"):
+            large = torch.ones((64 if phase == "forward" else 32) * MIB, device=device)
+            del large
+        hook.passed(phase, now)
+    return hook.after_step(now)
+
+
+def test_without_peak_counter_a_run_has_no_peaks(monkeypatch, caplog, step):
+    opened = os.open
+
+    def open_others(path, *arguments, **options):
+        if path == SWITCH:
+            raise PermissionError(13, "Permission denied", SWITCH)
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_others)
+    peak = ResidentPeak()
+    peak.forget()
+    peak.restart()
+    assert not peak.can_restart
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert peak.so_far() == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "linux":
+        (warning,) = caplog.messages
+        assert SWITCH in warning
+        assert "memory/host_peak_* are left out" in warning
+    monkeypatch.setattr("exp.hooks.memory.HOST", peak)
+    assert not any("host_peak" in tag for tag in peaks_of(step))
+
+
+@counted
+def test_each_phase_has_its_own_peak(step):
+    hook = Memory(details=True)
+    values = peaks_of(step, hook)
+    forward, backward, own = (values[f"memory/host_peak_{phase}_mib"] for phase in ("forward", "backward", "step"))
+    assert forward - backward == pytest.approx(256, rel=0.1)
+    assert own - backward == pytest.approx(128, rel=0.1)
+    assert not any("peak" in tag for tag in hook.after_step(step())), "the next step has passed no phase yet"
+
+
+@counted
+def test_forward_and_backward_of_pipelines_share_a_peak(step):
+    values = peaks_of(step, phases=("batch", "backward", "optimizer"))
+    peaks = {tag for tag in values if "peak" in tag}
+    assert peaks == {"memory/host_peak_forward_backward_mib", "memory/host_peak_step_mib"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the counters of the CUDA allocator need a GPU")
+def test_cuda_has_peaks_and_fragmentation(step):
+    values = peaks_of(step, device="cuda:0")
+    assert values["memory/peak_forward_mib"] - values["memory/peak_backward_mib"] == pytest.approx(256, abs=2)
+    assert values["memory/peak_mib"] >= values["memory/peak_forward_mib"]
+    assert 0.0 < values["memory/fragmentation"] < 1.0
+    assert values["memory/reserved_mib"] >= values["memory/allocated_mib"]
+    assert AllocatedPeak(0).since_restart() >= 0

@@ -1,4 +1,4 @@
-"""A run that asks for more than the machine has: what it says, and what it leaves."""
+"""A run that is out of memory: its error, the file that it leaves, and the advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from exp.run_report import read_report
 from exp.train import main
 
 MIB = 2**20
-# The shapes are inferred without a graph, and there the layer does nothing.
+# Shapes are inferred without a graph, and there the layer does nothing.
 GREEDY = """
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ def greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "conf" / "hooks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    # What a check or a compiler leaves alive: it has no memory, and must not be asked for it.
+    # A fake tensor that a check or a compiler keeps alive has no memory.
     with FakeTensorMode():
         fake = torch.empty(3)
     yield
@@ -58,17 +58,17 @@ def greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def layer(at_call: int) -> str:
-    """Behind the second hidden layer, in the place of what is there."""
+    """Return the override that replaces the activation after the second hidden layer."""
     return f"+model.layers.activation2={{_target_: greedy.Greedy, at_call: {at_call}}}"
 
 
 @pytest.mark.usefixtures("greedy")
-def test_the_first_step_runs_out_and_says_what_filled_the_memory(capsys):
+def test_the_first_step_reports_what_filled_the_memory(capsys):
     assert main([*RUN, HERE, "hooks=[memory]", layer(1)]) == 1
-    told = capsys.readouterr().err
-    assert "out of memory on cpu in step 1, in activation2: 1,073,741,824.0 MiB more were asked for." in told
-    assert "Try a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger" in told
-    assert "Traceback" not in told.rpartition("out of memory on cpu")[2]
+    error = capsys.readouterr().err
+    assert "out of memory on cpu in step 1, in activation2: 1,073,741,824.0 MiB more were asked for." in error
+    assert "Try a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger" in error
+    assert "Traceback" not in error.rpartition("out of memory on cpu")[2]
 
     report = read_report("run")
     assert report.status == "failed"
@@ -84,7 +84,7 @@ def test_the_first_step_runs_out_and_says_what_filled_the_memory(capsys):
     found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
     assert (found["step"], found["rank"], found["device"], found["measured_at_step"]) == (1, 0, "cpu", 1)
     assert (found["module"], found["requested_bytes"]) == ("activation2", 2**50)
-    # 64-256-128-10 with GELU, which keeps its input; and nothing after the third layer has been computed.
+    # 64-256-128-10 with GELU, which keeps its input. Nothing after the third layer was computed.
     weights = {"hidden": 4 * 256 * 65, "hidden2": 4 * 128 * 257, "head": 4 * 10 * 129}
     parameters = {name: row["parameters"] for name, row in found["modules"].items() if row["parameters"]}
     assert parameters == weights
@@ -103,15 +103,15 @@ def test_the_first_step_runs_out_and_says_what_filled_the_memory(capsys):
     log = Path("run/train.log").read_text()
     assert "MiB, by module  parameters  gradients  optimizer  activations" in log
     assert "largest live tensors" in log
-    assert 'greedy.py", line' in log, "where it was asked for"
+    assert 'greedy.py", line' in log, "the place of the request"
 
 
 @pytest.mark.usefixtures("greedy")
-def test_a_later_step_tells_what_the_last_measured_one_kept():
+def test_a_later_step_reports_the_last_measured_one():
     assert main([*RUN, HERE, "hooks=[memory]", "hooks.memory.every_n_steps=50", layer(3)]) == 1
     found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
     assert (found["step"], found["measured_at_step"]) == (3, 1)
-    # A whole forward, the objective's scores and classes among it.
+    # A whole forward, with the scores and classes of the objective.
     assert found["modules"]["activation2"]["activations"] == 4 * 32 * 128
     assert found["modules"]["(objective)"]["activations"] >= 4 * 32 * 10
     parameters = found["parts"]["parameters"]
@@ -121,35 +121,38 @@ def test_a_later_step_tells_what_the_last_measured_one_kept():
 
 
 @pytest.mark.usefixtures("greedy")
-def test_without_the_hook_it_is_one_message_all_the_same(capsys):
+def test_without_the_hook_the_error_names_it(capsys):
     assert main([*RUN, HERE, layer(1), "hooks=[]"]) == 1
-    told = capsys.readouterr().err
-    assert "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory" in told
-    assert "you tried to allocate 1125899906842624 bytes" in told
+    error = capsys.readouterr().err
+    assert "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory" in error
+    assert "you tried to allocate 1125899906842624 bytes" in error
     assert not Path("run/memory").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("greedy")
-def test_a_rank_says_it_for_itself(ranks):
+def test_each_rank_reports_for_itself(ranks):
     with pytest.raises(AssertionError, match="out of memory on cpu in step 1, in activation2"):
         ranks.train(*RUN, "hooks=[memory]", layer(1), "strategy=ddp", "launch.devices=2", ranks=2)
     assert len(list(Path().glob("*/memory/out_of_memory.rank*.json"))) >= 1
 
 
-def test_how_it_is_known():
+def test_errors_of_memory_are_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**48)
     assert is_out_of_memory(caught.value)
     assert asked_for(caught.value) == 2**50
-    told = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8 GiB")
-    assert is_out_of_memory(told)
-    assert asked_for(told) == 2.5 * 2**30
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8 GiB"
+    )
+    assert is_out_of_memory(error)
+    assert asked_for(error) == 2.5 * 2**30
     assert is_out_of_memory(MemoryError())
     assert asked_for(MemoryError()) is None
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-def test_the_module_that_failed_is_the_innermost_one():
+def test_the_failing_module_is_the_innermost():
     class Failing(nn.Module):
         def forward(self, x):
             raise MemoryError
@@ -172,14 +175,14 @@ def test_the_module_that_failed_is_the_innermost_one():
         ({"activations": 0, "samples": 64}, "a smaller network"),
     ],
 )
-def test_what_saves_most_is_advised(use, expected):
+def test_the_advice_saves_most(use, expected):
     parts = {"parameters": 100, "gradients": 100, "optimizer": 200}
     sizes = {name: value * MIB for name, value in {**parts, **use}.items() if name in {*parts, "activations", "halves"}}
     others = {name: value for name, value in use.items() if name not in sizes}
     assert advice(Use(**sizes, **others)).startswith(expected)
 
 
-def test_torch_s_private_snapshot_has_the_names_that_are_used():
+def test_torch_has_the_private_snapshot_functions():
     """Relied on in hooks/memory_snapshot.py; seen in torch 2.13."""
     assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert inspect.signature(torch.cuda.memory._record_memory_history).parameters["enabled"].default == "all"
@@ -187,7 +190,7 @@ def test_torch_s_private_snapshot_has_the_names_that_are_used():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's snapshot needs a GPU")
-def test_cuda_s_own_snapshot_is_written(tmp_path):
+def test_the_snapshot_of_cuda_is_written(tmp_path):
     snapshot.record_history(100)
     torch.ones(10, device="cuda")
     snapshot.dump_history(tmp_path / "snapshot.pickle")

@@ -1,4 +1,4 @@
-"""Layers and terms by torch.func beside hooks: they run as without, and what transforms work on is nobody's output."""
+"""Layers and terms that use torch.func: hooks change nothing, and ignore tensors within a transform."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import exp
 from exp.hooks.hook import is_transformed
 from exp.hooks.memory import MIB
 from exp.hooks.saved_tensors import Kept, SavedTensors
 
 pytestmark = pytest.mark.numeric
-SMALL = [
-    *("data=wine", "trainer.max_steps=3", "trainer.max_epochs=1", "test=false", "optimizer=sgd", "precision=fp64"),
-    *("logger=[]", "trainer.limit_val_batches=1", "metrics=[]"),
-]
+SMALL = ["data=wine", "trainer.max_steps=3", "optimizer=sgd", "precision=fp64", "security.allow=[functional]"]
 ENERGY = (
     "model={_target_: exp.models.containers.SequentialModel, layers: {energy: {_target_: functional.GradientOfEnergy, "
     "size: 13, width: 8}, head: {_target_: torch.nn.Linear, out_features: 3}}}"
@@ -26,41 +22,35 @@ ENERGY = (
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch, tmp_path):
+def importable(monkeypatch, in_tmp):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.any_processor
-@pytest.mark.parametrize("how", ["vmap", "jacrev", "hessian", "vjp"])
-def test_a_run_with_the_default_hooks_and_activations_is_the_one_without_hooks(how) -> None:
-    found = []
-    for hooks in ("[]", "[gradients,memory,throughput,activations]"):
-        term = f"+objective.derivative={{_target_: functional.Derivative, how: {how}}}"
-        config = exp.compose(
-            [*SMALL, ENERGY, term, f"hooks={hooks}", "security.allow=[functional]", f"name=r{len(found)}"]
-        )
-        directory = Path(exp.fit(config).directory)
-        found.append(torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"])
+@pytest.mark.parametrize("how", ["hessian", *(pytest.param(one, marks=pytest.mark.slow) for one in ("vmap", "vjp"))])
+def test_hooks_change_no_bit_of_transforms(fit, how) -> None:
+    term = f"+objective.derivative={{_target_: functional.Derivative, how: {how}}}"
+    found = [
+        fit(*SMALL, ENERGY, term, f"hooks={hooks}").checkpoint()["state_dict"]
+        for hooks in ("[]", "[gradients,memory,throughput,activations]")
+    ]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_what_is_saved_within_a_transform_is_not_counted_and_the_rest_is() -> None:
+def test_tensors_saved_within_a_transform_do_not_count() -> None:
     reports: list[Kept] = []
-    layer, head = (
-        importlib.import_module("functional").GradientOfEnergy(size=13, width=8).double(),
-        nn.Linear(13, 3).double(),
-    )
+    layer = importlib.import_module("functional").GradientOfEnergy(size=13, width=8).double()
+    head = nn.Linear(13, 3).double()
     x = torch.ones(5, 13, dtype=torch.float64)
     own = [*layer.parameters(), *head.parameters()]
     disabling = torch.autograd.graph.disable_saved_tensors_hooks
     with SavedTensors(lambda: own, {}, lambda kept, failed: reports.append(kept)):
         inner = layer(x)
-        # Two transforms, one in the other, and afterwards the hooks are back.
+        # Nested transforms, after which the hooks are active again.
         torch.func.jacrev(torch.func.grad(lambda one: one.sin().sum()))(x[0])
         loss = head(inner).exp().sum()
     assert torch.autograd.graph.disable_saved_tensors_hooks is disabling
-    # What the head keeps of its input, and exp of its result.
+    # The head keeps its input, and exp its result.
     assert reports[0].by_module[head] == inner.nbytes
     assert reports[0].by_module[None] >= 5 * 3 * 8
     assert reports[0].size < MIB
@@ -68,7 +58,7 @@ def test_what_is_saved_within_a_transform_is_not_counted_and_the_rest_is() -> No
     assert layer.inner.weight.grad is not None
 
 
-def test_one_can_tell_a_tensor_within_a_transform() -> None:
+def test_a_tensor_within_a_transform_is_recognized() -> None:
     seen = []
 
     def look(one: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A fused optimizer's step without its bookkeeping is that optimizer's step, bit for bit."""
+"""A fused optimizer steps bit for bit the same without its bookkeeping."""
 
 import copy
 
@@ -33,7 +33,7 @@ def grouped(module: nn.Module) -> list[dict]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_the_optimizers_step(name, dtype):
+def test_the_direct_step_equals_the_optimizers_step(name, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -69,7 +69,7 @@ def compare_steps(name):
         assert all(torch.equal(a[key], b[key]) for key in a if a[key] is not None)
 
 
-def test_most_steps_do_not_go_through_the_optimizer_but_those_that_somebody_watches_do():
+def test_only_observed_steps_go_through_the_optimizer():
     module = network()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     calls = []
@@ -96,7 +96,7 @@ def test_most_steps_do_not_go_through_the_optimizer_but_those_that_somebody_watc
         assert len(calls) == 6
         train(2)
         assert len(calls) == 6
-        step = DirectStep(optimizer)  # as the loop makes one behind each epoch
+        step = DirectStep(optimizer)  # as the loop does after each epoch
         train(2)
         assert len(calls) == 6
 
@@ -116,7 +116,7 @@ class Own(torch.optim.AdamW):
     ],
     ids=["subclass", "not_fused", "amsgrad", "another", "two_dtypes"],
 )
-def test_what_it_does_not_know_steps_as_ever(make):
+def test_unknown_optimizers_step_by_themselves(make):
     optimizer = make(list(network().parameters()))
     assert not is_known(optimizer)
     before = [parameter.clone() for group in optimizer.param_groups for parameter in group["params"]]
@@ -128,14 +128,14 @@ def test_what_it_does_not_know_steps_as_ever(make):
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_steps_of_many_are_each_optimizers_own():
+def test_steps_of_several_optimizers_stay_separate():
     kinds = [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"lr": 0.01})]
     pairs = []
     for kind, options in kinds:
         fused = {} if kind is torch.optim.RMSprop else {"fused": True}
         modules = network(), network()
         pairs.append((modules, [kind(grouped(module), **fused, **options) for module in modules]))
-    # In another order than that of the groups.
+    # Not in the order of the groups.
     parameters = [list(reversed([*modules[1].parameters()])) for modules, _ in pairs]
     steps = DirectSteps([optimizers[1] for _, optimizers in pairs], parameters)
     generator = torch.Generator().manual_seed(1)

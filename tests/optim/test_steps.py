@@ -1,4 +1,4 @@
-"""Optimizers that no run can step are refused by what they do; sparse gradients are stepped as torch does."""
+"""Optimizers that cannot step in a run are refused by a trial step; sparse gradients are stepped as torch does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exp.optim.optimizer import Optimization
 
 
 class AroundTheClosure(torch.optim.SGD):
-    """As sharpness-aware minimisation is written: it climbs by gradients that are there, and then calls for others."""
+    """Climbs by the present gradients and then calls for others, as sharpness-aware minimization does."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -27,7 +27,7 @@ class AroundTheClosure(torch.optim.SGD):
 
 
 class Twice(torch.optim.SGD):
-    """Calls the closure itself, first of all, and again: right wherever there is one."""
+    """Calls the closure twice, which works if there is one."""
 
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
@@ -37,7 +37,7 @@ class Twice(torch.optim.SGD):
 
 
 class TwoSets(torch.optim.SGD):
-    """As schedule-free optimizers are written."""
+    """Has train and eval, as schedule-free optimizers do."""
 
     def train(self) -> None: ...
 
@@ -66,7 +66,7 @@ MIXED = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
         (torch.optim.Adagrad, MIXED, None),
     ],
 )
-def test_an_optimizer_is_judged_by_a_step_that_it_makes(
+def test_a_trial_step_decides_about_an_optimizer(
     kind: type[torch.optim.Optimizer], network: nn.Module, says: str | None
 ) -> None:
     optimization = Optimization(optimizer_factory=functools.partial(kind, lr=0.1))
@@ -75,7 +75,7 @@ def test_an_optimizer_is_judged_by_a_step_that_it_makes(
     assert [says in str(fault) for fault in faults] == ([True] if says else [])
 
 
-def test_an_optimizer_of_a_phase_has_no_closure_to_call() -> None:
+def test_an_optimizer_of_a_phase_has_no_closure() -> None:
     optimization = Optimization(optimizer_factory=functools.partial(Twice, lr=0.1))
     optimizer, _ = optimization.make(DENSE, total_steps=3)
     (fault,) = step_faults(optimization, DENSE, optimizer, key="phases.a.optimizer", has_closure=False)
@@ -84,9 +84,9 @@ def test_an_optimizer_of_a_phase_has_no_closure_to_call() -> None:
 
 
 @pytest.mark.numeric
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, of any embedding
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's, for any embedding
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_sparse_gradients_are_stepped_where_fused_is_left_open(kind: type[torch.optim.Optimizer]) -> None:
+def test_sparse_gradients_are_stepped_without_fused(kind: type[torch.optim.Optimizer]) -> None:
     def trained(make: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         network = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))

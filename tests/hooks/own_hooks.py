@@ -1,0 +1,101 @@
+"""Hooks as users write them, right and wrong, for test_hook.py and wrong_hooks.yaml."""
+
+from __future__ import annotations
+
+from exp.hooks.hook import Hook
+
+
+class Probe(Hook):
+    def setup(self, network):
+        self.seen = {}
+
+    def forward(self, name, module, inputs, output):
+        self.seen[f"probe/forward/{name}"] = output.float().square().mean()
+
+    def tensor_gradient(self, name, gradient):
+        self.seen[f"probe/gradient/{name}"] = gradient.float().norm() / self.loss_scale
+
+    def full_backward(self, name, module, grad_inputs, grad_outputs):
+        self.seen[f"probe/backward/{name}"] = grad_inputs[0].float().norm() / self.loss_scale
+
+    def after_step(self, step):
+        # Combined over ranks, whose shares of the batch are equal.
+        count = len(step.gather(step.loss))
+        found = {}
+        for tag, value in self.seen.items():
+            every = step.gather(value)
+            # A rank's loss is the mean over its share, so that its gradients are `count` times those of the whole mean.
+            found[tag] = every.mean() if "forward" in tag else (every / count).square().sum().sqrt()
+        return found
+
+
+class Deaf(Hook):
+    transforms = True
+
+    def full_backward(self, name, module, grad_inputs, grad_outputs):
+        return grad_inputs
+
+
+class Saved(Hook):
+    def state_dict_save(self, name, module, state):
+        pass
+
+
+class Mistyped(Hook):
+    needs = frozenset({"whole_parameter", "one_thread"})
+
+    def after_step(self, step):
+        pass
+
+
+class Stubborn(Hook):
+    needs = frozenset({"one_rank", "float32", "one_batch_a_step"})
+
+    def after_step(self, step):
+        pass
+
+
+class Refusing(Hook):
+    refuses = {"fsdp": "it needs whole weights", "phases": "it knows one loss"}
+
+    def after_step(self, step):
+        pass
+
+
+class Typo(Hook):
+    def after_stepp(self, step):
+        pass
+
+
+class Nothing(Hook):
+    pass
+
+
+class Narrow(Hook):
+    def forward(self, name, module, inputs):
+        pass
+
+
+class InPlace(Hook):
+    def forward(self, name, module, inputs, output):
+        output.mul_(0.5)
+
+
+class Number(Hook):
+    def after_step(self, step):
+        return 3.0
+
+
+class Taken(Hook):
+    def after_step(self, step):
+        return {"loss/train": 99.0}
+
+
+class Shared(Hook):
+    def after_step(self, step):
+        return {"gradients/norm/total": 1.0}
+
+
+class Broken(Hook):
+    def after_step(self, step):
+        raise KeyError("mine")

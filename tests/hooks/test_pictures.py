@@ -1,0 +1,133 @@
+"""samples and features: the pictures that they draw, read back as pixels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import exp
+from exp.data.digits import Digits
+from exp.errors import RunError
+from exp.hooks.features import Features
+from exp.hooks.figures import INK, RIGHT, WRONG
+from exp.hooks.samples import Samples, pictures
+
+
+def alone(tensor):
+    return tensor[None]
+
+
+def shown(values, *, batches: int = 1, **settings):
+    hook = Samples(**settings)
+    hook.setup(nn.Linear(1, 1))
+    for _ in range(batches):
+        hook.evaluated("val", values)
+    return hook.after_evaluation("val", alone)["samples/val"]
+
+
+def test_samples_are_shown_before_their_normalization():
+    config = exp.compose([])
+    inputs, _ = Digits().entries
+    found = pictures(inputs[:50], mean=config.data.input_mean, std=config.data.input_std)
+    pixels = torch.tensor(load_digits().images[:50]) / 16 * 255
+    assert (found[:, 0].double() - pixels).abs().max() <= 0.51
+    original = torch.rand(2, 3, 4, 4)
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.1, 0.3]
+    normalised = (original - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert (pictures(normalised, mean=mean, std=std).float() - original * 255).abs().max() <= 0.51
+    coloured = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    assert torch.equal(pictures(coloured, mean=mean, std=std), coloured), "bytes are pixels"
+    # Without a mean, each picture is stretched from black to white.
+    assert pictures(torch.tensor([[[-3.0, 0.0], [1.0, 5.0]]]), mean=None, std=None).tolist() == [
+        [[[0, 96], [128, 255]]]
+    ]
+
+
+def frames(panel) -> list[tuple[int, int, int]]:
+    """Return the frame colors along a row through the first row of pictures."""
+    white = (255, 255, 255)
+    line = [tuple(pixel) for pixel in panel.drawn().pixels[0].permute(1, 2, 0)[40].tolist()]
+    found = [pixel for before, pixel in zip([white, *line], line, strict=False) if before == white]
+    return [pixel for pixel in found if pixel in (RIGHT, WRONG, INK)]
+
+
+def test_a_frame_shows_whether_the_prediction_is_right():
+    scores = torch.eye(4)[[0, 1, 2, 3, 0]]
+    panel = shown(
+        {"input": torch.rand(5, 1, 8, 8), "output": scores, "target": torch.tensor([0, 1, 0, 3, 2])}, columns=5
+    )
+    assert panel.outputs[:, 0].tolist() == [0, 1, 2, 3, 0]
+    assert panel.targets[:, 0].tolist() == [0, 1, 0, 3, 2]
+    assert frames(panel)[::2] == [RIGHT, RIGHT, WRONG, RIGHT, WRONG]
+
+
+def test_samples_of_several_batches_fill_the_count():
+    values = {"input": torch.rand(5, 8, 8), "output": torch.rand(5, 3), "target": torch.zeros(5).long()}
+    panel = shown(values, batches=3, count=12)
+    assert panel.pixels.shape == (12, 1, 8, 8)
+    assert len(panel.targets) == len(panel.outputs) == 12
+    assert torch.equal(panel.pixels[10:], panel.pixels[:2])
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "outputs", "target_shape"),
+    [
+        (torch.tensor([[0.25], [3.0]]), torch.tensor([[0.5], [2.0]]), [[0.25], [3.0]], (1,)),  # a regression
+        (torch.tensor([0.7, -0.1]), torch.tensor([1, 1]), [[1], [0]], ()),  # one output for two classes
+        (torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8), None, (1, 8, 8)),  # pictures to predict
+        ({"output": torch.rand(2, 5)}, None, None, None),  # no target, and a nested output
+    ],
+)
+def test_other_tasks_show_numbers_or_shapes(output, target, outputs, target_shape):
+    values = {"input": torch.rand(2, 1, 8, 8), "output": output}
+    panel = shown(values if target is None else {**values, "target": target})
+    assert (None if panel.outputs is None else panel.outputs.tolist()) == outputs
+    assert panel.target_shape == target_shape
+    assert panel.drawn().pixels.shape[1] == 3
+
+
+def test_training_samples_are_drawn_once_per_step(step):
+    values = {"input": torch.rand(2, 1, 8, 8), "output": torch.rand(2, 3), "target": torch.tensor([0, 1])}
+    now = step()
+    assert Samples().after_forward(now, values) is None
+    hook = Samples(stages=["train"])
+    assert list(hook.after_forward(now, values)) == ["samples/train"]
+    assert hook.after_forward(now, values) is None, "the second micro-batch"
+    hook.evaluated("val", values)
+    assert hook.after_evaluation("val", alone) is None
+
+
+def maps_of(step, network, *inputs, **settings):
+    hook = Features(**settings)
+    hook.attach(network)
+    for one in inputs:
+        with hook.engaged():
+            network(one)
+    return hook.after_step(step(network))
+
+
+def test_features_show_the_channels_of_the_first_sample(step):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 20, 3))
+    first, second = torch.randn(3, 1, 8, 8), torch.randn(3, 1, 8, 8)
+    found = maps_of(step, net, first, second, columns=3)
+    assert list(found) == ["features/0", "features/2"]
+    image = found["features/0"]
+    assert image.columns == 3
+    assert image.pixels.shape == (5, 1, 48, 48)  # 8 pixels, six times as large
+    maps = net[0](first)[0].detach()
+    low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
+    expected = ((maps - low) / (high - low) * 255).round()
+    assert (image.pixels[:, 0, ::6, ::6].float() - expected).abs().max() <= 1
+    assert torch.equal(image.pixels[:, :, 3::6, 5::6], image.pixels[:, :, ::6, ::6])
+    assert found["features/2"].pixels.shape == (16, 1, 48, 48)
+    assert maps_of(step, net, first, maps=2, modules=["2"])["features/2"].pixels.shape[0] == 2
+
+
+def test_features_need_a_module_with_maps(step):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))
+    assert list(maps_of(step, net, torch.randn(1, 1, 8, 8), modules=["*"])) == ["features/0"]
+    with pytest.raises(RunError, match=r"no module gives feature maps in this step.*1 gives \[1, 72\], 2 gives"):
+        maps_of(step, net, torch.randn(1, 1, 8, 8), modules=["1", "2"])

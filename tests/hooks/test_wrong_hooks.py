@@ -1,0 +1,102 @@
+"""Wrong options and combinations of hooks are errors before the run, and each strategy refuses the same hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import exp
+from exp.check.compatibility import EXCLUDED, NEEDS
+from exp.config.search_path import OWN_CONF
+from exp.errors import ConfigError
+from exp.hooks.declarations import NEEDS as HOOK_NEEDS
+from exp.strategies.strategy import TRAITS
+
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong_hooks.yaml").read_text())
+
+
+@pytest.mark.any_processor
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_hooks_are_errors_before_the_run(refused, monkeypatch, case: str) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    errors = refused(*WRONG[case]["overrides"])
+    for message in WRONG[case]["errors"]:
+        assert any(message in error for error in errors), errors
+    assert len(errors) == len(WRONG[case]["errors"]), errors
+
+
+def test_two_separate_profile_windows_pass_the_check(in_tmp: Path) -> None:
+    apart = "{_target_: exp.hooks.profile.Profile, start_step: 3, steps: 2, warmup: 1}"
+    exp.validate(exp.compose(["+hooks=profile", f"+hooks.earlier={apart}", "debug=profiler", "trainer.max_steps=12"]))
+
+
+TRANSFORMS = ("clip_module", "gradient_reversal", "scale_gradient")
+HOOKS = sorted(path.stem for path in (OWN_CONF / "hooks").glob("*.yaml"))
+# Strategies, other classes of the same kind, and hooks that each refuses.
+STRATEGIES: dict[str, tuple[list[str], set[str]]] = {
+    "single": (["exp.strategies.single.Single", "lightning.pytorch.strategies.SingleDeviceStrategy"], set()),
+    "ddp": (["exp.strategies.ddp.DDP"], set()),
+    "fsdp": (
+        ["exp.strategies.fsdp.FSDP", "lightning.pytorch.strategies.FSDPStrategy"],
+        {"nan_guard", "operators", "per_sample_gradients"},
+    ),
+    "tensor_parallel": (["exp.strategies.tensor_parallel.TensorParallel"], {"activations", "features", "nan_guard"}),
+    "pipeline": (["exp.strategies.pipeline.Pipeline"], {"clip_module", "dtypes", "confusion"}),
+    "hybrid": (["exp.strategies.hybrid.Hybrid"], {"features", "nan_guard"}),
+    "layer_split": (["exp.strategies.layer_split.LayerSplit"], set()),
+    "data_parallel": (["exp.strategies.data_parallel.DataParallel"], {"nan_guard"}),
+}
+SUBCLASS = """
+from {module} import {name}
+
+
+class Own({name}):
+    pass
+"""
+
+
+def refused_hooks(*overrides: str) -> set[tuple[str, str]]:
+    """Return the hooks that the errors of a command name, with the reason but without the strategy's name."""
+    chosen = [f"hooks=[{','.join(HOOKS)}]", *(f"hooks.{name}.modules=[hidden]" for name in TRANSFORMS)]
+    try:
+        exp.validate(exp.compose(["launch.accelerator=cpu", "model=lenet", *chosen, *overrides]))
+    except ConfigError as error:
+        found = ((fault.key, fault.expected) for fault in error.faults)
+        return {(key, reason) for key, reason in found if key.startswith("hooks.") and "a run without it" in reason}
+    return set()
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_strategies_refuse_the_hooks_that_cannot_work(in_tmp: Path, word: str) -> None:
+    settings = ["strategy.tensor=2"] if word == "hybrid" else []
+    found = {key.removeprefix("hooks.") for key, _ in refused_hooks(f"strategy={word}", *settings)}
+    needed = STRATEGIES[word][1]
+    assert needed <= found if needed else not found
+
+
+@pytest.mark.parametrize(
+    "word", ["fsdp", *(pytest.param(word, marks=pytest.mark.slow) for word in STRATEGIES if word != "fsdp")]
+)
+def test_subclasses_of_a_strategy_refuse_the_same_hooks(in_tmp: Path, word: str) -> None:
+    (in_tmp / "conf" / "strategy").mkdir(parents=True)
+    settings = ["strategy.tensor=2"] if word == "hybrid" else []
+    expected = refused_hooks(f"strategy={word}", *settings)
+    assert refused_hooks(f"strategy={word}", *settings, "strategy.name=mine") == expected
+    for count, target in enumerate(STRATEGIES[word][0]):
+        module, _, name = target.rpartition(".")
+        (in_tmp / f"like_{word}_{count}.py").write_text(SUBCLASS.format(module=module, name=name))
+        option = (
+            f"# A subclass: strategy=like\n_target_: like_{word}_{count}.Own\nname: {'other' if count else 'like'}\n"
+        )
+        (in_tmp / "conf" / "strategy" / "like.yaml").write_text(option)
+        assert refused_hooks("strategy=like", *(settings if not count else [])) == expected, target
+
+
+def test_the_table_has_declared_needs_and_traits() -> None:
+    switches = {"compile", "cuda_graph", "phases", "accumulation", "float8", "half", "ranks", "frozen_statistics"}
+    assert EXCLUDED.keys() <= NEEDS.keys()
+    assert {trait for excluded in EXCLUDED.values() for trait in excluded} <= {*TRAITS, *switches, "module"}
+    # A hook may declare a need that no trait excludes today.
+    assert NEEDS.keys() - EXCLUDED.keys() <= {"one_step_a_call"} | (NEEDS.keys() - HOOK_NEEDS.keys())

@@ -8,7 +8,7 @@ from email.parser import Parser
 SDIST = (
     *("pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml"),
     *("conf/train.yaml", "src/exp/conf/train.yaml", "src/exp/py.typed", "tests/conftest.py", "docs/tutorial.md"),
-    *("benchmarks/loop.py", "multirun.sh", ".ci/run", ".pre-commit-config.yaml"),
+    *("benchmarks/loop.py", "multirun.sh", "constraints.txt", ".ci/run", ".pre-commit-config.yaml"),
 )
 WHEEL = (
     "exp/conf/train.yaml",

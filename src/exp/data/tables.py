@@ -307,7 +307,8 @@ class Table(Tensors):
 
         Raises: ConfigError for a column without a single number.
         """
-        known, total = 0, 0.0
+        known: np.ndarray | int = 0
+        total: np.ndarray | float = 0.0
         for piece in self._pieces("numbers"):
             known, total = known + (~np.isnan(piece)).sum(0), total + np.nansum(piece, 0)
         if not np.all(known):

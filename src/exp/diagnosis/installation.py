@@ -109,6 +109,12 @@ def declared() -> Declared:
     return Declared(source=f"the metadata of {DISTRIBUTION}", requirements=plain, extras=dict(extras))
 
 
+def requirement(package: str) -> str:
+    """Return what to give to `pip install` for a package that exp needs, in quotes, with its range of versions."""
+    lines = [line for line in declared().requirements if re.match(rf"{package}\b", line)]
+    return f"'{lines[0]}'" if lines else package
+
+
 def versions(needed: Declared) -> Iterator[Finding]:
     """Hold the installed versions against the declared ranges, those of extras where they are installed."""
     if not needed.requirements:

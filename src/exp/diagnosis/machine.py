@@ -102,12 +102,7 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Iterator[Findin
     where = f"{place}: {_size(free)} free on {kind or 'a file system that is not known'} at {mount}"
     unwritten = _write_error(place)
     if unwritten is not None:
-        cure = "Work in a directory of your own, or make outputs a link to one"
-        if unwritten.errno == errno.EACCES and place.stat().st_uid == os.geteuid():
-            cure = f"chmod u+wx {place}, or work in another directory; outputs may be a link to one"
-        if part != "outputs":
-            cure = f"Set TMPDIR to a directory that you may write in the place of {place}"
-        yield fault(part, f"{place} cannot be written: {words_of(unwritten)}", cure)
+        yield unwritable(part, place, unwritten)
     elif free < least or nodes == 0:
         left = f"{where}, and no file more" if nodes == 0 else where
         yield fault(
@@ -127,6 +122,16 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Iterator[Findin
         )
     else:
         yield ok(part, where)
+
+
+def unwritable(part: str, place: Path, error: OSError) -> Finding:
+    """Return the finding for a directory in which a write failed, with the fix that the error allows."""
+    cure = "Work in a directory of your own, or make outputs a link to one"
+    if error.errno == errno.EACCES and place.stat().st_uid == os.geteuid():
+        cure = f"chmod u+wx {place}, or work in another directory; outputs may be a link to one"
+    if part != "outputs":
+        cure = f"Set TMPDIR to a directory that you may write in the place of {place}"
+    return fault(part, f"{place} cannot be written: {words_of(error)}", cure)
 
 
 def _existing(wanted: Path) -> Path:

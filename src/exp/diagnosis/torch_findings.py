@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from exp.diagnosis.finding import Finding, fault, note, ok
+from exp.diagnosis.installation import requirement
 from exp.diagnosis.machine import GIB, Nvidia
 from exp.diagnosis.trial_process import Facts
 from exp.errors import shortened
 
-REQUIREMENT = "'torch>=2.11,<2.14'"
+REQUIREMENT = requirement("torch")
 AGAIN = f"pip uninstall -y torch, then pip install --no-cache-dir {REQUIREMENT}"
 BUILD = "pip install the build of torch for your GPU, by the command that pytorch.org shows for it"
 # Three steps in 16 bits are as near to those in 32 as that, by far.

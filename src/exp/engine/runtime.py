@@ -7,7 +7,7 @@ are the same, in another order: kernels may round otherwise.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ def block_launches(is_wanted: object) -> None:
 
 def put_channels_last(network: nn.Module) -> None:
     """Lay a network's weights `[C, C', H, W]` out, and from now on every input `[B, C, H, W]` of it."""
-    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
+    move: Callable[..., nn.Module] = network.to  # the stubs of torch 2.14 and older have no memory_format alone
+    move(memory_format=torch.channels_last)
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -89,12 +90,11 @@ class ModelParallel(WholeState):
         self.data_group = self.subgroup(dimensions.peers())
         if self.placement.backend == "nccl" and not self.holds_every_name:
             # Of all ranks: those outside of a group split NCCL's communicator, and gloo's members do not (torch 2.13).
-            self.host_group = dist.new_group(backend="gloo")
+            self.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
 
     def subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup:
         """Makes a group of each list of ranks; this rank's. Every rank must call it."""
-        enumerated: Callable[[list[list[int]]], tuple[dist.ProcessGroup, object]] = dist.new_subgroups_by_enumeration
-        return enumerated(ranks)[0]
+        return cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(ranks)[0])
 
     def data_mesh(self) -> DeviceMesh:
         """The ranks that share the batch, for what FSDP2 keeps in shards over them."""

@@ -52,11 +52,13 @@ def of_the_notes(network: nn.Module, batch: Any, *, weight: float = 0.01) -> Ten
     return loss + weight * norm.sqrt()
 
 
+@pytest.mark.slow
 def test_gradient_penalty_parameters(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of the loop of PyTorch's AMP notes, to 1e-9."""
     gallery.descend("gradient_penalty_parameters", Perceptron(), loss=of_the_notes)
 
 
+@pytest.mark.slow
 def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
     """In float16 under a loss scale of 1024 what three steps change is what they change in float64 without one, to 1
     per cent; without the penalty it is another by more than 5.
@@ -86,6 +88,7 @@ def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
     assert away(0.0) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["fp16", "bf16"])
 def test_amp_fp16_and_bf16_are_autocast(gallery: Any, hand: Any, build_model: Any, word: str) -> None:
     name, model = {"fp16": ("amp_fp16", "sequential"), "bf16": ("amp_bf16", "resnet")}[word]
@@ -104,6 +107,7 @@ def test_amp_fp16_and_bf16_are_autocast(gallery: Any, hand: Any, build_model: An
     hand.assert_equal(ran.weights, network.state_dict(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_amp_fp16(gallery: Any) -> None:
     """After three steps the weights are those of a loop with `torch.autocast` and `GradScaler`, to 1e-6; of the scale
     65536 a step that overflows takes half.
@@ -114,6 +118,7 @@ def test_amp_fp16(gallery: Any) -> None:
     assert scales[-1] == 65536.0 / 2 ** ran.metrics["precision/skipped_steps"]
 
 
+@pytest.mark.slow
 def test_amp_bf16(gallery: Any) -> None:
     """After three steps the weights are those of a loop with `torch.autocast` in bfloat16, to 1e-6; they are float32
     themselves.
@@ -217,6 +222,7 @@ def test_gan(gallery: Any, hand: Any, build_model: Any) -> None:
     adversaries(gallery, hand, build_model, "gan", unclipped, critic_rounds=1, penalty=0, wasserstein=False)
 
 
+@pytest.mark.slow
 def test_wgan_gp(gallery: Any, hand: Any, build_model: Any) -> None:
     """After three steps, each of five updates of the critic and one of the generator, the weights are those of
     Gulrajani's algorithm 1 by hand in float64, to 1e-9.
@@ -269,6 +275,7 @@ def test_dann(gallery: Any, epochs: int) -> None:
     assert weights == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_domain_adversarial(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; trained 8
     epochs it tells more of the other light's digits than without the reversal.
@@ -279,6 +286,7 @@ def test_domain_adversarial(gallery: Any) -> None:
     assert found > without
 
 
+@pytest.mark.slow
 def test_jacobian(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of a loop with `torch.func.jacrev` of each sample, to
     1e-9.

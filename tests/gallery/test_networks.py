@@ -66,6 +66,7 @@ class HandLSTM(nn.Module):
         return self.head(h)
 
 
+@pytest.mark.slow
 def test_lstm(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of an LSTM written out in its equations, to 1e-9."""
     gallery.descend("lstm", HandLSTM())
@@ -92,6 +93,7 @@ class FusedGRU(nn.Module):
         return self.head(last[0])
 
 
+@pytest.mark.slow
 def test_gru(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights of the GRU written out in the program are those of
     `torch.nn.GRU`, to 1e-9.
@@ -121,6 +123,7 @@ def encoder_layer(weights: dict[str, Tensor], prefix: str, *, heads: int, width:
     return layer.eval()
 
 
+@pytest.mark.slow
 def test_transformer(gallery: Any) -> None:
     """The validation loss of a run in float64 is that of two `torch.nn.TransformerEncoderLayer` with its weights, to
     1e-9.
@@ -139,6 +142,7 @@ def test_transformer(gallery: Any) -> None:
     assert ran.metrics["loss/val"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_gpt(gallery: Any, text: tuple[str, ...]) -> None:
     """The bits per character of a run in float64 are those of two causal `torch.nn.TransformerEncoderLayer` with its
     weights, to 1e-6.
@@ -163,6 +167,7 @@ def causal_loss(weights: dict[str, Tensor], batches: list[Any]) -> float:
     return torch.stack(losses).mean().item()
 
 
+@pytest.mark.slow
 def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
     """The training part's tokens give its text back; the perplexity of a run in float64 is that of two causal
     `torch.nn.TransformerEncoderLayer` with its weights, to 1e-6.
@@ -197,6 +202,7 @@ def correlated(x: Tensor, layer: nn.Conv1d, *, stride: int) -> Tensor:
     return torch.einsum("btck,ock->bot", pieces, layer.weight) + layer.bias[:, None]
 
 
+@pytest.mark.slow
 def test_conv1d(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of correlations written as sums over shifted pieces,
     to 1e-9.
@@ -230,6 +236,7 @@ def interpolation(size: int) -> Tensor:
     return weights
 
 
+@pytest.mark.slow
 def test_upsample(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of a loop whose upsampling is a product with a matrix
     of weights, to 1e-9.
@@ -260,6 +267,7 @@ def halves(size: int) -> tuple[slice, slice]:
     return slice(0, math.ceil(size / 2)), slice(size // 2, size)
 
 
+@pytest.mark.slow
 def test_roi_pool(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of a loop that looks for the largest number of each
     cell, to 1e-9.
@@ -284,6 +292,7 @@ class SuperResolution(nn.Module):
         return large
 
 
+@pytest.mark.slow
 def test_super_resolution(gallery: Any) -> None:
     """After three steps of SGD in float64 the weights are those of a loop that shuffles by indices, to 1e-9; trained
     whole, its squared error on test is less than half of bicubic interpolation's. Exported by
@@ -326,6 +335,7 @@ class Backwards(nn.Module):
         return torch.stack(scores, 1)
 
 
+@pytest.mark.slow
 def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
     """After three steps of SGD in float64 the weights are those of a decoder that goes step by step, to 1e-9; after
     200 steps it writes more than 90 of 100 characters right, of which the most frequent one is less than 20.

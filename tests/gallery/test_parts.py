@@ -42,6 +42,7 @@ class Perceptron(nn.Module):
         return self.head(gelu(self.hidden2(gelu(self.hidden(x.flatten(1))))))
 
 
+@pytest.mark.slow
 def test_checkpoint_components(gallery: Any, hand: Any) -> None:
     """Network and optimizer of a checkpoint of step 3, loaded into plain torch, make three steps more with momentum in
     float64 and are where a run of six steps is, to 1e-9.
@@ -93,6 +94,7 @@ def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
     assert all(torch.equal(ran.weights[name], value) for name, value in before.items() if name.startswith("conv"))
 
 
+@pytest.mark.slow
 def test_initialisation(gallery: Any) -> None:
     """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 per cent, linear1's weights fill Glorot's bound
     sqrt(2) sqrt(6 / 184), linear2's rows are orthonormal to 1e-5, the head is 0, and biases are 0.01.
@@ -131,6 +133,7 @@ class Logged(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_logging_tensor(gallery: Any) -> None:
     """The operators of the first step, forward and backward, and how often each was called, are those that a
     TorchDispatchMode counts around the same step by hand.
@@ -188,6 +191,7 @@ def test_a_scalar_tensor_is_its_matrix_to_torch() -> None:
         torch.svd(one)
 
 
+@pytest.mark.slow
 def test_per_sample_gradients(gallery: Any, hand: Any) -> None:
     """Mean and largest norm of the first step's 64 gradients are those of a loop of one backward a sample in float64,
     to 1e-9.
@@ -305,6 +309,7 @@ def einsum_and_friends(a: np.ndarray, mix: np.ndarray) -> np.ndarray:
     return np.concatenate([*products, *shapes, *choices], 1)
 
 
+@pytest.mark.slow
 def test_einsum_and_friends(gallery: Any) -> None:
     """The validation loss of a run in float64 is that of the same 35 values in NumPy, loops and all, to 1e-9."""
     ran = gallery.run("einsum_and_friends", "precision=fp64", "debug=few_batches", "test=false")

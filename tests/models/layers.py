@@ -1,4 +1,4 @@
-"""Drives every layer of torch's own database through a config, for tests/models/against_torch.py.
+"""Drives every layer of torch's own database through a config, for test_against_torch.py.
 
 Each case of module_db is written below `model.layers`: as torch's tests write it, by the names of its parameters, and
 with its input size left out where exp infers one. The node passes the check that every config passes, is built as a run

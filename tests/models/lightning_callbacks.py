@@ -1,4 +1,4 @@
-"""Drives Lightning's own callbacks through whole runs, for tests/models/against_torch.py.
+"""Drives Lightning's own callbacks through whole runs, for test_against_torch.py.
 
 Each name of lightning.pytorch.callbacks is written below `callbacks`. The check refuses it with a sentence, or a run
 with it must end with the checkpoint that Lightning alone ends with, by its own loop and the same callback: the same

@@ -1,4 +1,4 @@
-"""Drives every loss of torch's own database through a config's objective, for tests/models/against_torch.py.
+"""Drives every loss of torch's own database through a config's objective, for test_against_torch.py.
 
 Each case of module_db is written below `objective`: as the loss alone where it is called with an output and a target,
 and as a term that names a value for each of its parameters. The node passes the check that every config passes and is

@@ -1,4 +1,4 @@
-"""Drives every metric of torchmetrics.classification and .regression through a config, for against_torch.py.
+"""Drives every metric of torchmetrics.classification and .regression through a config, for test_against_torch.py.
 
 Each class is written below `metrics` with the parameters that it needs, and once more for each other word of a
 parameter that changes what it gives. The node passes the check that every config passes, on first samples too, and is

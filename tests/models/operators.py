@@ -1,4 +1,4 @@
-"""Drives every operator of torch's own database through forward programs, for tests/models/against_torch.py.
+"""Drives every operator of torch's own database through forward programs, for test_against_torch.py.
 
 Each operator is called as a function, and as a method of its first argument where Tensor has it: forward and backward
 must be equal bit for bit, the inputs must be as they were, and what is refused must be refused by the program's check.

@@ -1,4 +1,4 @@
-"""Drives torch's optimizers and schedules through whole runs, for tests/models/against_torch.py.
+"""Drives torch's optimizers and schedules through whole runs, for test_against_torch.py.
 
 Each case of torch's own database of optimizers, and each schedule of torch.optim.lr_scheduler by step and by epoch, is
 written as a node of a config. A run of a few epochs must end with the weights of the loop by hand, bit for bit.

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -105,7 +105,6 @@ def _statements(inner: st.SearchStrategy[list[str]]) -> st.SearchStrategy[list[s
 PROGRAMS = st.recursive(TENSORS.map(lambda t: [f"y = {t}"]), _statements, max_leaves=6).map("\n".join)
 
 
-@settings(max_examples=150, deadline=None)
 @given(body=PROGRAMS, training=st.booleans())
 def test_a_program_is_python(body: str, training: bool) -> None:
     text = "\n".join(

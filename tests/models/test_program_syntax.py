@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exp.models.program import MAX_CHARACTERS, MAX_DEPTH, parse
@@ -201,7 +201,6 @@ f'{x}' \\ # ! ? $ ` __class__ _ zip enumerate range items shape T
 TOKENS = st.sampled_from([*WORDS.split(), "\n", "\n    ", "\n        ", "\t", " "])
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.lists(TOKENS, max_size=40).map(" ".join))
 @example("return x if x else")
 @example("\x0creturn x")
@@ -211,7 +210,6 @@ def test_any_words_parse_or_are_a_program_error(text: str) -> None:
     _parses_or_is_a_program_error(text)
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.text(max_size=80))
 def test_any_text_parses_or_is_a_program_error(text: str) -> None:
     _parses_or_is_a_program_error(text)

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -236,7 +236,6 @@ def _larger(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.lists(st.recursive(LEAVES, _larger, max_leaves=8), min_size=1, max_size=3))
 def test_any_program_is_traced_or_is_a_program_error(expressions: list[str]) -> None:
     lines = [f"y = {expression}" for expression in expressions]

@@ -524,9 +524,9 @@ def _parent(parent: Mapping[str, Any]) -> str:
 
 
 def _dashboard_root(shown: str) -> str:
-    """`outputs` for a run below it, so that earlier runs are there to compare with; else the run's own directory."""
-    first = Path(shown).parts[0]
-    return shown if first in ("..", "/", ".") else first
+    """Return `outputs` for a run below it, so that earlier runs are shown with it; else the directory of the run."""
+    first = shown.partition(os.sep)[0]
+    return shown if first in ("..", "", ".") else first
 
 
 def _finite(value: Any) -> Any:

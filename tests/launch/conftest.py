@@ -1,4 +1,4 @@
-"""`launched(program)`: a program lived by every rank of a fresh run directory, through the real launcher."""
+"""Fixtures that launch a program in every rank of a new run directory, through the real launcher."""
 
 import json
 import textwrap
@@ -26,7 +26,7 @@ def joined(rank, timeout_seconds=60):
     return torch
 
 def meet(rank):
-    # Ranks that import at different speeds go on together.
+    # Waits for ranks that import at different speeds.
     import torch
     (directory / f"here{rank.global_rank}").touch()
     while not all((directory / f"here{other}").exists() for other in range(rank.world_size)):
@@ -45,7 +45,7 @@ def run_directory(tmp_path):
 
 @pytest.fixture
 def write_program(tmp_path):
-    """A function that writes `rank_program`, a module of the test's own whose body every rank lives."""
+    """A function that writes the module `rank_program`, whose body every rank runs."""
 
     def write_program(body: str) -> None:
         text = HEAD + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n\nlive(body)\n"
@@ -54,7 +54,7 @@ def write_program(tmp_path):
     return write_program
 
 
-# A launching process of `commands`, as a module with a main.
+# The module of a launching process of `commands`.
 LAUNCHING = """
 import json, pathlib, sys
 from exp.errors import Interrupted, RankError
@@ -68,8 +68,9 @@ def main():
         placed = placement("ddp", devices=ranks, machine=Machine(gpus=0))
         launch(directory, placement=placed, worker="rank_program", **options)
     except RankError as error:
-        told = {"rank": error.rank, "reason": error.reason, "detail": error.detail}
-        (directory / "error").write_text(json.dumps(told))
+        found = {"rank": error.rank, "reason": error.reason, "detail": error.detail}
+        (directory / "error").write_text(json.dumps(found))
+        print(error)
         return error.exit_status
     except Interrupted as error:
         print(error)
@@ -80,7 +81,7 @@ def main():
 
 @pytest.fixture
 def launch_command(tmp_path, run_directory, write_program, commands):
-    """A function that starts a launching process whose ranks are forked from it, with torch imported already."""
+    """A function that starts a launching process, whose ranks are forked from it and have imported torch."""
 
     def launch_command(body: str, *, ranks: int = 2, **options):
         write_program(body)
@@ -93,7 +94,10 @@ def launch_command(tmp_path, run_directory, write_program, commands):
 
 @pytest.fixture
 def launched(tmp_path, run_directory, write_program, monkeypatch, launch_command):
-    """A function that launches a program's ranks in `run_directory`; warm ones for a program that needs torch."""
+    """A function that launches the ranks of a program in `run_directory`.
+
+    warm: whether they are forked from a process that has imported torch, for a program that needs it.
+    """
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def launched(body: str, *, ranks: int = 2, warm: bool = False, **options) -> None:

@@ -1,4 +1,4 @@
-"""launch.max_restarts: all ranks again, from the last checkpoint, and no more often than that."""
+"""launch.max_restarts starts all ranks again from the last checkpoint, at most that often."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def starts(run_directory, rank):
     return json.loads((run_directory / f"starts{rank}").read_text())
 
 
-def test_a_killed_rank_starts_all_of_them_again_from_the_last_checkpoint(launched, run_directory, caplog):
+def test_a_killed_rank_restarts_all_from_the_checkpoint(launched, run_directory, caplog):
     with caplog.at_level(logging.WARNING):
         launched(DIES_ONCE, max_restarts=2)
     resumed = ["--resume", str(run_directory / "checkpoints" / "last.ckpt")]
@@ -40,7 +40,7 @@ def test_a_killed_rank_starts_all_of_them_again_from_the_last_checkpoint(launche
     assert "restart 1 of 2" in caplog.text
 
 
-def test_without_a_checkpoint_it_starts_from_the_beginning(launched, run_directory):
+def test_a_restart_without_a_checkpoint_starts_over(launched, run_directory):
     with pytest.raises(RankError):
         launched(COUNTED + 'raise ValueError("always")', max_restarts=2)
     assert starts(run_directory, 0) == [[], [], []]
@@ -50,7 +50,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(launched, run_directo
     ("raised", "error"),
     [('RunError("the disk is full")', RankError), ("Interrupted(signum=15, checkpoint=None)", Interrupted)],
 )
-def test_what_would_happen_again_and_what_was_asked_for_are_not_restarted(launched, run_directory, raised, error):
+def test_an_error_of_exp_and_a_signal_are_not_restarted(launched, run_directory, raised, error):
     with pytest.raises(error):
         launched(COUNTED + f"raise {raised}", max_restarts=2)
     assert len(starts(run_directory, 0)) == 1

@@ -1,10 +1,9 @@
-"""Lightning modules and a data module as people write them, for runs of `module`; the tests copy this beside a conf."""
+"""Lightning modules and data modules of a user, which test_own_module.py copies next to a conf."""
 
 from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +21,7 @@ def samples(count: int, *, seed: int = 0) -> TensorDataset:
 
 
 class LitNet(pl.LightningModule):
-    """One optimizer, a dropout, a batch that it changes on its way, and a state of its own in its checkpoints."""
+    """Has one optimizer, dropout, noise on each batch, and a counter in its checkpoints."""
 
     def __init__(
         self,
@@ -73,64 +72,48 @@ class LitNet(pl.LightningModule):
 
 
 class LitClassifier(pl.LightningModule):
-    """In the shape of lightning-hydra-template: network, optimizer and schedule are given, metrics are its own."""
+    """Takes network, optimizer and schedule as arguments, in the style of lightning-hydra-template."""
 
     def __init__(self, net: nn.Module, optimizer: Any, scheduler: Any, compile: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["net"])
         self.net = net
-        self.criterion = nn.CrossEntropyLoss()
-        self.train_acc = MulticlassAccuracy(num_classes=10, average="micro")
-        self.val_acc = MulticlassAccuracy(num_classes=10, average="micro")
-        self.test_acc = MulticlassAccuracy(num_classes=10, average="micro")
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        stages = ("train", "val", "test")
+        self.loss = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in stages})
+        self.acc = nn.ModuleDict(
+            {f"{stage}_acc": MulticlassAccuracy(num_classes=10, average="micro") for stage in stages}
+        )
         self.val_acc_best = MaxMetric()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.net(inputs)
 
     def on_train_start(self) -> None:
         self.val_acc_best.reset()
 
-    def _step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _step(self, batch: Any, stage: str) -> torch.Tensor:
         inputs, target = batch
-        scores = self.forward(inputs)
-        return self.criterion(scores, target), scores.argmax(1), target
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss, found, target = self._step(batch)
-        self.train_loss(loss)
-        self.train_acc(found, target)
-        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
+        scores = self.net(inputs)
+        loss = nn.functional.cross_entropy(scores, target)
+        mean, accuracy = self.loss[f"{stage}_loss"], self.acc[f"{stage}_acc"]
+        mean(loss)
+        accuracy(scores.argmax(1), target)
+        self.log(f"{stage}/loss", mean, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
         return loss
 
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self._step(batch, "train")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss, found, target = self._step(batch)
-        self.val_loss(loss)
-        self.val_acc(found, target)
-        self.log("val/loss", self.val_loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+        self._step(batch, "val")
 
     def on_validation_epoch_end(self) -> None:
-        self.val_acc_best(self.val_acc.compute())
+        self.val_acc_best(self.acc["val_acc"].compute())
         self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        loss, found, target = self._step(batch)
-        self.test_loss(loss)
-        self.test_acc(found, target)
-        self.log("test/loss", self.test_loss, on_step=False, on_epoch=True)
-        self.log("test/acc", self.test_acc, on_step=False, on_epoch=True)
-
-    def setup(self, stage: str) -> None:
-        if self.hparams.compile and stage == "fit":
-            self.net = torch.compile(self.net)
+        self._step(batch, "test")
 
     def configure_optimizers(self) -> Any:
         optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
-        if self.hparams.scheduler is None:
-            return {"optimizer": optimizer}
         schedule = {"scheduler": self.hparams.scheduler(optimizer=optimizer), "monitor": "val/loss", "frequency": 1}
         return {"optimizer": optimizer, "lr_scheduler": {**schedule, "interval": "epoch"}}
 
@@ -145,7 +128,7 @@ class SimpleNet(nn.Module):
 
 
 class LitGan(pl.LightningModule):
-    """Two optimizers and two schedules, stepped by hand; one of them twice in some batches."""
+    """Steps two optimizers and two schedules by hand, one optimizer twice in every second batch."""
 
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__()
@@ -183,7 +166,7 @@ class LitGan(pl.LightningModule):
 
 
 class LitData(pl.LightningDataModule):
-    """Noise is drawn while a sample is read, the order by the loader."""
+    """Adds noise while a batch is collated, and shuffles in the loader."""
 
     def __init__(
         self, batch_size: int = 8, count: int = 50, shuffle: bool = True, workers: int = 0, noise: float = 0.0
@@ -216,7 +199,7 @@ class LitData(pl.LightningDataModule):
 
 
 class BreakOff(pl.Callback):
-    """Ends a run badly behind so many batches."""
+    """Raises an error after a number of batches."""
 
     def __init__(self, after: int = 0) -> None:
         super().__init__()
@@ -229,7 +212,7 @@ class BreakOff(pl.Callback):
 
 
 class LitRenamed(LitNet):
-    """Whose layers have other names behind its setup, as torch.compile gives them."""
+    """Renames its layers in setup, as torch.compile does."""
 
     def setup(self, stage: str) -> None:
         self.net = nn.Sequential(self.net)
@@ -245,22 +228,6 @@ class LitGiven(LitNet):
         return loss
 
 
-class LitTwo(pl.LightningDataModule):
-    """Two loaders at once, of which the shorter begins anew within an epoch."""
-
-    def train_dataloader(self) -> Any:
-        make = partial(DataLoader, shuffle=True)
-        return {"long": make(samples(14), batch_size=2), "short": make(samples(6, seed=1), batch_size=2)}
-
-
-class LitBoth(LitNet):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._loss(batch["long"]) + self._loss(batch["short"])
-
-
 class Untrained(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[0].sum()
@@ -272,7 +239,7 @@ class WithLoaders(LitNet):
 
 
 class Interrupt(BreakOff):
-    """As a Ctrl-C does."""
+    """Sends SIGINT, as Ctrl-C does."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.left -= 1
@@ -280,37 +247,9 @@ class Interrupt(BreakOff):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-class LitPair(pl.LightningModule):
-    """Two halves with an optimizer each, stepped by hand in each batch; nothing is drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.first, self.second = nn.Linear(6, 2), nn.Linear(6, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, target = batch
-        for half, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
-            self.toggle_optimizer(optimizer)
-            loss = nn.functional.cross_entropy(half(inputs) + 0.1 * self.second(inputs), target)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in (self.first, self.second)]
-
-
 class LitEmpty(LitData):
-    """No sample, known before; or none that comes."""
-
-    def __init__(self, known: bool = True) -> None:
-        super().__init__()
-        self.known = known
-
     def train_dataloader(self) -> Any:
-        return DataLoader(samples(4) if self.known else NoSample(), batch_size=8, drop_last=True)
+        return DataLoader(NoSample(), batch_size=8)
 
 
 class NoSample(IterableDataset):
@@ -339,14 +278,7 @@ class LitNan(LitNet):
 
 
 class LitAdds(LitNet):
-    """An object in its checkpoints."""
+    """Puts an object into its checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = {"net": self.net}
-
-
-class LitState(LitNet):
-    def get_extra_state(self) -> Any:
-        return self.net
-
-    def set_extra_state(self, state: Any) -> None: ...

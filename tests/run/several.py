@@ -1,4 +1,4 @@
-"""Data sets and networks with several inputs, as a user would write them beside ./conf (test_several_inputs.py)."""
+"""Data sets and networks with several inputs, as a user would write them next to ./conf."""
 
 from __future__ import annotations
 
@@ -95,13 +95,3 @@ class Molecules(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         edges = (draws(1000 + index, 5, 5) > 0).float()
         return draws(index, 5, 3), edges, edges.sum()[None] / 10
-
-
-class Scenes(Dataset[Any]):
-    """An image with as many boxes as it has, two of which are kept: ({image, boxes}, target)."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], int]:
-        return {"image": draws(index, 1, 6, 6), "boxes": draws(1000 + index, 2, 4).abs()}, index % 3

@@ -1,7 +1,6 @@
-"""debug=cuda_blocking: a step that fails is run again on the CPU, and layer, operator and index are named.
+"""debug=cuda_blocking repeats a failed step on the CPU, and names the layer, operator and index.
 
-On a CPU the first error is already one; on a GPU it would be a device-side assert, which is simulated by an error that
-says as little.
+On a GPU the first error would be a device-side assert, which these tests simulate by an error without an index.
 """
 
 import os
@@ -39,7 +38,7 @@ class Plain(torch.nn.CrossEntropyLoss):
     pass
 
 class Asserting(torch.nn.CrossEntropyLoss):
-    # As a kernel on a GPU that is told of an index: by an error without one.
+    # Raises an error without an index, as a kernel on a GPU does.
     is_on_gpu = True
     def forward(self, output, target):
         if Asserting.is_on_gpu and bool((target >= output.shape[1]).any()):
@@ -55,7 +54,7 @@ class Flaky(torch.nn.Module):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return x
 """
-DATA = """# Rows of the user's own
+DATA = """# Rows of a user
 _target_: exp.data.data.Data
 train: {_target_: blocked.Rows}
 val: {_target_: blocked.Rows}
@@ -66,95 +65,71 @@ num_outputs: 3
 batch_size: 8
 shuffle: false
 """
-LINEAR = "head: {_target_: torch.nn.Linear, out_features: 3}"
 SMALL = [
-    "debug=cuda_blocking", "model=mine", "data=rows", "hooks=[]", "metrics=[]", "test=false", "trainer.max_epochs=1",
+    "debug=cuda_blocking", "data=rows", "hooks=[]", "metrics=[]", "test=false", "trainer.max_epochs=1",
     "trainer.limit_val_batches=0", "launch.accelerator=cpu", "launch.devices=1", "monitor=loss/train",
 ]  # fmt: skip
+LINEAR = "head: {_target_: torch.nn.Linear, out_features: 3}"
+EMBED = "embed: {_target_: torch.nn.Embedding, num_embeddings: 5, embedding_dim: 2}"
+FLATTEN = "flatten: {_target_: torch.nn.Flatten}"
+WORDS = ["data.input_dtype=int64", "data.train.words=true", "+data.train.bad=7", "data.val.words=true"]
+# If exp knows the number of classes, or the loss, it refuses the label before the step.
+LOSS = ["data.num_classes=null", "~objective.cross_entropy", "+data.train.at=11"]
+CASES = {
+    "a label": (
+        LINEAR,
+        [*LOSS, "+objective.plain={_target_: blocked.Plain}", "+data.train.bad=10"],
+        [
+            "batch 1 of train failed with IndexError: Target 10 is out of bounds.",
+            "in `objective.plain",
+            "in the operator nll_loss_forward: target 10 of sample 3 is out of 0..2",
+        ],
+    ),
+    "an embedded index": (
+        f"{EMBED}, {FLATTEN}, {LINEAR}",
+        WORDS,
+        ["in `embed` (Embedding), in the operator embedding: index 7 of sample 3, at [2], is out of 0..4"],
+    ),
+    "an index computed by a layer": (
+        f"pick: {{_target_: blocked.Picking}}, {LINEAR}",
+        [],
+        [
+            "batch 2 of train failed with ",
+            "in `pick` (Picking), in the operator gather: index 9 of sample 4, at [0], is out of 0..3",
+            "4 of 8 numbers are",
+        ],
+    ),
+    "an assert on the device": (
+        LINEAR,
+        [*LOSS, "+objective.mine={_target_: blocked.Asserting}", "+data.train.bad=3"],
+        [
+            "failed with RuntimeError: CUDA error: device-side assert triggered",
+            "in the operator nll_loss_forward: target 3 of sample 3 is out of 0..2",
+        ],
+    ),
+    "a step that passes on the CPU": (
+        f"flaky: {{_target_: blocked.Flaky}}, {LINEAR}",
+        [],
+        ["an illegal memory access", "it does not fail"],
+    ),
+}
 
 
-@pytest.fixture
-def failed(tmp_path, monkeypatch):
-    """What is told of a run of these layers."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # put back behind the test
-    import sys
-
-    monkeypatch.delitem(sys.modules, "blocked", raising=False)
-    (tmp_path / "blocked.py").write_text(ROWS)
-
-    def run(layers, *overrides, data=DATA):
-        for group, name, text in (
-            ("data", "rows", data),
-            ("model", "mine", "# Own\n_target_: exp.models.containers.SequentialModel\nlayers:\n" + layers),
-        ):
-            (tmp_path / "conf" / group).mkdir(parents=True, exist_ok=True)
-            (tmp_path / "conf" / group / f"{name}.yaml").write_text(text)
-        with pytest.raises(RunError) as caught:
-            exp.fit(exp.compose([*SMALL, *overrides]))
-        (report,) = Path("outputs").rglob("report.json")
-        assert read_report(report.parent).error["message"] == str(caught.value)
-        return str(caught.value)
-
-    return run
-
-
-WORDS = DATA.replace("float32", "int64")
-EMBEDDING = (
-    "  embed: {_target_: torch.nn.Embedding, num_embeddings: 5, embedding_dim: 2}\n"
-    "  flatten: {_target_: torch.nn.Flatten}\n"
-    f"  {LINEAR}\n"
-)
-
-
-# Where exp knows the classes, and with torch's own losses, the check or the data refuse the label before.
-LOSS = ("data.num_classes=null", "~objective.cross_entropy")
-
-
-def test_a_label_out_of_range_is_named(failed):
-    loss = "+objective.plain={_target_: blocked.Plain}"
-    told = failed(f"  {LINEAR}\n", *LOSS, loss, "+data.train.bad=10", "+data.train.at=11")
-    assert told.startswith("batch 1 of train failed with IndexError: Target 10 is out of bounds.")
-    assert "in `objective.plain" in told
-    assert "in the operator nll_loss_forward: target 10 of sample 3 is out of 0..2" in told
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_of_a_failed_step_is_named(name, write, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # restored after the test
+    write("blocked.py", ROWS)
+    write("conf/data/rows.yaml", DATA)
+    layers, overrides, expected = CASES[name]
+    model = f"model={{_target_: exp.models.containers.SequentialModel, layers: {{{layers}}}}}"
+    with pytest.raises(RunError) as caught:
+        exp.fit(exp.compose([*SMALL, model, *overrides]))
+    assert [part for part in expected if part not in str(caught.value)] == [], str(caught.value)
+    (report,) = Path("outputs").rglob("report.json")
+    assert read_report(report.parent).error["message"] == str(caught.value)
     assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
 
 
-def test_what_exp_itself_says_of_a_label_stays(failed):
-    told = failed(f"  {LINEAR}\n", "+data.train.bad=10", "+data.train.at=11")
-    assert told.startswith(
-        "data.num_classes: 3; expected 11 or more: the data holds the class 10, in sample 11 of train"
-    )
-
-
-def test_an_index_of_an_embedding_out_of_range_is_named(failed):
-    told = failed(EMBEDDING, "data.train.words=true", "+data.train.bad=7", "data.val.words=true", data=WORDS)
-    assert "in `embed` (Embedding), in the operator embedding: index 7 of sample 3, at [2], is out of 0..4" in told
-
-
-def test_an_index_that_a_layer_makes_is_named(failed):
-    told = failed(f"  pick: {{_target_: blocked.Picking}}\n  {LINEAR}\n")
-    assert "in `pick` (Picking), in the operator gather: index 9 of sample 4, at [0], is out of 0..3" in told
-    assert told.startswith("batch 2 of train failed with ")
-    assert "4 of 8 numbers are" in told
-
-
-def test_an_error_that_names_nothing_is_explained_by_the_step_on_the_cpu(failed):
-    loss = "+objective.mine={_target_: blocked.Asserting}"
-    told = failed(f"  {LINEAR}\n", *LOSS, loss, "+data.train.bad=3", "+data.train.at=11")
-    assert "failed with RuntimeError: CUDA error: device-side assert triggered" in told
-    assert "in the operator nll_loss_forward: target 3 of sample 3 is out of 0..2" in told
-
-
-def test_a_step_that_does_not_fail_on_the_cpu_is_said(failed):
-    told = failed(f"  flaky: {{_target_: blocked.Flaky}}\n  {LINEAR}\n")
-    assert "an illegal memory access" in told
-    assert "it does not fail" in told
-
-
-def test_without_it_nothing_is_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = exp.compose(["model=mlp"])
-    assert config.runtime.cuda_blocking is False
+def test_cuda_blocking_is_off_by_default():
+    assert exp.compose(["model=mlp"]).runtime.cuda_blocking is False
     assert exp.compose(["debug=cuda_blocking"]).runtime.cuda_blocking is True

@@ -1,4 +1,4 @@
-"""Where a run could lose its report, or report another run's figures."""
+"""Cases in which a run could lose its report, or report the values of another run."""
 
 import json
 import signal
@@ -26,94 +26,90 @@ class Odd(Hook):
 """
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def write_hook(write, value):
+    write("conf/hooks/odd.yaml", "# A hook: +hooks=odd\nodd: {_target_: own_hook.Odd, every_n_steps: 1}\n")
+    write("own_hook.py", HOOK.replace("VALUE", value))
 
 
-def with_hook(tmp_path, name, value):
-    (tmp_path / "conf" / "hooks").mkdir(parents=True)
-    (tmp_path / "conf" / "hooks" / "odd.yaml").write_text(
-        f"# A hook: +hooks=odd\nodd: {{_target_: {name}.Odd, every_n_steps: 1}}\n"
-    )
-    (tmp_path / f"{name}.py").write_text(HOOK.replace("VALUE", value))
+def test_a_numpy_number_of_a_hook_reaches_the_report(write):
+    write_hook(write, "np.float32(2.5)")
+    assert exp.fit(exp.compose(["+hooks=odd", "debug=one_batch"])).metrics["odd/value"] == 2.5
 
 
-def test_a_hooks_numpy_number_reaches_the_report(tmp_path):
-    with_hook(tmp_path, "numpy_hook", "np.float32(2.5)")
-    report = exp.fit(exp.compose(["+hooks=odd", "debug=one_batch"]))
-    assert report.metrics["odd/value"] == 2.5
-
-
-@pytest.mark.parametrize(("name", "value"), [("vector_hook", "torch.ones(3)"), ("word_hook", "'much'")])
-def test_a_hook_that_gives_no_number_is_named_by_its_tag(tmp_path, name, value):
-    with_hook(tmp_path, name, value)
+@pytest.mark.parametrize("value", ["torch.ones(3)", "'much'"])
+def test_a_hook_value_that_is_no_number_is_named(place, write, value):
+    write_hook(write, value)
     with pytest.raises(exp.RunError, match="odd/value"):
         exp.fit(exp.compose(["+hooks=odd", "debug=one_batch"]))
-    (path,) = tmp_path.glob("outputs/train/*/*/report.json")
+    (path,) = place.glob("outputs/train/*/*/report.json")
     assert json.loads(path.read_text())["status"] == "failed"
 
 
-def test_torchrun_is_told_what_to_start(monkeypatch, capsys, tmp_path):
+def test_exp_train_under_torchrun_names_the_worker(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main(["debug=one_batch"]) == 2
     assert "exp.worker" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def signalling(tmp_path, signum, *, answer, forward="pass"):
-    """A model of the user's own that signals itself as the run builds it: what it answers, and does in its forward."""
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "slow.yaml").write_text("# Signals itself: model=slow\n_target_: slow.Slow\n")
-    (tmp_path / "slow.py").write_text(
-        "import os, pathlib, torch\n"
-        "class Slow(torch.nn.Linear):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(64, 10)\n"
-        "        self.is_run = bool(list(pathlib.Path().glob('outputs/*/*/*/config.yaml')))\n"
-        "        try:\n"
-        f"            if self.is_run: os.kill(os.getpid(), {int(signum)})\n"
-        "        except Exception:\n"
-        f"            {answer}\n"
-        "    def forward(self, x):\n"
-        f"        if self.is_run: {forward}\n"
-        "        return super().forward(x.flatten(1))\n"
-    )
+MODEL = """
+import os, pathlib, torch
+
+class Own(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+        self.is_run = bool(list(pathlib.Path().glob("outputs/*/*/*/config.yaml")))
+        try:
+            if self.is_run:
+                os.kill(os.getpid(), SIGNUM)
+        except Exception:
+            ANSWER
+
+    def forward(self, x):
+        if self.is_run:
+            raise ZeroDivisionError("a bug")
+        return super().forward(x.flatten(1))
+"""
+OTHER = "raise ValueError('made of another') from None"
 
 
-@pytest.mark.parametrize("answer", ["raise", "raise ValueError('made of another') from None"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_network_is_built_is_an_interruption(tmp_path, commands, signum, answer):
-    signalling(tmp_path, signum, answer=answer)
-    done = commands.run("model=slow", cwd=tmp_path)
-    (directory,) = tmp_path.glob("outputs/train/*/*")
-    assert done.returncode == 128 + signum, done.stderr
-    assert "Traceback" not in done.stderr
+def write_model(write, signum, answer):
+    """Write a model that sends a signal when the run builds it, and answers its exception."""
+    write("conf/model/own.yaml", "# Sends a signal: model=own\n_target_: own_model.Own\n")
+    write("own_model.py", MODEL.replace("SIGNUM", str(int(signum))).replace("ANSWER", answer))
+
+
+@pytest.mark.parametrize("answer", [OTHER, pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_while_the_network_is_built_interrupts_the_run(place, write, capsys, signum, answer):
+    write_model(write, signum, answer)
+    assert main(["model=own"]) == 128 + signum
+    (directory,) = place.glob("outputs/train/*/*")
+    assert "Traceback" not in capsys.readouterr().err
     assert json.loads((directory / "report.json").read_text())["status"] == "interrupted"
 
 
-def test_an_error_behind_a_signal_that_the_users_code_swallowed_is_told(tmp_path, commands):
-    signalling(tmp_path, signal.SIGINT, answer="pass", forward="raise ZeroDivisionError('a bug')")
-    done = commands.run("model=slow", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "ZeroDivisionError: a bug" in done.stderr
+def test_an_error_after_a_swallowed_signal_is_reported(write, capsys):
+    write_model(write, signal.SIGINT, "pass")
+    assert main(["model=own"]) == 1
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
-def test_what_ended_a_run_is_told_and_not_what_lightning_raises_in_answer_to_it(tmp_path):
+def test_the_first_error_is_reported_instead_of_lightnings(tmp_path):
     class Refusing(DataLoader[Any]):
         def __iter__(self) -> Any:
-            raise ZeroDivisionError("of the user's own")
+            raise ZeroDivisionError("in the loader")
 
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    # Lightning 2.6.6 tears down a loader that it has not made.
+    # Lightning 2.6.6 tears down a loader that it did not create.
     with pytest.raises(RuntimeError, match="combined_loader") as caught:
         trainer.fit(BoringModel(), Refusing(RandomDataset(32, 4)))
-    told = explain(caught.value, Ongoing(tmp_path, exp.compose([]), overrides=[], world_size=1), parts=None)
-    assert "ZeroDivisionError: of the user's own" in str(told)
+    error = explain(caught.value, Ongoing(tmp_path, exp.compose([]), overrides=[], world_size=1), parts=None)
+    assert "ZeroDivisionError: in the loader" in str(error)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget the peak of the resident set")
-def test_a_job_does_not_report_the_peak_of_the_job_before_it(tmp_path):
+def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
     config = exp.compose([])
     large = bytearray(400 * 2**20)
     large[::4096] = b"x" * len(large[::4096])
@@ -132,7 +128,7 @@ def test_a_job_does_not_report_the_peak_of_the_job_before_it(tmp_path):
     assert held - before > 300
 
 
-def test_a_plateau_on_a_term_of_validation_steps_when_there_is_one():
+def test_a_plateau_schedule_steps_after_each_validation():
     words = ["model=mlp", "+objective=jacobian", "trainer.max_epochs=4", "trainer.check_val_every_n_epoch=2"]
     schedule = ["scheduler=plateau", "scheduler.monitor=loss/val/cross_entropy", "scheduler.patience=0"]
     # Nothing counts as an improvement on the first value.

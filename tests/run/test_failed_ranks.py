@@ -1,4 +1,4 @@
-"""A run of several ranks that fails leaves a report with the first cause."""
+"""A run of several ranks that fails leaves a report with the first cause; tests/launch has a killed rank."""
 
 import json
 
@@ -23,12 +23,10 @@ class Fragile(torch.nn.Module):
 """
 
 
-def test_the_report_names_the_rank_that_failed_first(tmp_path, commands):
-    """One that is killed: tests/launch/test_train_command.py."""
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "fragile.yaml").write_text("# Fails: model=fragile\n_target_: raising.Fragile\n")
-    (tmp_path / "raising.py").write_text(MINE)
-    # The check builds it in the parent, too; a rank's own number is set by the launcher.
+def test_the_report_names_the_rank_that_failed_first(tmp_path, write, commands):
+    write("conf/model/fragile.yaml", "# Fails: model=fragile\n_target_: raising.Fragile\n")
+    write("raising.py", MINE)
+    # The check builds the model in the parent, which has no RANK.
     overrides = ["model=fragile", "strategy=ddp", "launch.accelerator=cpu", "trainer.enable_progress_bar=false"]
     done = commands.run(*overrides, cwd=tmp_path, environment={"RANK": "0"})
     assert done.returncode == 1
@@ -57,16 +55,15 @@ class Takes(Callback):
         if self.what == "run":
             run.rename(f"{run}-moved")
         else:
-            trainer.strategy.checkpoint_io.settle()  # else what is being written takes its place
+            trainer.strategy.checkpoint_io.settle()  # a checkpoint still being written would replace it
             shutil.rmtree(run / self.what)
 """
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoints"])
-def test_what_is_taken_away_under_ranks_is_named_and_no_rank_hangs(tmp_path, commands, what):
-    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
-    (tmp_path / "conf" / "callbacks" / "takes.yaml").write_text(f"takes: {{_target_: taking.Takes, what: {what}}}\n")
-    (tmp_path / "taking.py").write_text(TAKES)
+def test_a_removed_directory_is_reported_and_no_rank_hangs(tmp_path, write, commands, what):
+    write("conf/callbacks/takes.yaml", f"takes: {{_target_: taking.Takes, what: {what}}}\n")
+    write("taking.py", TAKES)
     short = ["trainer.limit_train_batches=3", "trainer.limit_val_batches=1", "trainer.max_epochs=3", "test=false"]
     saving = ["checkpoint.every_n_steps=1", "hooks=[]", "trainer.enable_progress_bar=false"]
     where = ["strategy=ddp", "launch.devices=2", "launch.accelerator=cpu"]

@@ -1,10 +1,9 @@
-"""python -m exp.find_batch: the size found fits, the next does not, and what ends a trial is told from its memory."""
+"""python -m exp.find_batch finds a size that fits when the next does not, however a trial runs out of memory."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import time
@@ -16,10 +15,10 @@ import pytest
 
 from exp.check.__main__ import main as check
 from exp.errors import RunError
-from exp.find_batch import Trial, following, guessed, main, search, step_of
+from exp.find_batch import Trial, search, step_of
 
 MIB = 2**20
-# More than a MiB of activations a sample in Wide; the others end a step of more than 100 samples in a rank.
+# Wide needs more than a MiB of activations a sample; the others end a step of more than 100 samples.
 OWN = """
 import os, signal, time
 from pathlib import Path
@@ -35,7 +34,7 @@ class Wide(nn.Module):
         x = x.flatten(1)
         wide = x.repeat(1, 512)
         for _ in range(8):
-            wide = torch.relu(wide)  # which holds its output, and costs little else
+            wide = torch.relu(wide)  # keeps its output, and computes little
         return self.head(x + wide.unflatten(1, (512, 64)).mean(1))
 
 class Narrow(Wide):
@@ -46,16 +45,10 @@ class Narrow(Wide):
             self.end()
         return self.head(x.flatten(1))
 
-class Allocates(Narrow):
+class OnlyOne(Narrow):
+    most = 1
     def end(self):
         torch.empty(2**48)
-
-class OnlyOne(Allocates):
-    most = 1
-
-class OnDevice(Narrow):
-    def end(self):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 class InLibrary(Narrow):
     def end(self):
@@ -80,15 +73,10 @@ class Wrong(Narrow):
 SHORT = ["data=digits", "model=mine", "optimizer=sgd", "launch.accelerator=cpu"]
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "mine.py").write_text(OWN)
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text(
-        "# A network of one's own: model=mine\n_target_: mine.Wide\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def own(write: Any) -> None:
+    write("mine.py", OWN)
+    write("conf/model/mine.yaml", "# A network of the user: model=mine\n_target_: mine.Wide\n")
 
 
 def trials_in(place: Path) -> tuple[Path, dict[str, Any]]:
@@ -96,7 +84,8 @@ def trials_in(place: Path) -> tuple[Path, dict[str, Any]]:
     return directory, json.loads((directory / "batch.json").read_text())
 
 
-def test_the_size_found_fits_the_limit_and_the_next_does_not(commands, place: Path) -> None:
+@pytest.mark.slow
+def test_the_size_found_fits_and_the_next_does_not(commands, place: Path) -> None:
     done = commands.run(*SHORT, "--memory", "500MiB", "--steps", "3", module="exp.find_batch", cwd=place)
     assert done.returncode == 0, done.stderr
     directory, summary = trials_in(place)
@@ -107,7 +96,7 @@ def test_the_size_found_fits_the_limit_and_the_next_does_not(commands, place: Pa
     assert max(fitting) < min(others) <= size + step_of(size)
     assert all(one["peak"] <= 500 * MIB for one in fitting.values())
     assert all(one["peak"] > 500 * MIB for one in others.values())
-    # Another measured it, too: the report of the run with that size.
+    # The report of the run with that size has its own measurement.
     report = json.loads((directory / str(size) / "report.json").read_text())
     assert report["status"] == "completed"
     assert report["peak_memory_mib"] * MIB == pytest.approx(fitting[size]["peak"], rel=0.1)
@@ -122,8 +111,8 @@ def test_the_size_found_fits_the_limit_and_the_next_does_not(commands, place: Pa
     assert (directory / "batch.csv").read_text().startswith("size,fits,peak,samples_per_second\n")
 
 
-@pytest.mark.parametrize("name", ["Allocates", "OnDevice", "InLibrary", "Killed"])
-def test_no_memory_is_no_failure(name: str, commands, place: Path) -> None:
+@pytest.mark.parametrize("name", ["Killed", pytest.param("InLibrary", marks=pytest.mark.slow)])
+def test_the_search_continues_below_a_size_without_memory(name: str, commands, place: Path) -> None:
     words = [*SHORT, f"model._target_=mine.{name}", "data.batch_size=400", "--memory", "20GiB", "--steps", "3"]
     done = commands.run(*words, module="exp.find_batch", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -137,7 +126,7 @@ def test_no_memory_is_no_failure(name: str, commands, place: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith(f"data.batch_size={found}")
 
 
-def test_the_size_is_that_of_the_whole_batch_over_ranks(commands, place: Path) -> None:
+def test_the_size_is_the_global_batch_of_all_ranks(commands, place: Path) -> None:
     words = [*SHORT, "strategy=ddp", "launch.devices=2", "data.batch_size=2", "model._target_=mine.OnlyOne"]
     words += ["--memory", "20GiB", "--steps", "3", "--max", "3"]
     done = commands.run(*words, module="exp.find_batch", cwd=place)
@@ -146,14 +135,21 @@ def test_the_size_is_that_of_the_whole_batch_over_ranks(commands, place: Path) -
     assert sizes == {2: True, 3: False}
 
 
-def test_another_error_ends_the_search_with_its_own_words(commands, place: Path) -> None:
-    words = [*SHORT, "model._target_=mine.Wrong", "--memory", "20GiB", "--steps", "3"]
-    done = commands.run(*words, module="exp.find_batch", cwd=place)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model._target_=mine.Wrong", "--memory", "20GiB"], "more than I can count"),
+        (["model._target_=mine.Narrow", "data.batch_size=1", "--memory", "1MiB"], "not one sample fits: 1 "),
+    ],
+    ids=["another error", "too little memory"],
+)
+def test_a_search_without_a_size_exits_1(words: list[str], message: str, commands, place: Path) -> None:
+    done = commands.run(*SHORT, *words, "--steps", "3", module="exp.find_batch", cwd=place)
     assert done.returncode == 1
-    assert "more than I can count" in done.stderr
+    assert message in done.stderr
 
 
-def test_ctrl_c_ends_it_with_130_and_the_trial_with_it(commands, place: Path) -> None:
+def test_ctrl_c_ends_the_search_and_its_trial(commands, place: Path) -> None:
     words = [*SHORT, "model._target_=mine.Slow", "--memory", "20GiB", "--steps", "1000"]
     started = commands.start(*words, module="exp.find_batch", cwd=place)
     deadline = time.monotonic() + 60
@@ -166,7 +162,7 @@ def test_ctrl_c_ends_it_with_130_and_the_trial_with_it(commands, place: Path) ->
     assert not list(place.glob("outputs/**/*.ckpt"))
 
 
-FAULTS: Mapping[str, tuple[list[str], str]] = {
+ERRORS: Mapping[str, tuple[list[str], str]] = {
     "no limit on a CPU": ([], "--memory: no limit, on cpu; expected one"),
     "no unit": (["--memory", "2"], "--memory: '2'; expected a number and "),
     "nothing": (["--memory", "0GiB"], "--memory: '0GiB'"),
@@ -177,48 +173,53 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_come_before_anything_is_made(name: str, commands, tmp_path: Path) -> None:
-    more, said = FAULTS[name]
-    done = commands.run("data=wine", "launch.accelerator=cpu", *more, module="exp.find_batch", cwd=tmp_path)
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_wrong_command_is_refused_before_anything_is_written(name: str, commands, place: Path) -> None:
+    more, message = ERRORS[name]
+    done = commands.run("data=wine", "launch.accelerator=cpu", *more, module="exp.find_batch", cwd=place)
     assert done.returncode == 2
-    assert said in done.stderr
-    assert not (tmp_path / "outputs").exists()
+    assert message in done.stderr
+    assert not (place / "outputs").exists()
 
 
 class Modelled:
-    """Trials of a machine with so many bytes, in which a run of size b takes at + b of them, and a little more."""
+    """Trials on a machine with `limit` bytes, where a run of size b takes base + each b + bend b**2 bytes.
 
-    def __init__(self, *, limit: int, base: int, each: float, bend: float = 0.0, tells: bool = True) -> None:
-        self.limit, self.base, self.each, self.bend, self.tells = limit, base, each, bend, tells
+    measures: whether a trial that does not fit reports its bytes. room: the largest size for which the host has memory.
+    """
+
+    def __init__(
+        self, *, limit: int, base: int, each: float, bend: float = 0.0, measures: bool = True, room: int | None = None
+    ) -> None:
+        self.limit, self.base, self.each, self.bend, self.measures, self.room = limit, base, each, bend, measures, room
         self.done: list[Trial] = []
 
     def __call__(self, size: int) -> Trial:
         assert size not in [one.size for one in self.done]
         peak = int(self.base + self.each * size + self.bend * size**2)
         fits = peak <= self.limit
-        trial = Trial(size=size, fits=fits, peak=peak if fits or self.tells else None, samples_per_second=1.0)
+        trial = Trial(size=size, fits=fits, peak=peak if fits or self.measures else None, samples_per_second=1.0)
         self.done.append(trial)
         return trial
 
     def most_here(self, trial: Trial) -> int | None:
-        return None
+        return self.room
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("measures", [True, False])
 @pytest.mark.parametrize("bend", [0.0, 0.02])
 @pytest.mark.parametrize("each", [1.0, 37.0, 5000.0])
 @pytest.mark.parametrize("start", [1, 64, 100_000])
-def test_few_trials_find_the_limit(start: int, each: float, bend: float, tells: bool) -> None:
-    trials = Modelled(limit=10**6, base=300_000, each=each, bend=bend, tells=tells)
+def test_few_trials_find_the_limit(start: int, each: float, bend: float, measures: bool) -> None:
+    trials = Modelled(limit=10**6, base=300_000, each=each, bend=bend, measures=measures)
     found = search(trials, start=start, most=None)
     beyond = min(one.size for one in trials.done if not one.fits)
     assert found.fits
     assert found.size < beyond <= found.size + step_of(found.size)
     # Doubling and halving from 1 to 700,000 would take 20 and 15 of them.
     assert len(trials.done) <= 22
-    # No size is tried that takes many times the limit, but what the user began with.
-    assert all((one.peak or 0) <= 8 * trials.limit for one in trials.done if one.size != start and tells)
+    # Except for the first, no trial takes many times the limit.
+    assert all((one.peak or 0) <= 8 * trials.limit for one in trials.done if one.size != start and measures)
 
 
 def test_the_line_through_two_sizes_saves_trials() -> None:
@@ -227,28 +228,16 @@ def test_the_line_through_two_sizes_saves_trials() -> None:
     assert [one.size for one in trials.done] == [16, 32, 140, 147]
 
 
-def test_all_samples_and_none() -> None:
-    trials = Modelled(limit=10**6, base=0, each=1.0)
-    assert search(trials, start=10, most=500).size == 500
+def test_the_search_ends_at_all_samples_one_sample_or_the_host() -> None:
+    assert search(Modelled(limit=10**6, base=0, each=1.0), start=10, most=500).size == 500
     with pytest.raises(RunError, match="not one sample fits"):
         search(Modelled(limit=10, base=20, each=1.0), start=8, most=None)
-    assert following(10, None, guess=None, most=10) is None
-    assert guessed([Trial(size=4, fits=True, peak=5)], 10) is None
-
-
-def test_the_host_is_not_filled() -> None:
-    trials = Modelled(limit=10**9, base=1000, each=10.0)
-    trials.most_here = lambda trial: 700  # type: ignore[method-assign]
+    trials = Modelled(limit=10**9, base=1000, each=10.0, room=700)
     assert search(trials, start=64, most=None).size == 700
     assert max(one.size for one in trials.done) == 700
 
 
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-h"]) == 0
-    assert re.search(r"--memory SIZE +the limit of a process", capsys.readouterr().out)
-
-
-def test_the_printed_command_is_one(commands, place: Path) -> None:
+def test_the_printed_command_passes_the_check(commands, place: Path) -> None:
     words = ["data=wine", "launch.accelerator=cpu", "tags=[a]", "data.batch_size=8"]
     done = commands.run(*words, "--memory", "20GiB", "--max", "40", module="exp.find_batch", cwd=place)
     assert done.returncode == 0, done.stderr

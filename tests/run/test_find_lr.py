@@ -1,4 +1,4 @@
-"""python -m exp.find_lr: losses and suggestion of a range test are those of a loop by hand, and of Lightning's."""
+"""Losses and suggestion of python -m exp.find_lr equal those of a loop by hand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch.tuner.lr_finder as lightnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 import exp
 from exp.check.__main__ import main as check
@@ -33,25 +29,15 @@ from exp.engine.range_test import rising_rates, suggestion, valley
 from exp.find_lr import main
 from exp.shared_types import Batch
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
-]
+pytestmark = pytest.mark.numeric
 SHORT = ["data=wine", "model=mlp", "model.constants.width=4", "data.batch_size=16", "launch.accelerator=cpu"]
 # Whole batches, in float64.
 EXACT = [*SHORT, "precision=fp64", "data.drop_last=true", "optimizer=sgd", "optimizer.momentum=0.9"]
 GROUPS = ["optimizer.lr=0.2", "+optimizer.groups={head: {parameters: 'head.*', lr: 0.05}}"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def found() -> tuple[Path, dict[str, Any], dict[str, list[float]]]:
-    """The only test's directory, its lr.json, and the columns of its lr.csv."""
+    """Return the directory of the only test, its lr.json, and the columns of its lr.csv."""
     (directory,) = Path("outputs/train/find_lr").glob("*/*")
     rows = list(csv.reader((directory / "lr.csv").read_text().splitlines()))
     columns = {name: [float(row[place]) for row in rows[1:]] for place, name in enumerate(rows[0])}
@@ -63,7 +49,7 @@ def decided(*overrides: str) -> Plan:
 
 
 def batches_of(run: Plan) -> Iterator[tuple[int, int, bool, Batch]]:
-    """Epoch, place, whether it is an epoch's last, and batch."""
+    """Yield each epoch, position, whether it is the last of its epoch, and batch."""
     loader = run.data.loader("train")
     for epoch in itertools.count():
         loader.set_position(epoch, 0)
@@ -73,7 +59,7 @@ def batches_of(run: Plan) -> Iterator[tuple[int, int, bool, Batch]]:
 
 
 def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> list[float]:
-    """The loss of each step, with momentum and a group of its own for the head at a quarter of the rate."""
+    """Return the loss of each step, with momentum, and a quarter of the rate for the head."""
     network = build_starting_network(run.plain, run.spec).double()
     head = list(network.get_submodule("head").parameters())
     others = [one for one in network.parameters() if all(one is not other for other in head)]
@@ -100,7 +86,7 @@ def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> l
 
 
 def smoothed_by_hand(losses: Sequence[float]) -> list[float]:
-    """Each loss weighs 0.98 times what the next one does, and the weights add up to 1."""
+    """Return means in which each loss weighs 0.98 times the next one."""
     found = []
     for count in range(1, len(losses) + 1):
         weights = 0.98 ** np.arange(count)[::-1]
@@ -134,68 +120,8 @@ def test_losses_and_suggestion_equal_a_loop_by_hand(capsys: pytest.CaptureFixtur
     assert shlex.split(command)[3:].count("scheduler=cosine") == 1
 
 
-class Lightnings(LightningModule):
-    """The same network and loss, as Lightning's finder takes them."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network, self.lr = network, 0.1
-
-    def training_step(self, batch: tuple[int, int, Tensor, Tensor], batch_idx: int) -> Tensor:
-        epoch, place, inputs, target = batch
-        reseed(seed=0, rank=0, epoch=epoch, batch=place)
-        return cross_entropy(self.network(inputs), target)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
-def test_losses_equal_those_of_lightnings_finder(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = 40
-    flags = ["--min", "1e-4", "--max", "3", "--steps", str(steps), "--stop-factor", "inf"]
-    main([*EXACT, *flags])
-    _, _, columns = found()
-    run = decided(*EXACT)
-    kept = itertools.islice(batches_of(run), steps)
-    batches = [(epoch, place, batch.data[0].double(), batch.data[1]) for epoch, place, _, batch in kept]
-
-    def rates(scheduler: Any) -> list[float]:
-        # Lightning's own second rate is two steps above its first.
-        scheduler._lr = [
-            base * (scheduler.end_lr / base) ** (scheduler.last_epoch / (steps - 1)) for base in scheduler.base_lrs
-        ]
-        return scheduler._lr
-
-    monkeypatch.setattr(lightnings._ExponentialLR, "get_lr", rates)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Lightnings(build_starting_network(run.plain, run.spec).double())
-    finder = Tuner(trainer).lr_find(
-        module,
-        train_dataloaders=DataLoader(batches, batch_size=None),
-        min_lr=1e-4,
-        max_lr=3.0,
-        num_training=steps,
-        early_stop_threshold=None,
-        update_attr=False,
-    )
-    assert finder is not None
-    assert columns["lr"] == pytest.approx(finder.results["lr"], rel=1e-9)
-    # Lightning's smoothed loss is corrected for one step more than were done.
-    smoothed = [
-        loss * (1 - 0.98 ** (count + 1)) / (1 - 0.98**count) for count, loss in enumerate(finder.results["loss"], 1)
-    ]
-    assert columns["smoothed_loss"] == pytest.approx(smoothed, rel=1e-9)
-
-
 def fastais_valley(losses: Sequence[float]) -> int:
-    """fastai.callback.schedule.valley (2.7), its loops as they are."""
+    """Return the index of fastai.callback.schedule.valley (2.7), whose loops this copies."""
     n = len(losses)
     max_start, max_end = 0, 0
     lds = [1] * n
@@ -210,14 +136,14 @@ def fastais_valley(losses: Sequence[float]) -> int:
     return max(max_start + int(sections) + int(sections / 2), 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_valley_is_fastais(seed: int) -> None:
-    draws = np.random.RandomState(seed)
-    losses = draws.standard_normal(60) + np.linspace(2, -2, 60) * draws.standard_normal()
-    assert valley(losses) == fastais_valley(losses)
+def test_the_valley_equals_fastais() -> None:
+    for seed in range(20):
+        draws = np.random.RandomState(seed)
+        losses = draws.standard_normal(60) + np.linspace(2, -2, 60) * draws.standard_normal()
+        assert valley(losses) == fastais_valley(losses)
 
 
-def test_the_suggestion_leaves_out_the_ends_and_what_is_not_finite() -> None:
+def test_the_suggestion_ignores_both_ends_and_infinite_losses() -> None:
     rates = rising_rates(1e-6, 1.0, 40)
     assert (rates[0], rates[-1]) == (1e-6, 1.0)
     assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 39)
@@ -230,7 +156,7 @@ def test_the_suggestion_leaves_out_the_ends_and_what_is_not_finite() -> None:
     assert suggestion(rates[:12], [5.0 - place for place in range(12)]) is None
 
 
-def test_the_directory_holds_the_curve_and_nothing_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--steps", "30", "--max", "1e4", "--stop-factor", "2"]
     assert main([*SHORT, "callbacks=[early_stopping]", "optimizer.lr=0.5", "tags=[a]", *flags]) == 0
     directory, summary, columns = found()
@@ -256,45 +182,35 @@ def test_the_directory_holds_the_curve_and_nothing_of_a_run(capsys: pytest.Captu
     assert decided(*SHORT, "resume=auto").plain["resume"] is None
 
 
-def test_a_callback_that_changes_the_first_steps_is_in_the_test() -> None:
-    kind = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
-    assert main([*EXACT, "--steps", "20", f"+callbacks.mine={{_target_: {kind}, scheduling: {{0: 50}}}}"]) in (0, 1)
-    directory, summary, _ = found()
-    report = json.loads((directory / "report.json").read_text())
-    assert (report["steps"], report["epochs"]) == (summary["steps"], summary["steps"])  # an epoch a step
-
-
-@pytest.mark.parametrize("more", [[], ["precision=fp16"], ["runtime.non_finite=rewind"]])
-def test_a_loss_that_is_not_finite_ends_it(more: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_infinite_loss_ends_the_test(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--min", "1e-3", "--max", "1e30", "--steps", "40", "--stop-factor", "inf"]
     # Squares of outputs overflow.
-    assert main([*SHORT, "data=diabetes", "optimizer=sgd", *more, *flags]) in (0, 1)
+    assert main([*SHORT, "data=diabetes", "optimizer=sgd", "runtime.non_finite=rewind", *flags]) in (0, 1)
     directory, summary, columns = found()
     assert summary["end"] == "not_finite"
-    assert all(map(math.isfinite, columns["loss"][:-1]))
-    assert not math.isfinite(columns["loss"][-1])
+    assert [math.isfinite(loss) for loss in columns["loss"]] == [True] * (summary["steps"] - 1) + [False]
     assert summary["steps"] < 40
     assert json.loads((directory / "report.json").read_text())["status"] == "completed"
     streams = capsys.readouterr()
     assert "the loss was not finite" in streams.out + streams.err
 
 
-def test_two_ranks_find_what_one_finds(commands, tmp_path: Path) -> None:
-    tables, told = [], []
+def test_two_ranks_find_the_rate_of_one_process(commands, tmp_path: Path) -> None:
+    tables, rates = [], []
     for name, more in (("one", ["strategy=single"]), ("two", ["strategy=ddp", "launch.devices=2"])):
         flags = ["--min", "1e-4", "--max", "10", "--steps", "30", "model.constants.dropout=0.0"]
         place = tmp_path / name
         place.mkdir()
         done = commands.run(*EXACT, *more, *flags, module="exp.find_lr", cwd=place)
         assert done.returncode == 0, done.stderr
-        told.append(done.stdout.splitlines()[-1].rpartition(" ")[2])
+        rates.append(done.stdout.splitlines()[-1].rpartition(" ")[2])
         (path,) = place.glob("outputs/train/find_lr/*/*/lr.csv")
         tables.append([[float(value) for value in row] for row in list(csv.reader(path.read_text().splitlines()))[1:]])
     assert np.array(tables[0]) == pytest.approx(np.array(tables[1]), rel=1e-9)
-    assert told[0] == told[1]
+    assert rates[0] == rates[1]
 
 
-def test_a_test_that_finds_nothing_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_test_without_a_suggestion_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     # At these rates no weight of the network changes, and every step sees all samples.
     flags = ["--min", "1e-30", "--max", "1e-29", "--steps", "20"]
     whole = ["data.batch_size=1000", "model.constants.dropout=0.0", "optimizer=sgd"]
@@ -319,7 +235,7 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
 
 @pytest.mark.any_processor
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_come_before_anything_is_made(
+def test_a_wrong_command_is_refused_before_anything_is_written(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more, said = FAULTS[name]
@@ -330,7 +246,7 @@ def test_faults_come_before_anything_is_made(
     assert not Path("outputs").exists()
 
 
-def test_a_test_begins_where_a_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_test_starts_from_given_weights_but_not_from_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     exp.fit(exp.compose([*SHORT, "trainer.max_epochs=1", "hydra.run.dir=first"]))
     assert main([*SHORT, "resume=first/checkpoints/last.ckpt"]) == 2
     assert "resume: first/checkpoints/last.ckpt; expected null" in capsys.readouterr().err
@@ -345,79 +261,30 @@ def test_a_test_begins_where_a_run_begins(capsys: pytest.CaptureFixture[str]) ->
     assert learnt < found()[2]["loss"][0] - 0.01
 
 
-OPTIMIZERS = """
+UNCHECKED = ["monitor=loss/train", "test=false", "trainer.limit_val_batches=0", "checkpoint.save_best=false"]
+OWN = """
+import os, signal
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from exp.strategies.single import Single
 
 class Fixed(torch.optim.SGD):
     def __init__(self, params, momentum=0.0):
         super().__init__(params, lr=0.1, momentum=momentum)
-"""
-
-
-def test_the_rate_may_be_the_classes_own_or_none(commands, tmp_path: Path) -> None:
-    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
-    (tmp_path / "mine.py").write_text(OPTIMIZERS)
-    options = {
-        "fixed": "_target_: mine.Fixed",
-        "plain": '_target_: torch.optim.Adam\ngroups: {head: {parameters: "head.*", lr: 0.01}}',
-    }
-    for name, text in options.items():
-        (tmp_path / "conf" / "optimizer" / f"{name}.yaml").write_text(f"# One of my own: optimizer={name}\n{text}\n")
-    done = commands.run(*SHORT, "optimizer=fixed", module="exp.find_lr", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "optimizer._target_: Fixed, which takes no lr" in done.stderr
-    done = commands.run(*SHORT, "optimizer=plain", "--steps", "20", module="exp.find_lr", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rates = dict(word.split("=") for word in shlex.split(done.stdout.splitlines()[-1])[-2:])
-    # Adam's own is 0.001.
-    assert list(rates) == ["+optimizer.lr", "optimizer.groups.head.lr"]
-    assert float(rates["optimizer.groups.head.lr"]) == pytest.approx(10 * float(rates["+optimizer.lr"]), rel=0.01)
-
-
-def test_an_engine_that_makes_the_steps_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # As DeepSpeed's, which is not installed everywhere.
-    monkeypatch.setattr("exp.strategies.strategy.traits_of", lambda strategy: frozenset({"owns_step"}))
-    assert main(SHORT) == 2
-    assert "strategy: auto, whose engine makes the optimizer's steps" in capsys.readouterr().err
-
-
-OF_LIGHTNING = """
-import torch
-from lightning.pytorch import LightningModule
 
 class Lit(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(13, 3)
-
     def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return batch[0].sum()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-"""
+        return None
 
+class Owner(Single):
+    # As the engine of DeepSpeed, which is not installed everywhere.
+    owns_step = True
 
-def test_a_module_of_ones_own_is_refused(commands, tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "name.yaml").write_text("# A conf makes modules beside it importable\n")
-    (tmp_path / "conf" / "model").mkdir()
-    (tmp_path / "mine.py").write_text(OF_LIGHTNING)
-    words = ["data=wine", "module={_target_: mine.Lit}", "monitor=loss/train", "test=false"]
-    words += ["trainer.limit_val_batches=0", "checkpoint.save_best=false", "launch.accelerator=cpu"]
-    done = commands.run(*words, module="exp.find_lr", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "module: mine.Lit, whose steps, losses and optimizers are its own; expected null" in done.stderr
-
-
-INTERRUPTED = """
-import os, signal
-import torch
-from torch import nn
-
-class Net(nn.Module):
+class Interrupted(nn.Module):
     def __init__(self):
         super().__init__()
         self.head, self.calls = nn.Linear(13, 3), 0
@@ -430,14 +297,45 @@ class Net(nn.Module):
 """
 
 
-def test_ctrl_c_ends_it_with_130_and_leaves_no_state(commands, tmp_path: Path) -> None:
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "mine.py").write_text(INTERRUPTED)
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text(
-        "# Sends its process a signal: model=mine\n_target_: mine.Net\n"
-    )
-    done = commands.run("data=wine", "model=mine", "launch.accelerator=cpu", module="exp.find_lr", cwd=tmp_path)
-    assert done.returncode == 128 + signal.SIGINT, done.stderr
-    assert "interrupted by signal 2; a test that did not end says nothing, and leaves no state" in done.stderr
-    assert "goes on with" not in done.stderr
-    assert list(tmp_path.glob("outputs/**/*.ckpt")) == []
+@pytest.fixture
+def own(write: Any) -> None:
+    write("mine.py", OWN)
+    write("conf/optimizer/fixed.yaml", "# optimizer=fixed\n_target_: mine.Fixed\n")
+    groups = 'groups: {head: {parameters: "head.*", lr: 0.01}}'
+    write("conf/optimizer/plain.yaml", f"# optimizer=plain\n_target_: torch.optim.Adam\n{groups}\n")
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer=fixed"], "optimizer._target_: Fixed, which takes no lr"),
+        (["strategy={_target_: mine.Owner, name: owner}"], "whose engine makes the optimizer's steps"),
+        (
+            [*UNCHECKED, "module={_target_: mine.Lit}"],
+            "module: mine.Lit, whose steps, losses and",
+        ),
+    ],
+)
+def test_a_run_without_one_rate_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data=wine", "launch.accelerator=cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own")
+def test_the_rate_may_be_the_default_of_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "optimizer=plain", "--steps", "20"]) == 0
+    rates = dict(word.split("=") for word in shlex.split(capsys.readouterr().out.splitlines()[-1])[-2:])
+    assert list(rates) == ["+optimizer.lr", "optimizer.groups.head.lr"]
+    # The default of Adam is 0.001.
+    assert float(rates["optimizer.groups.head.lr"]) == pytest.approx(10 * float(rates["+optimizer.lr"]), rel=0.01)
+
+
+@pytest.mark.usefixtures("own")
+def test_ctrl_c_exits_130_and_saves_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data=wine", "launch.accelerator=cpu", "model={_target_: mine.Interrupted}"]
+    assert main(words) == 128 + signal.SIGINT
+    error = capsys.readouterr().err
+    assert "interrupted by signal 2; a test that did not end says nothing, and leaves no state" in error
+    assert "goes on with" not in error
+    assert list(place.glob("outputs/**/*.ckpt")) == []

@@ -1,27 +1,111 @@
-"""One network of the table of docs/foreign-networks.md, where its package is installed; the program makes the whole."""
+"""Networks of torchvision, timm and transformers train from a config alone; docs/foreign-networks.md has the results.
 
-from __future__ import annotations
+A test whose package is not installed is skipped: the suite's environment has none of the three.
+"""
 
-import importlib.util
-import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
-PROGRAM = Path(__file__).with_name("foreign_networks.py")
+import exp
+
+# name: data set, pattern of the head, the linear or convolutional layers for LoRA, node of conf/model
+NETWORKS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+DATA = """
+import torch
+from torch.utils.data import Dataset
 
 
-@pytest.mark.parametrize(("package", "name"), [("torchvision", "resnet18"), ("timm", "resnet10t")])
-def test_a_foreign_network_trains_starts_a_new_head_and_is_adapted(package, name, tmp_path, monkeypatch):
+def draws(index, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(index))
+
+
+class Pictures(Dataset):
+    def __init__(self, classes: int = 10) -> None:
+        self.classes = self.num_classes = classes
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return draws(index, 3, 32, 32) + index % self.classes, index % self.classes
+
+
+class NamedPictures(Pictures):
+    def __getitem__(self, index):
+        picture, target = super().__getitem__(index)
+        return {"pixel_values": picture, "target": target}
+
+
+class Sentences(Pictures):
+    def __getitem__(self, index):
+        words = torch.randint(2, 50, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": words, "attention_mask": torch.ones(12, dtype=torch.int64), "target": index % self.classes}
+"""
+OPTION = """# data=own
+defaults: [_loader, _self_]
+dataset: {{_target_: foreign_data.{kind}}}
+num_classes: null
+num_outputs: null
+"""
+HOOKS = "hooks=[gradients,memory,activations,throughput]"
+SHORT = [
+    "model=own", "data=own", "data.batch_size=16", "trainer.max_epochs=1", "trainer.enable_progress_bar=false",
+    "metrics=[]", "test=false", "launch.accelerator=cpu", "optimizer=sgd", "optimizer.lr=0.01",
+]  # fmt: skip
+NEW_HEAD = ["weights.from=first", "weights.strict=false", "+data.dataset.classes=3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_foreign_network_trains_and_is_adapted(name, write, ranks):
+    network = NETWORKS[name]
+    package = network["model"]["_target_"].partition(".")[0]
     pytest.importorskip(package, reason=f"the package {package} is not installed")
-    spec = importlib.util.spec_from_file_location("foreign_networks", PROGRAM)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    monkeypatch.delitem(sys.modules, "foreign_data", raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    program.write_conf(tmp_path)
-    steps = program.Steps(name)
-    assert "layers in the report" in steps.epoch()
-    assert "tensors are the body's" in steps.new_head()
-    assert int(steps.lora().split()[0]) > 10
+    write("foreign_data.py", DATA)
+    write("conf/data/own.yaml", OPTION.format(kind=network["data"]))
+    write("conf/model/own.yaml", f"# model=own\n{yaml.safe_dump(network['model'])}")
+    base = [*SHORT, f"security.allow=[{package}]"]
+    if package == "transformers":
+        base.append("+objective.cross_entropy.output=logits")
+
+    def fit(directory, *overrides):
+        return exp.fit(exp.compose([f"hydra.run.dir={directory}", *base, *overrides]))
+
+    def weights(directory):
+        state = torch.load(f"{directory}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        return {name.removeprefix("network."): tensor for name, tensor in state.items()}
+
+    fit("first", HOOKS, "precision=bf16", "precision.report=true")
+    before = weights("first")
+    assert "\n| " in Path("first/precision.md").read_text()
+
+    unfreeze = f"+freeze.unfreeze={{0: ['{network['head']}']}}"
+    fit("head", *NEW_HEAD, "freeze.parameters=['*']", unfreeze, "freeze.batch_norm=eval")
+    changed = [
+        name
+        for name, tensor in weights("head").items()
+        if tensor.shape != before[name].shape or not torch.equal(tensor, before[name])
+    ]
+    assert changed
+    assert all(fnmatchcase(name, network["head"]) for name in changed)
+
+    # LoRA, merged into a network without it, gives the same loss.
+    adapted = [f"lora.layers=[{network['lora']}]", "lora.rank=2", f"lora.trained=['{network['head']}']"]
+    fit("lora", *NEW_HEAD, *adapted, "precision=fp64")
+    test = ["train=false", "test=true", "precision=fp64", "+data.dataset.classes=3"]
+    one = fit("adapted", *adapted, *test, "resume=lora/checkpoints/last.ckpt")
+    other = fit("merged", *test, "weights.from=lora/checkpoints/last.ckpt")
+    assert one.metrics["loss/test"] == pytest.approx(other.metrics["loss/test"], abs=1e-6)
+
+    # Both strategies see the same shares; the running statistics belong to the share of one rank.
+    ddp, fsdp = (
+        ranks.train(*base, HOOKS, f"strategy={strategy}", "launch.devices=2", "precision=fp64", ranks=2).checkpoint()
+        for strategy in ("ddp", "fsdp")
+    )
+    for name, tensor in ddp["state_dict"].items():
+        if "running_" not in name and "num_batches" not in name:
+            torch.testing.assert_close(fsdp["state_dict"][name], tensor, rtol=0, atol=1e-9)

@@ -1,11 +1,9 @@
-"""freeze and initialisation of any network: what is meant, what learns when, what is refused before the run."""
+"""freeze and initialisation of any network: which parameters they name, when these learn, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch import nn
 
 import exp
 from exp.check.plan import plan, resolve
+from exp.construct import build_network
 from exp.errors import ConfigError
 from exp.models.freezing import find_frozen
 from exp.models.initialisation import initialise
@@ -50,12 +49,9 @@ LATER = [
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "frozen_nets", raising=False)
-    Path("conf/model").mkdir(parents=True)
-    Path("frozen_nets.py").write_text(NETS)
+def nets(write):
+    write("frozen_nets.py", NETS)
+    write("conf/model/.empty", "")
 
 
 def net() -> nn.Module:
@@ -88,19 +84,19 @@ def refused(*overrides: str) -> str:
         ("*.0.weight", "body.0.weight"),
     ],
 )
-def test_a_pattern_means_parameters_layers_or_types(pattern, names):
+def test_a_pattern_names_parameters_layers_or_types(pattern, names):
     assert parameters_meant(net(), pattern, key="freeze.0") == names.split()
 
 
-def test_a_pattern_that_means_nothing_is_answered_with_the_nearest_name():
-    told = refused("freeze.parameters=['haed.*', ReLU]", "+initialisation={Linaer.weight: zeros}")
-    assert "initialisation.Linaer.weight: no parameter matches" in told
-    told = refused("freeze.parameters=[haed, ReLU]")
-    assert "freeze.parameters.0: no parameter matches 'haed'" in told
-    assert "Did you mean head?" in told
-    assert "freeze.parameters.1: 'ReLU' means layers without parameters" in told
-    told = refused("freeze.parameters=[body]", "+freeze.unfreeze={2: [head]}")
-    assert "freeze.unfreeze.2: 'head', of which nothing is frozen" in told
+def test_a_wrong_freeze_is_refused_with_the_closest_name():
+    message = refused("freeze.parameters=['haed.*', ReLU]", "+initialisation={Linaer.weight: zeros}")
+    assert "initialisation.Linaer.weight: no parameter matches" in message
+    message = refused("freeze.parameters=[haed, ReLU]")
+    assert "freeze.parameters.0: no parameter matches 'haed'" in message
+    assert "Did you mean head?" in message
+    assert "freeze.parameters.1: 'ReLU' means layers without parameters" in message
+    message = refused("freeze.parameters=[body]", "+freeze.unfreeze={2: [head]}")
+    assert "freeze.unfreeze.2: 'head', of which nothing is frozen" in message
     assert "freeze.parameters: everything that learns at all, until epoch 3" in refused(
         "freeze.parameters=['*']", "+freeze.unfreeze={3: [head]}"
     )
@@ -114,42 +110,31 @@ def test_a_pattern_that_means_nothing_is_answered_with_the_nearest_name():
     assert checked(frozen[0], swa)
 
 
-def test_what_has_no_shape_yet_is_frozen_too():
-    """Convolutions and linear layers whose sizes are left to the data."""
-    found = plan(
-        resolve(
-            exp.compose(
-                [
-                    "hydra.run.dir=run",
-                    *SHORT[1:],
-                    "model=lenet",
-                    "freeze.parameters=[Conv2d]",
-                    "+freeze.unfreeze={1: [Conv2d.bias]}",
-                ]
-            )
-        )
-    )
-    network = found.shapes.network
-    frozen = [type(network.get_submodule(name.rpartition(".")[0])).__name__ + "." + name.rpartition(".")[2]
-              for name, one in network.named_parameters() if not one.requires_grad]  # fmt: skip
-    assert set(frozen) == {"Conv2d.weight"}
+def test_layers_without_a_size_can_be_frozen():
+    words = ["model=lenet", "freeze.parameters=[Conv2d]", "+freeze.unfreeze={1: [Conv2d.bias]}"]
+    network = plan(resolve(exp.compose([*SHORT[1:], *words]))).shapes.network
+    frozen = {
+        f"{type(layer).__name__}.{name}"
+        for layer in network.modules()
+        for name, one in layer.named_parameters(recurse=False)
+        if not one.requires_grad
+    }
+    assert frozen == {"Conv2d.weight"}
 
 
-def test_initial_values_by_type_of_any_network():
+def test_initial_values_are_given_by_type():
     network = net()
     initialise(network, {"Linear.weight": {"name": "constant", "val": 2.0}, "head.*": "ones", "BatchNorm1d": "zeros"})
     assert (network.stem.weight == 2).all()
     assert (network.head.weight == 1).all()
     assert not network.body[0].weight.any()
     found = checked("+initialisation={Linear.bias: {name: constant, val: 0.5}}")
-    from exp.construct import build_network
-
     built = build_network(found.plain, found.spec)
     assert (built.stem.bias == 0.5).all()
     assert (built.head.bias == 0.5).all()
 
 
-def test_a_frozen_batch_norm_keeps_its_statistics_whoever_trains_the_network():
+def test_a_frozen_batch_norm_keeps_its_statistics():
     network = net()
     freezing = find_frozen(network, parameters=["body", "plain.*"], batch_norm="eval")
     freezing.apply(network)
@@ -161,15 +146,15 @@ def test_a_frozen_batch_norm_keeps_its_statistics_whoever_trains_the_network():
         assert [name for name, one in held.named_parameters() if one.grad is not None] == [
             "stem.weight", "stem.bias", "head.weight", "head.bias",
         ]  # fmt: skip
-    # A norm of which a part learns is not frozen, nor is one where nobody asked for it.
+    # A norm is frozen only if all of its parameters are, and freeze.batch_norm asks for it.
     assert find_frozen(network, parameters=["*.weight"], batch_norm="eval").norms == {}
     assert find_frozen(network, parameters=["body"]).norms == {}
-    # Epoch 0 leaves out.
+    # Parameters of epoch 0 are never frozen.
     head = find_frozen(network, parameters=["*"], batch_norm="eval", unfreeze={0: ["head"]})
     assert sorted(head.norms) == ["body.0", "plain"]
     assert not head.changes
     assert "head.weight" not in head.until
-    # And it goes on where it is let go.
+    # An unfrozen norm updates its statistics again.
     later = find_frozen(network, parameters=["body"], batch_norm="eval", unfreeze={3: ["BatchNorm1d"]})
     assert later.norms == {"body.0": 3}
     for epoch, learns in ((2, False), (3, True), (2, False)):
@@ -184,16 +169,14 @@ def trained(*overrides: str, directory: str) -> dict:
     return torch.load(f"{directory}/checkpoints/last.ckpt", weights_only=True)
 
 
-def test_what_is_unfrozen_trains_as_by_hand():
-    """In float64, with all samples in one batch: weight decay and momentum wait with the parameter."""
+def test_an_unfrozen_layer_trains_as_by_hand():
+    """In float64, with all samples in one batch; weight decay and momentum start with the parameter."""
     run = [
         "precision=fp64", "data.batch_size=1258", "trainer.max_epochs=4", *LATER, "optimizer.momentum=0.9",
         "optimizer.weight_decay=0.1", "+optimizer.groups={slow: {parameters: 'stem.*', lr: 0.01}}",
     ]  # fmt: skip
     found = trained(*run, directory="run")["state_dict"]
     decided = checked(*run)
-    from exp.construct import build_network
-
     network = build_network(decided.plain, decided.spec).double()
     (batch,) = decided.data.loader("train")
     x, y = batch.data
@@ -215,45 +198,43 @@ def test_what_is_unfrozen_trains_as_by_hand():
 
 
 @pytest.mark.any_processor
-def test_a_run_that_goes_on_before_and_behind_an_unfreezing_is_the_unbroken_one():
-    """From the end of an epoch, and from within the one that unfroze."""
-    length = ["optimizer=adamw", "trainer.limit_train_batches=4", "checkpoint.every_n_steps=3", *LATER]
-    whole = trained(*length, "trainer.max_epochs=4", directory="whole")
-    assert len(whole["optimizer_states"][0]["state"]) == 8
-    for step in (6, 4, 10):
-        first = f"first-{step}"
-        begun = trained(*length, "trainer.max_epochs=4", f"trainer.max_steps={step}", directory=first)
-        assert len(begun["optimizer_states"][0]["state"]) == {4: 2, 6: 4, 10: 8}[step]
-        again = trained(
-            *length, "trainer.max_epochs=4", f"resume={first}/checkpoints/last.ckpt", directory=f"again-{step}"
-        )
-        for name, value in whole["state_dict"].items():
-            assert torch.equal(again["state_dict"][name], value), (step, name)
+@pytest.mark.parametrize(
+    ("step", "states"),
+    [(6, 4), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(10, 8, marks=pytest.mark.slow)],
+)
+def test_a_run_resumes_exactly_around_an_unfreezing(step, states):
+    """From within the first frozen epoch, the epoch that unfreezes, and the epoch after all unfreezing."""
+    run = ["optimizer=adamw", "trainer.limit_train_batches=4", "trainer.max_epochs=4", *LATER]
+    whole = trained(*run, directory="whole")
+    first = trained(*run, f"trainer.max_steps={step}", directory="first")
+    assert len(first["optimizer_states"][0]["state"]) == states
+    again = trained(*run, "resume=first/checkpoints/last.ckpt", directory="again")
+    assert all(torch.equal(again["state_dict"][name], value) for name, value in whole["state_dict"].items())
 
 
-def test_a_run_does_not_go_on_with_another_freeze_and_says_nothing_of_gradients_that_are_to_come(caplog):
+def test_a_resume_with_another_freeze_is_refused(caplog):
     short = ["trainer.limit_train_batches=2", "trainer.max_epochs=1"]
     trained(*short, *LATER, directory="first")
-    assert "no gradient" not in caplog.text
+    assert "no gradient" not in caplog.text  # of parameters that learn later
     for other in (["freeze.parameters=[stem]"], ["lora.layers=[stem]"], []):
-        told = refused(*other, "resume=first/checkpoints/last.ckpt", "trainer.max_epochs=2")
-        assert "resume: a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in told
+        message = refused(*other, "resume=first/checkpoints/last.ckpt", "trainer.max_epochs=2")
+        assert "resume: a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in message
 
 
 @pytest.mark.any_processor
 @pytest.mark.numeric
-def test_ranks_unfreeze_as_one_process_does_and_those_that_cannot_say_so(ranks):
-    run = [*SHORT, "precision=fp64", "trainer.limit_train_batches=3", "trainer.max_epochs=3", *LATER]
-    run[run.index(LATER[-1])] = "+freeze.unfreeze={1: [body.2, stem]}"
+@pytest.mark.parametrize(
+    ("strategy", "unfreezes"), [("ddp", True), pytest.param("fsdp", False, marks=pytest.mark.slow)]
+)
+def test_ranks_freeze_as_one_process_does(ranks, strategy, unfreezes):
+    run = [*SHORT, "precision=fp64", "trainer.limit_train_batches=3", "trainer.max_epochs=3", *LATER[:2]]
+    run += ["+freeze.unfreeze={1: [body.2, stem]}"] * unfreezes
     alone = ranks.train(*run).checkpoint()["state_dict"]
-    found = ranks.train(*run, "strategy=ddp", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
-    for name, value in alone.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
-    for strategy in ("fsdp", "pipeline", "tensor_parallel", "deepspeed"):
-        told = refused(f"strategy={strategy}", "launch.devices=2", *LATER)
-        assert f"freeze.unfreeze: epochs 1, 2 with strategy={strategy}" in told, strategy
-    static = [one for one in run if "unfreeze" not in one]
-    expected = ranks.train(*static).checkpoint()["state_dict"]
-    sharded = ranks.train(*static, "strategy=fsdp", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
-    for name, value in expected.items():
-        torch.testing.assert_close(sharded[name], value, rtol=1e-10, atol=1e-10)
+    found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
+    torch.testing.assert_close(dict(found), dict(alone), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor_parallel", "deepspeed"])
+def test_a_strategy_that_cannot_unfreeze_is_refused(strategy):
+    message = refused(f"strategy={strategy}", "launch.devices=2", *LATER)
+    assert f"freeze.unfreeze: epochs 1, 2 with strategy={strategy}" in message

@@ -1,10 +1,8 @@
-"""lora: equal to the same by hand, the same again after a resume and over ranks, merged into plain weights."""
+"""lora equals LoRA by hand, also after a resume and over ranks, and merges into plain weights."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,12 +39,9 @@ LORA = ["lora.layers=[stem, hidden]", "lora.rank=3", "lora.alpha=12", "lora.trai
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "lora_nets", raising=False)
-    Path("conf/model").mkdir(parents=True)
-    Path("lora_nets.py").write_text(NETS)
+def nets(write):
+    write("lora_nets.py", NETS)
+    write("conf/model/.empty", "")
 
 
 def checked(*overrides: str):
@@ -65,7 +60,7 @@ def trained(*overrides: str, directory: str) -> dict:
 
 
 class ByHand(nn.Module):
-    """A linear layer with the two products beside it, as the paper draws it."""
+    """A linear layer plus the product of two small matrices."""
 
     def __init__(self, linear: nn.Linear, a: torch.Tensor, *, alpha: float) -> None:
         super().__init__()
@@ -104,16 +99,13 @@ def test_training_equals_lora_by_hand():
 
 
 @pytest.mark.any_processor
-def test_what_was_learnt_is_in_the_weights_of_a_plain_network_and_a_run_goes_on_exactly():
-    whole = trained(*LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3", directory="whole")
-    trained(*LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.max_steps=2", directory="first")
-    again = trained(
-        *LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3", "resume=first/checkpoints/last.ckpt",
-        directory="again",
-    )  # fmt: skip
+def test_a_run_resumes_exactly_and_merges_into_a_plain_network():
+    run = [*LORA, "trainer.max_epochs=2", "trainer.limit_train_batches=3"]
+    whole = trained(*run, directory="whole")
+    trained(*run, "trainer.max_steps=2", directory="first")
+    again = trained(*run, "resume=first/checkpoints/last.ckpt", directory="again")
     assert all(torch.equal(again["state_dict"][name], one) for name, one in whole["state_dict"].items())
     assert len(whole["optimizer_states"][0]["param_groups"][0]["params"]) == 6
-
     decided = checked("weights.from=whole")
     assert decided.weights.is_whole
     plain = build_starting_network(decided.plain, decided.spec).eval()
@@ -124,7 +116,7 @@ def test_what_was_learnt_is_in_the_weights_of_a_plain_network_and_a_run_goes_on_
     merge(adapted)
     assert [type(one) for one in adapted.modules()] == [type(one) for one in plain.modules()]
     torch.testing.assert_close(adapted.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
-    # Another adaptation begins from the merged weights.
+    # Another adaptation starts from the merged weights.
     second = checked(*LORA, "lora.rank=1", "weights.from=whole")
     network = build_starting_network(second.plain, second.spec).eval()
     assert torch.equal(network.stem.parametrizations.weight.original, plain.stem.weight)
@@ -132,23 +124,19 @@ def test_what_was_learnt_is_in_the_weights_of_a_plain_network_and_a_run_goes_on_
 
 
 @pytest.mark.parametrize(
-    "layer",
+    ("layer", "shape"),
     [
-        lambda: nn.Conv2d(4, 6, 3, groups=2),
-        lambda: nn.ConvTranspose1d(4, 6, 3),
-        lambda: nn.Embedding(9, 5),
-        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        (lambda: nn.Conv2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
+        (lambda: nn.ConvTranspose1d(4, 6, 3), (2, 4, 5)),
+        (lambda: nn.Embedding(9, 5), None),
+        (lambda: nn.MultiheadAttention(8, 2, batch_first=True), (2, 3, 8)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8)),
     ],
 )
-def test_any_layer_that_reads_a_weight_learns_and_merges(layer):
+def test_any_layer_with_a_weight_learns_and_merges(layer, shape):
     torch.manual_seed(0)
     network = nn.Sequential(layer()).double()
-    inputs = {
-        nn.Conv2d: lambda: torch.randn(2, 4, 5, 5), nn.ConvTranspose1d: lambda: torch.randn(2, 4, 5),
-        nn.Embedding: lambda: torch.randint(9, (2, 3)),
-    }.get(type(network[0]), lambda: torch.randn(2, 3, 8))()  # fmt: skip
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    inputs = torch.randint(9, (2, 3)) if shape is None else torch.randn(shape, dtype=torch.float64)
     given = [inputs] * (3 if isinstance(network[0], nn.MultiheadAttention) else 1)
     before = network[0](*given)
     adapt(network, layers=["*"], rank=2, alpha=4)
@@ -174,22 +162,23 @@ def test_any_layer_that_reads_a_weight_learns_and_merges(layer):
     torch.testing.assert_close(network.state_dict(), state, rtol=1e-12, atol=1e-12)
 
 
-def test_what_cannot_be_adapted_is_told_before_the_run():
-    told = refused("lora.layers=[stme, norm]", "lora.trained=[haed]")
-    assert "lora.layers.0: no parameter matches 'stme'" in told
-    assert "Did you mean stem?" in told
+def test_a_layer_that_cannot_be_adapted_is_refused():
+    message = refused("lora.layers=[stme, norm]", "lora.trained=[haed]")
+    assert "lora.layers.0: no parameter matches 'stme'" in message
+    assert "Did you mean stem?" in message
     assert (
-        "lora.layers.1: 'norm', which means norm.weight, norm.bias; expected layers with a weight of two axes" in told
+        "lora.layers.1: 'norm', which means norm.weight, norm.bias; expected layers with a weight of two axes"
+        in message
     )
-    assert "lora.trained.0: no parameter matches 'haed'" in told
-    # The head learns whole, whatever the layers mean.
+    assert "lora.trained.0: no parameter matches 'haed'" in message
+    # The head learns whole, although it is one of the layers.
     names = [
         name for name, _ in checked("lora.layers=[Linear]", "lora.trained=[head]").shapes.network.named_parameters()
     ]
     assert "head.weight" in names
     assert "stem.parametrizations.weight.0.a" in names
-    told = refused(*LORA, "freeze.parameters=[norm]")
-    assert "freeze.parameters: ['norm'] with lora.layers; expected nothing" in told
+    message = refused(*LORA, "freeze.parameters=[norm]")
+    assert "freeze.parameters: ['norm'] with lora.layers; expected nothing" in message
     for strategy in ("pipeline", "tensor_parallel", "deepspeed"):
         assert f"lora.layers: LoRA with strategy={strategy}" in refused(
             f"strategy={strategy}", "launch.devices=2", *LORA
@@ -198,11 +187,9 @@ def test_what_cannot_be_adapted_is_told_before_the_run():
         adapt(nn.LSTM(3, 4), layers=["LSTM"], rank=1, alpha=None)
 
 
-def test_ranks_adapt_as_one_process_does(ranks):
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_ranks_adapt_as_one_process_does(ranks, strategy):
     run = [*SHORT, "precision=fp64", "trainer.limit_train_batches=3", "trainer.max_epochs=1", *LORA]
     alone = ranks.train(*run).checkpoint()["state_dict"]
-    for strategy in ("ddp", "fsdp"):
-        found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
-        assert found.keys() == alone.keys()
-        for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+    found = ranks.train(*run, f"strategy={strategy}", "launch.devices=2", ranks=2).checkpoint()["state_dict"]
+    torch.testing.assert_close(dict(found), dict(alone), rtol=1e-10, atol=1e-10)

@@ -1,4 +1,4 @@
-"""A run goes on without what it says and draws, and tells once of each place that could not be written."""
+"""A run continues without an output that cannot be written, and reports each such output once."""
 
 from __future__ import annotations
 
@@ -15,63 +15,52 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers.logger import Logger
 
 import exp
-from exp import report_pictures
-from exp.engine.console import Lines
+from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted
-from exp.hooks import landscape, operators
-from exp.hooks.panels import Histogram
-from exp.loggers.step_table import StepTable
-from exp.output import Outlived, lost_streams, outliving_output
-from exp.run_report import as_markdown, read_report
-from exp.tensorboard.event_file import EventFile
+from exp.output import Outlived, lost_streams, outliving_output, unwritable
+from exp.run_report import Report, as_markdown, draw_pictures, read_report
 
 SMALL = ("debug=one_batch", "test=false")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def once(word: int = errno.ENOSPC) -> Any:
-    """A function that fails as a full disk would."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(word, os.strerror(word))
-
-    return fail
+FULL = Path("/dev/full")
+NO_SPACE = "No space left on device"
 
 
 # --- standard output ---
 
 
-def test_a_stream_that_cannot_be_written_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
+def test_a_full_stream_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with FULL.open("w", encoding="utf-8") as full:
         stream = Outlived(full, "standard output")
         print("a", file=stream, flush=True)
         assert stream.lost is not None
         assert stream.lost.errno == errno.ENOSPC
         print("b", file=stream, flush=True)
-        os.write(full.fileno(), b"what C prints falls away, too")
-    assert caplog.messages == ["standard output: No space left on device. The run goes on without it"]
+        os.write(full.fileno(), b"the descriptor now leads to /dev/null")
+    assert caplog.messages == [f"standard output: {NO_SPACE}. The run goes on without it"]
 
 
-def test_a_letter_that_a_stream_has_not_is_written_otherwise() -> None:
+def test_an_unencodable_letter_is_escaped() -> None:
     raw = io.BytesIO()
     stream = Outlived(io.TextIOWrapper(raw, encoding="ascii"), "standard output")
     print("précis", file=stream, flush=True)
     assert raw.getvalue() == b"pr\\xe9cis\n"
 
 
-def test_streams_that_are_closed_are_as_those_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_standard_output_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with outliving_output():
         print("nobody reads this", flush=True)
         assert [stream.name for stream in lost_streams()] == ["standard output"]
     assert sys.stdout is None
+
+
+def test_only_a_full_place_is_told_to_make_room() -> None:
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Make room there"
+    for code in (errno.EIO, errno.EROFS, errno.ESTALE):
+        assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Mend that"
 
 
 PACKAGE = Path(exp.__file__).parent
@@ -83,256 +72,231 @@ COMMANDS = sorted(
 )
 
 
-def into_a_full_place(command: str, *words: str) -> int:
-    """Run a command in this process, with its standard output on /dev/full."""
+def assert_reports_a_full_output(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> None:
     module = importlib.import_module(command)
     main = getattr(module, "main", None) or importlib.import_module(f"{command}.__main__").main
-    with open("/dev/full", "w", encoding="utf-8") as full, redirect_stdout(full):
-        return main(list(words))
+    with FULL.open("w", encoding="utf-8") as full, redirect_stdout(full):
+        assert main(list(words)) == 1, command
+    assert f"standard output: {NO_SPACE}" in capsys.readouterr().err, command
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_tells_of_a_full_place(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert into_a_full_place(command, "--help") == 1
-    assert "standard output: No space left on device" in capsys.readouterr().err
+def test_the_help_of_every_command_reports_a_full_output(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        assert_reports_a_full_output(capsys, command, "--help")
 
 
-def test_what_prints_alone_tells_of_a_full_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ["gallery", "why model", "diff a b", "doctor --quick", "audit a", "check debug=one_batch", "schema"],
+)
+def test_a_command_that_prints_reports_a_full_output(write: Any, capsys: pytest.CaptureFixture[str], line: str) -> None:
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("seed: 0\n")
-    printing = {
-        "exp.gallery": [],
-        "exp.why": ["model"],
-        "exp.diff": ["a", "b"],
-        "exp.doctor": ["--quick"],
-        "exp.audit": ["a"],
-        "exp.check": ["debug=one_batch"],
-        "exp.schema": [],
-    }
-    for command, words in printing.items():
-        assert into_a_full_place(command, *words) == 1, command
-        assert "standard output: No space left on device" in capsys.readouterr().err, command
+        write(f"{name}/config.yaml", "seed: 0\n")
+    assert_reports_a_full_output(capsys, *f"exp.{line}".split())
 
 
-def test_nothing_is_left_for_python_to_fail_with_at_its_end() -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        command = [sys.executable, "-m", "exp.gallery"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr.splitlines()) == (
-        1,
-        ["standard output: No space left on device. Send it where there is room"],
-    )
+@pytest.mark.parametrize("command", ["exp.gallery", pytest.param("exp.check", marks=pytest.mark.slow)])
+def test_a_full_output_leaves_one_line_at_exit(command: str) -> None:
+    with FULL.open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [f"standard output: {NO_SPACE}. Send it where there is room"]
 
 
-# Of these, Python itself must start so, or end so.
-REDIRECTIONS = {"pipe": "| head -1 > first", "closed": ">&-"}
-FULL_STREAMS = {"full": {"output": Path("/dev/full")}, "both": dict.fromkeys(("output", "error"), Path("/dev/full"))}
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=3")
 
 
-def test_a_run_outlives_its_reader(tmp_path: Path, commands: Any) -> None:
-    command = f"{sys.executable} -m exp.train {' '.join(SHORT)} name={{}}"
-    started = {
-        name: subprocess.Popen(
-            ["bash", "-o", "pipefail", "-c", f"{command.format(name)} {redirection}"], stderr=subprocess.PIPE, text=True
-        )
-        for name, redirection in REDIRECTIONS.items()
-    }
-    ends = {}
-    for name, streams in FULL_STREAMS.items():
-        done = commands.start(*SHORT, f"name={name}", cwd=tmp_path, **streams).end()
-        ends[name] = done.returncode, done.stderr
-    for name, process in started.items():
-        said = process.communicate(timeout=300)[1]
-        ends[name] = process.returncode, said
-    for name, (status, said) in ends.items():
-        assert status == 0, said
-        assert "Traceback" not in said
-        (directory,) = tmp_path.glob(f"outputs/{name}/*/*")
-        report = read_report(directory)
-        assert report.status == "completed"
-        assert (directory / "checkpoints" / "last.ckpt").is_file()
-        log = (directory / "train.log").read_text()
-        expected = {
-            "full": "No space left on device",
-            "both": "No space left on device",
-            "closed": "Bad file descriptor",
-        }
-        if name in expected:
-            assert {"what": "standard output", "error": expected[name]} in report.not_written
-            assert log.count("standard output: ") == 1
-
-
-# --- loggers, pictures, lines ---
-
-
-class Unreachable(Logger):
-    """A store whose network is gone."""
-
-    name, version, calls = "store", "", 0
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        Unreachable.calls += 1
-        raise ConnectionError(errno.ENETUNREACH, "Network is unreachable")
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def in_a_run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[exp.Report, str]:
-    report = exp.fit(exp.compose([*SMALL, *overrides]))
+def assert_completed(place: Path, *, status: int, error: str, lost: str | None) -> None:
+    assert status == 0, error
+    assert "Traceback" not in error
+    (directory,) = place.glob("outputs/train/*/*")
+    report = read_report(directory)
     assert report.status == "completed"
-    directory = Path(report.directory)
-    assert json.loads((directory / "report.json").read_text())["not_written"] == list(report.not_written)
-    return report, (directory / "train.log").read_text()
+    assert (directory / "checkpoints" / "last.ckpt").is_file()
+    if lost is not None:
+        assert {"what": "standard output", "error": lost} in report.not_written
+        assert (directory / "train.log").read_text().count("standard output: ") == 1
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OTHERS = (errno.EIO, errno.EPIPE, errno.EACCES, errno.EROFS, errno.ESTALE, errno.ENOENT)
+@pytest.mark.parametrize("full", [("output",), ("output", "error")], ids=" and ".join)
+def test_a_run_completes_with_full_streams(place: Path, commands: Any, full: tuple[str, ...]) -> None:
+    done = commands.start(*SHORT, cwd=place, **dict.fromkeys(full, FULL)).end()
+    assert_completed(place, status=done.returncode, error=done.stderr, lost=NO_SPACE)
 
 
-@pytest.mark.parametrize("word", [*FULL, *OTHERS], ids=errno.errorcode.get)
-def test_a_file_of_values_that_cannot_be_written_is_told_once_in_the_systems_words(
-    monkeypatch: pytest.MonkeyPatch, word: int
-) -> None:
-    monkeypatch.setattr(EventFile, "_append", once(word))
-    monkeypatch.setattr(StepTable, "_append", once(word))
-    monkeypatch.setattr(Lines, "milestone", once(word))
-    report, log = in_a_run(monkeypatch, "trainer.log_every_n_steps=1", "+logger=csv")
-    told = {entry["what"]: entry["error"] for entry in report.not_written}
-    assert told.keys() == {"logger.tensorboard", "logger.csv", "table.csv", "the progress display"}
-    assert log.count("The run goes on without it") == 4
-    for what, said in told.items():
-        assert os.strerror(word) in said
-        assert f"- {what}: {said}" in as_markdown(report)
-        assert ("Make room" in said) == (word in FULL and what != "the progress display")
-    assert report.metrics["loss/train"] > 0
+@pytest.mark.slow  # only a shell can close a stream before Python starts
+@pytest.mark.parametrize(("redirection", "lost"), [("| head -1 > first", None), (">&-", "Bad file descriptor")])
+def test_a_run_completes_without_its_reader(place: Path, redirection: str, lost: str | None) -> None:
+    line = f"{sys.executable} -m exp.train {' '.join(SHORT)} {redirection}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    assert_completed(place, status=done.returncode, error=done.stderr, lost=lost)
 
 
-@pytest.mark.parametrize("word", [errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_figure_in_a_file_is_no_reason_either(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
-    monkeypatch.setattr(operators, "write_whole", once(word))
-    monkeypatch.setattr(landscape, "write_whole", once(word))
-    report, _ = in_a_run(monkeypatch, "+hooks=[operators,landscape]", "hooks.landscape.every_n_steps=1")
-    told = {Path(entry["what"]).parent.name: entry["error"] for entry in report.not_written}
-    assert told == {"operators": os.strerror(word), "landscape": os.strerror(word)}
+# --- loggers, files, pictures, lines ---
 
-
-def test_a_table_and_a_store_fail_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTable, "_append", once())
-    monkeypatch.setitem(sys.modules, "unreachable", sys.modules[__name__])
-    monkeypatch.setattr(Unreachable, "__module__", "unreachable")
-    Unreachable.calls = 0
-    report, log = in_a_run(
-        monkeypatch, "+logger=csv", "+logger.store={_target_: unreachable.Unreachable}", "security.allow=[unreachable]"
-    )
-    told = {entry["what"]: entry["error"] for entry in report.not_written}
-    assert told.keys() == {"logger.csv", "table.csv", "logger.store"}
-    assert "No space left on device" in told["logger.csv"]
-    assert told["logger.store"] == "Network is unreachable"
-    assert Unreachable.calls == 1
-    assert log.count("The run goes on without it") == 3
-    assert list(Path(report.directory).glob("tensorboard/events*"))
-
-
-class Closed(Unreachable):
-    """A store that is gone when it is made, or when it is opened."""
-
-    def __init__(self, *, at: str = "made", error: str = "ConnectionError", days: int = 1) -> None:
-        super().__init__()
-        self.at = at
-        self.error = {"ConnectionError": ConnectionError(errno.ESTALE, os.strerror(errno.ESTALE)),
-                      "RuntimeError": RuntimeError("no key was given"), "Own": StoreError("gone")}[error]  # fmt: skip
-        if days < 1:
-            raise ValueError(f"days is {days}; expected 1 or more")
-        if at == "made":
-            raise self.error
-
-    @property
-    def experiment(self) -> object:
-        if self.at == "opened":
-            raise self.error
-        return None
-
+STORES = '''
+import errno, os
+from lightning.pytorch.loggers.logger import Logger
 
 class StoreError(Exception):
     pass
 
+GONE = ConnectionError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-@pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setitem(sys.modules, "closed", sys.modules[__name__])
-    monkeypatch.setattr(Closed, "__module__", "closed")
-    return ["+logger.store={_target_: closed.Closed}", "security.allow=[closed]"]
+class Store(Logger):
+    """Raises an error at one moment: made, opened or logged."""
+
+    name, version, calls = "store", "", 0
+
+    def __init__(self, *, fails: str = "logged", days: int = 1) -> None:
+        super().__init__()
+        self.fails = fails
+        if days < 1:
+            raise ValueError(f"days is {days}; expected 1 or more")
+        self.fail_when("made")
+
+    def fail_when(self, moment):
+        if self.fails == moment:
+            Store.calls += 1
+            raise StoreError("gone") if moment == "opened" else GONE
+
+    @property
+    def experiment(self):
+        self.fail_when("opened")
+
+    def log_metrics(self, metrics, step=None):
+        self.fail_when("logged")
+
+    def log_hyperparams(self, *arguments, **named):
+        pass
+'''
+STORE = ["+logger.store={_target_: stores.Store}", "security.allow=[stores]"]
+# A file instead of a directory, directories instead of files, a full device, and a closed screen.
+SPOILS = """
+import os, sys
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Spoils(Callback):
+    def on_train_start(self, trainer, module):
+        run = Path(trainer.default_root_dir)
+        (run / "operators").touch()
+        (run / "table.csv").mkdir()
+        (run / "metrics.csv").mkdir()
+        sys.stdout.close()
+        for descriptor in os.listdir("/proc/self/fd"):
+            if "events.out" in os.path.realpath(f"/proc/self/fd/{descriptor}"):
+                os.dup2(os.open("/dev/full", os.O_WRONLY), int(descriptor))
+"""
+DRAWS = """
+import torch
+from exp.hooks.hook import Hook
+from exp.hooks.panels import Panel
+
+class Undrawable(Panel):
+    def drawn(self):
+        raise ValueError("no font")
+
+class Draws(Hook):
+    def after_step(self, step):
+        return {"mine/one": Undrawable(), "mine/two": Undrawable()}
+"""
 
 
-@pytest.mark.parametrize("at", ["made", "opened"])
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [("ConnectionError", os.strerror(errno.ESTALE)), ("RuntimeError", "no key was given"), ("Own", "gone")],
-)
-def test_a_store_that_is_gone_when_the_run_begins_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, closed: list[str], at: str, error: str, words: str
-) -> None:
-    report, log = in_a_run(monkeypatch, *closed, f"+logger.store.at={at}", f"+logger.store.error={error}")
-    assert list(report.not_written) == [{"what": "logger.store", "error": words}]
-    assert log.count("The run goes on without it") == 1
+def fit(*overrides: str) -> tuple[exp.Report, dict[str, str], str]:
+    """Return the report of a completed run, the errors by what was not written, and the log."""
+    report = exp.fit(exp.compose([*SMALL, *overrides]))
+    assert report.status == "completed"
+    directory = Path(report.directory)
+    assert json.loads((directory / "report.json").read_text())["not_written"] == list(report.not_written)
+    errors = {entry["what"]: entry["error"] for entry in report.not_written}
+    assert len(errors) == len(report.not_written)
+    log = (directory / "train.log").read_text()
+    assert log.count("The run goes on without it") == len(errors)
+    return report, errors, log
+
+
+def test_each_unwritable_output_is_reported_once(write: Any) -> None:
+    write("stores.py", STORES)
+    write("spoils.py", SPOILS)
+    words = [
+        "trainer.log_every_n_steps=1",
+        "trainer.max_epochs=3",
+        "hooks=[gradients,operators]",
+        "hooks.operators.steps=[1]",
+    ]
+    with redirect_stdout(io.StringIO()):
+        report, errors, _ = fit(
+            *words,
+            "+logger=csv",
+            *STORE,
+            "security.allow=[stores,spoils]",
+            "+callbacks.spoils={_target_: spoils.Spoils}",
+        )
+    operators = f"{report.directory}/operators/step-1.md"
+    names = {"logger.tensorboard", "logger.csv", "logger.store", "table.csv", "the progress display", operators}
+    assert errors.keys() == names
+    assert f"{NO_SPACE}. Make room there" in errors["logger.tensorboard"]
+    assert "Is a directory. Mend that" in errors["logger.csv"]
+    assert errors["logger.store"] == os.strerror(errno.ESTALE)
+    assert errors[operators].startswith("File exists")
+    assert sys.modules["stores"].Store.calls == 1
+    assert all(f"- {what}: {error}" in as_markdown(report) for what, error in errors.items())
+    assert report.metrics["loss/train"] > 0
+
+
+@pytest.mark.parametrize(("fails", "error"), [("made", os.strerror(errno.ESTALE)), ("opened", "gone")])
+def test_an_unreachable_store_is_left_out(write: Any, fails: str, error: str) -> None:
+    write("stores.py", STORES)
+    report, errors, _ = fit(*STORE, f"+logger.store.fails={fails}")
+    assert errors == {"logger.store": error}
     assert list(Path(report.directory).glob("tensorboard/events*"))
 
 
-@pytest.mark.parametrize(("setting", "told"), [("days=0", "days: 0; expected 1 or more"), ("dayz=1", "store.dayz")])
-def test_a_wrong_parameter_of_a_store_is_a_fault(closed: list[str], setting: str, told: str) -> None:
-    with pytest.raises(exp.ConfigError, match=told):
-        exp.fit(exp.compose([*SMALL, *closed, f"+logger.store.{setting}"]))
+@pytest.mark.parametrize(("setting", "message"), [("days=0", "days: 0; expected 1 or more"), ("dayz=1", "store.dayz")])
+def test_a_wrong_parameter_of_a_store_is_an_error(write: Any, setting: str, message: str) -> None:
+    write("stores.py", STORES)
+    with pytest.raises(exp.ConfigError, match=message):
+        exp.fit(exp.compose([*SMALL, *STORE, f"+logger.store.{setting}"]))
 
 
-def test_a_picture_that_cannot_be_drawn_is_told_once_for_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(self: Histogram) -> Histogram:
-        raise ValueError("no font")
-
-    monkeypatch.setattr(Histogram, "drawn", drawn)
-    report, log = in_a_run(
-        monkeypatch, "hooks.gradients.histogram_every_n_steps=1", "trainer.max_epochs=2", "trainer.log_every_n_steps=1"
-    )
-    told = [entry["what"] for entry in report.not_written]
-    assert told
-    assert len(told) == len(set(told))
-    assert all(what.startswith("the picture gradients/") for what in told)
-    assert "ValueError: no font" in log  # where it came from is in the log
+def test_a_picture_that_fails_is_reported_once_per_tag(write: Any) -> None:
+    write("draws.py", DRAWS)
+    hook = ["+hooks.mine={_target_: draws.Draws, every_n_steps: 1}", "security.allow=[draws]"]
+    _, errors, log = fit(*hook, "trainer.max_epochs=2", "trainer.log_every_n_steps=1")
+    assert set(errors) == {"the picture mine/one", "the picture mine/two"}
+    assert "ValueError: no font" in log
+    assert "in drawn" in log  # the traceback
 
 
-# --- what a run does end for ---
+# --- errors that end a run ---
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    from exp.engine import checkpoint
+def test_a_full_checkpoint_ends_the_run_with_its_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, calls = os.fsync, []
 
-    own, calls = os.fsync, []
-
-    def fsync(descriptor: int) -> None:
+    def full_at_the_second(descriptor: int) -> None:
         if "/.last.ckpt." in os.readlink(f"/proc/self/fd/{descriptor}"):
             calls.append(1)
             if len(calls) == 2:
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        own(descriptor)
+        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(exp.RunError) as caught:
+    monkeypatch.setattr(os, "fsync", full_at_the_second)
+    with pytest.raises(exp.RunError, match=r"checkpoints/last\.ckpt: Disk quota exceeded"):
         exp.fit(exp.compose(["trainer.max_epochs=2", "trainer.limit_train_batches=4", "checkpoint.every_n_steps=1"]))
-    message = str(caught.value)
-    assert "checkpoints/last.ckpt: Disk quota exceeded" in message
-    (directory,) = Path.cwd().glob("outputs/train/*/*")
-    state = checkpoint.read_checkpoint(directory / "checkpoints" / "last.ckpt")
-    assert state["global_step"] == 1
+    (directory,) = place.glob("outputs/train/*/*")
+    assert read_checkpoint(directory / "checkpoints" / "last.ckpt")["global_step"] == 1
     assert read_report(directory).status == "failed"
     assert not list((directory / "checkpoints").glob(".*"))
 
 
-def test_a_signal_while_the_pictures_are_drawn_finds_a_run_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object, **named: object) -> dict[str, bytes]:
-        raise Interrupted(signum=signal.SIGTERM, checkpoint=None)
+def test_a_signal_during_the_pictures_finds_a_completed_run(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Interrupting(dict[str, float]):
+        def __iter__(self) -> Any:
+            raise Interrupted(signum=signal.SIGTERM, checkpoint=None)
 
-    monkeypatch.setattr(report_pictures, "pictures_of", interrupted)
-    report, _ = in_a_run(monkeypatch)
-    assert report.status == "completed"
+    assert not draw_pictures(Report(status="completed", directory=str(place), metrics=Interrupting()))
+    assert "pictures/: interrupted by signal 15" in caplog.text

@@ -1,8 +1,7 @@
-"""runtime.non_finite=rewind: the run goes on from its last checkpoint with lower rates, as a resume with them would."""
+"""runtime.non_finite=rewind resumes from the last checkpoint with lower learning rates."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,11 @@ from exp.run_report import read_report
 from exp.strategies.rank import ALONE
 
 LAYER = '''
-import time
-
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 
-from exp.engine.checkpoint import AtomicCheckpointIO
-
 class TooFast(nn.Module):
-    """Gives a gradient that is nan where, from its eighth call on, a step was longer than the limit."""
+    """Returns nan gradients when, from its eighth call on, a step is longer than the limit."""
 
     def __init__(self, *, limit: float) -> None:
         super().__init__()
@@ -45,16 +39,6 @@ class TooFast(nn.Module):
                 x = x + torch.sqrt((x - x.detach()).abs())
             self.before.copy_(self.moved.detach())
         return x
-
-
-class SlowDisk(Callback):
-    def setup(self, trainer, pl_module, stage):
-        write = AtomicCheckpointIO.write
-        def slowly(io, content, path):
-            if trainer.global_step <= 5:
-                time.sleep(2)
-            write(io, content, path)
-        AtomicCheckpointIO.write = slowly
 '''
 SHORT = [
     "security.allow=[too_fast]", "data=digits", "data.batch_size=256", "trainer.max_epochs=4",
@@ -65,11 +49,8 @@ SHORT = [
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "too_fast.py").write_text(LAYER)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("too_fast", None)
+def layer(write: Any) -> None:
+    write("too_fast.py", LAYER)
 
 
 def state(directory: Path) -> dict[str, torch.Tensor]:
@@ -80,7 +61,7 @@ def log_of(directory: Path) -> str:
     return (directory / "train.log").read_text()
 
 
-def test_it_is_what_a_resume_with_that_rate_gives(tmp_path: Path) -> None:
+def test_a_rewind_equals_a_resume_with_lower_rates(tmp_path: Path) -> None:
     report = exp.fit(exp.compose([*SHORT, "hydra.run.dir=one"]))
     assert report.status == "completed"
     text = log_of(tmp_path / "one")
@@ -92,7 +73,7 @@ def test_it_is_what_a_resume_with_that_rate_gives(tmp_path: Path) -> None:
     step = int(str(caught.value).partition("is of step ")[2].partition(",")[0])
     assert read_report("two").status == "failed"
     assert state(tmp_path / "two")["global_step"] == step
-    # By hand: each time a resume from what is there, with the rates times a half once more.
+    # By hand: resume from the last checkpoint each time, with the rates halved once more.
     resumed = Path("two")
     for rewind in range(1, rewinds + 1):
         decided = plan(
@@ -116,24 +97,19 @@ def test_it_is_what_a_resume_with_that_rate_gives(tmp_path: Path) -> None:
     assert rewound["lr_schedulers"][0]["base_lrs"] == [0.05 * 0.5**rewinds]
 
 
-def test_it_ends_where_lower_rates_do_not_help(tmp_path: Path) -> None:
-    """Without a checkpoint it begins anew."""
-    never = [
-        "model.layers.fast.limit=-1",
-        "runtime.max_rewinds=2",
-        "checkpoint.save_last=false",
-        "checkpoint.save_best=false",
-    ]
+def test_a_run_ends_when_lower_rates_do_not_help(tmp_path: Path) -> None:
+    """Without a checkpoint a rewind starts from the beginning."""
+    never = ["model.layers.fast.limit=-1", "runtime.max_rewinds=2"]
+    never += ["checkpoint.save_last=false", "checkpoint.save_best=false"]
     with pytest.raises(NonFiniteError, match=r"not finite after step|the loss is not a number"):
         exp.fit(exp.compose([*SHORT, *never, "test=false", "hydra.run.dir=one"]))
     assert log_of(tmp_path / "one").count("It goes back to the start") == 2
     assert read_report("one").status == "failed"
 
 
-def test_ranks_go_back_together(tmp_path: Path, commands: Any) -> None:
-    """To their first checkpoint, which rank 0 is still writing then."""
-    slow = ["checkpoint.async=true", "checkpoint.every_n_steps=null", "+callbacks.slow={_target_: too_fast.SlowDisk}"]
-    words = [*SHORT, *slow, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]
+def test_ranks_rewind_together(tmp_path: Path, commands: Any) -> None:
+    saving = ["checkpoint.async=true", "checkpoint.every_n_steps=null"]
+    words = [*SHORT, *saving, "strategy=ddp", "launch.accelerator=cpu", "hydra.run.dir=one"]
     done = commands.run(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     directory = tmp_path / "one"

@@ -1,4 +1,4 @@
-"""report.json can be read by anything, and read back."""
+"""report.json is valid JSON, and read_report returns what was written."""
 
 import json
 import math
@@ -14,13 +14,13 @@ def a_report(directory, **changed):
     return Report(**values)
 
 
-def test_round_trip(tmp_path):
+def test_a_written_report_is_read_back(tmp_path):
     report = a_report(tmp_path, best={"metric": "loss/val", "value": 0.25, "step": 3, "checkpoint": "best.ckpt"})
     write_report(report)
     assert read_report(tmp_path) == report
 
 
-def test_not_a_number_is_written_as_a_word_that_json_has(tmp_path):
+def test_nan_is_written_as_valid_json(tmp_path):
     write_report(a_report(tmp_path, metrics={"loss/val": math.nan, "loss/train": math.inf}))
 
     def refuse(word):
@@ -31,7 +31,7 @@ def test_not_a_number_is_written_as_a_word_that_json_has(tmp_path):
     assert math.isnan(read_report(tmp_path).metrics["loss/val"])
 
 
-def test_the_monitored_value_is_the_best_one_then_the_last_one_then_nan(tmp_path):
+def test_the_monitored_value_is_best_or_last_or_nan(tmp_path):
     best = {"metric": "loss/val", "value": 0.25, "step": 3, "checkpoint": "best.ckpt"}
     assert a_report(tmp_path, best=best).monitored == 0.25
     assert a_report(tmp_path).monitored == 0.5
@@ -43,8 +43,9 @@ def test_markdown_names_the_error_and_the_metrics(tmp_path):
     assert text.startswith("# failed")
     assert "no space" in text
     assert "| loss/val | 0.5 |" in text
+    assert "python -m exp.dashboard ." in text  # in the directory of the run
 
 
-def test_a_directory_without_a_report_is_told(tmp_path):
+def test_a_directory_without_a_report_is_an_error(tmp_path):
     with pytest.raises(RunError, match=r"report\.json is not there"):
         read_report(tmp_path)

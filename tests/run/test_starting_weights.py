@@ -1,4 +1,4 @@
-"""weights: a network starts from a run, a state dict or safetensors; what does not match is told before the run."""
+"""weights: a network starts from a run, a state dict or safetensors; unmatched tensors are reported first."""
 
 from __future__ import annotations
 
@@ -33,12 +33,9 @@ SHORT = ["metrics=[]", "hooks=[]", "logger=[]", "trainer.max_epochs=1", "trainer
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "weight_nets", raising=False)
-    Path("conf/model").mkdir(parents=True)
-    Path("weight_nets.py").write_text(NETS)
+def nets(write):
+    write("weight_nets.py", NETS)
+    write("conf/model/.empty", "")
 
 
 def net(classes: int = 10, seed: int = 3) -> nn.Module:
@@ -69,7 +66,7 @@ def refused(*overrides: str) -> str:
         ({"body.0": "a.x", "body.1": "b.x"}, {"a.x.*": "body.0.*", "*.x.weight": "body.1.weight"}, 5),
     ],
 )
-def test_names_are_matched_by_patterns_and_values_copied(names, keys, taken):
+def test_patterns_match_names_and_copy_values(names, keys, taken):
     given = net(seed=1).state_dict()
     for old, new in names.items():
         given = {name.replace(old, new, 1) if name.startswith(old) else name: one for name, one in given.items()}
@@ -82,7 +79,7 @@ def test_names_are_matched_by_patterns_and_values_copied(names, keys, taken):
     assert "head.weight" not in matching.taken or torch.equal(own["head.weight"], net(seed=1).head.weight)
 
 
-def test_what_does_not_match_is_in_the_table_with_its_reason():
+def test_the_table_gives_a_reason_per_unmatched_tensor():
     given = {**net(classes=5).state_dict(), "extra.weight": torch.zeros(3)}
     del given["body.0.bias"]
     matching = match_weights(given, net(), keys={"extra.*": None, "nowhere.*": "body.*"})
@@ -96,7 +93,7 @@ def test_what_does_not_match_is_in_the_table_with_its_reason():
     assert not matching.is_whole
 
 
-def test_a_tied_weight_is_there_under_one_of_its_names():
+def test_a_tied_weight_needs_one_of_its_names():
     network = nn.Module()
     network.first, network.last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     network.last.weight = network.first.weight
@@ -115,7 +112,7 @@ def test_a_tied_weight_is_there_under_one_of_its_names():
     ],
 )
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_files_of_other_programs_are_read(wrap, is_zip, tmp_path):
+def test_weight_files_of_other_programs_are_read(wrap, is_zip, tmp_path):
     state = net().state_dict()
     torch.save(wrap(state), tmp_path / "w.pt", _use_new_zipfile_serialization=is_zip)
     found = read_weights(tmp_path / "w.pt")
@@ -123,7 +120,7 @@ def test_files_of_other_programs_are_read(wrap, is_zip, tmp_path):
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_what_would_be_code_is_not_read(tmp_path):
+def test_a_file_that_contains_code_is_refused(tmp_path):
     for is_zip in (True, False):
         torch.save(net(), tmp_path / "w.pt", _use_new_zipfile_serialization=is_zip)
         with pytest.raises(RunError, match="would be code"):
@@ -136,7 +133,7 @@ def test_what_would_be_code_is_not_read(tmp_path):
         read_weights(tmp_path / "other.pt")
 
 
-def test_safetensors_are_read_or_named_as_an_extra(tmp_path, monkeypatch):
+def test_safetensors_are_read_or_reported_as_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match=r"exp-framework\[safetensors\]"):
         read_weights(tmp_path / "w.safetensors")
@@ -149,21 +146,23 @@ def test_safetensors_are_read_or_named_as_an_extra(tmp_path, monkeypatch):
         read_weights(tmp_path / "broken.safetensors")
 
 
-def test_what_does_not_fit_is_told_before_the_run():
+def test_weights_that_do_not_fit_are_refused():
     torch.save(net(classes=5).state_dict(), "five.pt")
-    told = refused("weights.from=five.pt")
-    assert "weights.strict: true, and five.pt is not this network's: head.weight is [5, 16] there and [10, 16]" in told
-    assert "weights.strict=false leaves those" in told
+    message = refused("weights.from=five.pt")
+    assert (
+        "weights.strict: true, and five.pt is not this network's: head.weight is [5, 16] there and [10, 16]" in message
+    )
+    assert "weights.strict=false leaves those" in message
     found = checked("weights.from=five.pt", "weights.strict=false")
     assert any("7 of 9 tensors start from five.pt" in note for note in found.notes)
     torch.save({f"old.{name}": one for name, one in net().state_dict().items()}, "old.pt")
-    told = refused("weights.from=old.pt")
-    assert "weights.from: old.pt, of which no tensor has the name" in told
-    assert 'With weights.keys: {"old.*": "*"}' in told
+    message = refused("weights.from=old.pt")
+    assert "weights.from: old.pt, of which no tensor has the name" in message
+    assert 'With weights.keys: {"old.*": "*"}' in message
     assert checked("weights.from=old.pt", "+weights.keys={old.*: '*'}").weights.is_whole
-    told = refused("weights.from=five.pt", "+weights.keys={bodi.*: x.*}", "weights.strict=false")
-    assert "weights.keys.bodi.*: no tensor of five.pt matches" in told
-    assert "Did you mean body?" in told
+    message = refused("weights.from=five.pt", "+weights.keys={bodi.*: x.*}", "weights.strict=false")
+    assert "weights.keys.bodi.*: no tensor of five.pt matches" in message
+    assert "Did you mean body?" in message
     assert "with 2 stars" in refused("weights.from=old.pt", "+weights.keys={old.*: '*.*'}")
     assert "which both become head.x" in refused("weights.from=five.pt", "+weights.keys={head.*: head.x}")
     assert "that is there" in refused("weights.from=nowhere.pt")
@@ -171,38 +170,38 @@ def test_what_does_not_fit_is_told_before_the_run():
     assert "would be code" in refused("weights.from=weight_nets.py")
 
 
-def test_a_new_head_on_the_body_of_a_run_over_ranks(ranks):
-    """The run directory is its best checkpoint; each rank, and fsdp, starts from the same."""
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_ranks_put_a_new_head_on_the_body_of_a_run(ranks, strategy):
+    """A run directory stands for its best checkpoint."""
     before = ranks.train(NET, *SHORT)
     other = NET.replace("Net}", "Net, deep: true}")
     start = [other, *SHORT, f"weights.from={before.directory}", "weights.strict=false", "optimizer.lr=0"]
     old = before.checkpoint("best")["state_dict"]
-    for strategy in ("ddp", "fsdp"):
-        found = ranks.train(*start, f"strategy={strategy}", "launch.devices=2", ranks=2)
-        new = found.checkpoint()["state_dict"]
-        for name in ("network.body.0.weight", "network.body.0.bias", "network.body.1.weight"):
-            assert torch.equal(new[name], old[name]), (strategy, name)
-        assert new["network.head.0.weight"].shape == (12, 16)
+    found = ranks.train(*start, f"strategy={strategy}", "launch.devices=2", ranks=2)
+    new = found.checkpoint()["state_dict"]
+    for name in ("network.body.0.weight", "network.body.0.bias", "network.body.1.weight"):
+        assert torch.equal(new[name], old[name]), name
+    assert new["network.head.0.weight"].shape == (12, 16)
     frozen = (found.directory / "config.yaml").read_text()
     assert f"from: {before.directory}/checkpoints/best.ckpt" in frozen
-    # Its own checkpoint goes on without the weights, which may be gone.
+    # A resume does not need the weights any more.
     (before.directory / "checkpoints" / "best.ckpt").rename(before.directory / "gone")
     again = [*start, "trainer.max_epochs=2", f"resume={found.directory}/checkpoints/last.ckpt"]
     assert ranks.train(*again, "strategy=single").report["status"] == "completed"
 
 
-def test_of_an_average_either_may_be_the_start(ranks):
-    found = ranks.train(NET, *SHORT, "callbacks=[ema]", "optimizer.lr=0.1")
-    averaged = read_weights(found.directory / "checkpoints" / "last.ckpt")
-    trained = read_weights(found.directory / "checkpoints" / "last.ckpt", averaged=False)
+def test_a_run_starts_from_the_average_or_the_trained_weights():
+    first = exp.fit(exp.compose([NET, *SHORT, "callbacks=[ema]", "optimizer.lr=0.1"]))
+    checkpoint = Path(first.directory, "checkpoints", "last.ckpt")
+    averaged, trained = read_weights(checkpoint), read_weights(checkpoint, averaged=False)
     assert list(averaged) == list(trained)
     assert not torch.equal(averaged["head.weight"], trained["head.weight"])
-    other = ranks.train(NET, *SHORT)
+    other = exp.fit(exp.compose([NET, *SHORT]))
     with pytest.raises(RunError, match="has no average"):
-        read_weights(other.directory / "checkpoints" / "last.ckpt", averaged=False)
+        read_weights(Path(other.directory, "checkpoints", "last.ckpt"), averaged=False)
 
 
-def test_weights_can_be_tested_without_training(ranks):
+def test_weights_can_be_tested_without_training():
     torch.save(net().state_dict(), "net.pt")
-    found = ranks.train(NET, "metrics=[]", "hooks=[]", "logger=[]", "train=false", "test=true", "weights.from=net.pt")
-    assert found.report["status"] == "completed"
+    words = ["metrics=[]", "hooks=[]", "logger=[]", "train=false", "test=true", "weights.from=net.pt"]
+    assert exp.fit(exp.compose([NET, *words])).status == "completed"

@@ -1,32 +1,30 @@
-"""Networks and data of a user's own, which the tests of exports copy beside a conf."""
+"""Networks and data of a user."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 
-def words(index: int) -> Tensor:
-    return torch.randint(1, 30, (3 + index % 5,), generator=torch.Generator().manual_seed(index))
-
-
 class Sentences(Dataset[Any]):
-    """Sentences of 3 to 7 words, their mask, and a row of numbers."""
+    """Sentences of 3 to 7 words with a row of numbers."""
 
     def __len__(self) -> int:
         return 48
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        numbers = torch.randn(4, generator=torch.Generator().manual_seed(100 + index))
-        return {"tokens": words(index), "numbers": numbers, "target": index % 3}
+        draws = torch.Generator().manual_seed(index)
+        words = torch.randint(1, 30, (3 + index % 5,), generator=draws)
+        return {"tokens": words, "numbers": torch.randn(4, generator=draws), "target": index % 3}
 
 
 class Padded:
-    """Brings sentences to the length of the longest."""
+    """Pads the sentences of a batch."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         tokens = pad_sequence([one["tokens"] for one in samples], batch_first=True)
@@ -39,7 +37,7 @@ class Padded:
 
 
 class Reader(nn.Module):
-    """Attention over words, several inputs, nested outputs, and one of no tensor."""
+    """Attention over words: several inputs, nested outputs, and an output that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class Reader(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A GRU over words, whose number may change."""
+    """A GRU over a variable number of words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +67,7 @@ class Recurrent(nn.Module):
 
 
 class Branching(nn.Module):
-    """A branch that depends on the numbers."""
+    """A branch that depends on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class Branching(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Dropout in evaluation, too."""
+    """A dropout that is active during evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +92,7 @@ class Drawing(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers that share a weight, which safetensors refuses as it is."""
+    """Two layers that share a weight, which safetensors does not accept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,3 +101,23 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(self.first(x.flatten(1)).relu()))
+
+
+class OwnModule(lightning.LightningModule):
+    """A LightningModule with its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

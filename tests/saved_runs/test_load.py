@@ -1,10 +1,8 @@
-"""exp.load: a run's directory, its checkpoint or a sweep's job is a network again, and safe to open."""
+"""exp.load: the network of a run directory, of a checkpoint or of a job of a sweep, which is safe to open."""
 
 from __future__ import annotations
 
-import copy
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,29 +16,9 @@ import exp
 from exp.errors import ConfigError, RunError
 from exp.sweeps.stack import train
 
-SHORT = [
-    "trainer.max_steps=2",
-    "trainer.limit_val_batches=1",
-    "test=false",
-    "hooks=[]",
-    "trainer.enable_progress_bar=false",
-]
 KEPT = "+callbacks.kept={_target_: kept.Kept}"
-OF_EXPERIMENTS = {"gan": "gan", "domain_adversarial": "domain_adversarial"}
+OF_EXPERIMENTS = ("gan", "domain_adversarial")
 MODELS = sorted(path.stem for path in (Path(exp.__file__).parent / "conf" / "model").glob("[a-z]*.yaml"))
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "kept", raising=False)
-    Path("conf/model").mkdir(parents=True)
-    shutil.copy(Path(__file__).with_name("kept.py"), "kept.py")
-
-
-def trained(*overrides):
-    return exp.fit(exp.compose([*SHORT, *overrides]))
 
 
 def same(left, right):
@@ -49,69 +27,86 @@ def same(left, right):
     )
 
 
-def test_a_run_that_was_opened_by_a_relative_path_is_found_from_anywhere(tmp_path, monkeypatch):
-    directory = Path(trained().directory).absolute().relative_to(Path.cwd())
-    run, named = exp.load(directory), exp.load(directory / "checkpoints" / "last.ckpt")
+def network_of(state):
+    return {name.removeprefix("network."): value for name, value in state.items()}
+
+
+def saved(run, word):
+    return torch.load(run.directory / "checkpoints" / f"{word}.ckpt", weights_only=True)
+
+
+def assert_as_trained(run):
+    """Compare the last weights with those that the callback Kept saved in the process that trained them."""
+    network = run.network(weights="last")
+    assert same(network.state_dict(), torch.load("kept.pt", weights_only=True))
+    assert not network.training
+    return network
+
+
+def test_a_run_is_found_from_any_directory(digits_directory, monkeypatch):
+    monkeypatch.chdir(digits_directory.parent)
+    run, named = exp.load(digits_directory.name), exp.load(Path(digits_directory.name) / "checkpoints" / "last.ckpt")
     monkeypatch.chdir("/")
-    assert run.directory == tmp_path / directory
+    assert run.directory == digits_directory
     assert run.report.status == "completed"
     assert same(run.network("last").state_dict(), named.network().state_dict())
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_network_of_every_ready_model_is_the_one_that_trained(model, text):
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[] if name == "lenet" else [pytest.mark.slow]) for name in MODELS]
+)
+def test_the_network_of_each_model_is_the_trained_one(model, text, trained):
     small = [*text, "model.constants.width=16"] if model == "gpt" else []
-    choice = [f"experiment={OF_EXPERIMENTS[model]}"] if model in OF_EXPERIMENTS else [*small, f"model={model}"]
-    report = trained(*choice, KEPT)
-    network = exp.load(report.directory).network(weights="last")
-    assert same(network.state_dict(), torch.load("kept.pt", weights_only=True))
-    assert not network.training
+    choice = [f"experiment={model}"] if model in OF_EXPERIMENTS else [*small, f"model={model}"]
+    assert_as_trained(trained(*choice, KEPT))
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp64", torch.float64), ("bf16", torch.float32), ("bf16_true", torch.bfloat16)]
+    ("precision", "dtype"),
+    [
+        ("bf16_true", torch.bfloat16),
+        pytest.param("fp64", torch.float64, marks=pytest.mark.slow),
+        pytest.param("bf16", torch.float32, marks=pytest.mark.slow),
+    ],
 )
-def test_weights_have_the_dtype_that_they_were_trained_in(precision, dtype):
-    report = trained(f"precision={precision}", KEPT)
-    network = exp.load(report.directory).network(weights="last")
-    assert same(network.state_dict(), torch.load("kept.pt", weights_only=True))
+def test_weights_keep_the_dtype_of_training(precision, dtype, trained):
+    network = assert_as_trained(trained(f"precision={precision}", KEPT))
     assert {parameter.dtype for parameter in network.parameters()} == {dtype}
 
 
-def test_best_last_and_any_other_checkpoint():
-    report = trained("trainer.max_steps=60", "trainer.limit_val_batches=null", "checkpoint.keep=2", "optimizer.lr=0.05")
-    run = exp.load(report.directory)
-    paths = {word: Path(report.directory) / "checkpoints" / f"{word}.ckpt" for word in ("best", "last")}
-    states = {word: torch.load(path, weights_only=True)["state_dict"] for word, path in paths.items()}
-    for word, state in states.items():
-        expected = {name.removeprefix("network."): value for name, value in state.items()}
+def test_best_last_and_other_checkpoints(trained):
+    run = trained("trainer.max_steps=42", "checkpoint.keep=2", "optimizer.lr=0.05")
+    for word in ("best", "last"):
+        path = run.directory / "checkpoints" / f"{word}.ckpt"
+        expected = network_of(saved(run, word)["state_dict"])
         assert same(run.network(word).state_dict(), expected)
-        assert same(exp.load(paths[word]).network().state_dict(), expected)
-        assert same(run.network(paths[word]).state_dict(), expected)
+        assert same(exp.load(path).network().state_dict(), expected)
+        assert same(run.network(path).state_dict(), expected)
     assert same(run.network().state_dict(), run.network("best").state_dict())
     with pytest.raises(RunError, match=r"first\.ckpt is not there; expected best, last, or the path"):
         run.network("first.ckpt")
+    shutil.copy(run.directory / "checkpoints" / "best.ckpt", "moved.ckpt")
+    moved = exp.load("moved.ckpt")
+    assert same(moved.network().state_dict(), run.network("best").state_dict())
+    with pytest.raises(RunError, match=r"moved\.ckpt lies outside of its run directory, where report\.json would be"):
+        _ = moved.report
 
 
-def test_an_average_and_the_weights_beside_it():
-    report = trained("callbacks=[ema]", "callbacks.ema.decay=0.5", "trainer.max_steps=5")
-    run = exp.load(report.directory)
-    state = torch.load(Path(report.directory) / "checkpoints" / "last.ckpt", weights_only=True)
+def test_averaged_weights_can_be_left_out(digits, trained):
+    run = trained("callbacks=[ema]", "callbacks.ema.decay=0.5", "trainer.max_steps=5")
+    state = saved(run, "last")
     for averaged, held in ((True, state["state_dict"]), (False, state["current_model_state"])):
-        expected = {name.removeprefix("network."): value for name, value in held.items()}
-        assert same(run.network("last", averaged=averaged).state_dict(), expected)
+        assert same(run.network("last", averaged=averaged).state_dict(), network_of(held))
     assert not same(run.network("last").state_dict(), run.network("last", averaged=False).state_dict())
-    plain = exp.load(trained().directory)
     with pytest.raises(RunError, match="has no average beside its weights"):
-        plain.network(averaged=False)
+        digits.network(averaged=False)
 
 
-def test_lora_is_as_it_was_trained():
-    report = trained("lora.layers=[hidden]", "lora.rank=2", "lora.trained=[head]", KEPT)
-    assert same(exp.load(report.directory).network("last").state_dict(), torch.load("kept.pt", weights_only=True))
+def test_lora_is_loaded_as_trained(trained):
+    assert_as_trained(trained("lora.layers=[hidden]", "lora.rank=2", "lora.trained=[head]", KEPT))
 
 
-def test_a_job_of_a_stacked_sweep():
+def test_a_job_of_a_stacked_sweep_is_loaded():
     stacked = ["trainer.max_steps=2", "hooks=[]", "trainer.enable_progress_bar=false", "sweep.stack=true"]
     configs = [exp.compose([*stacked, f"seed={seed}", f"hydra.run.dir=outputs/sweep/{seed}"]) for seed in (0, 1)]
     outcomes = dict(train(configs))
@@ -124,12 +119,9 @@ def test_a_job_of_a_stacked_sweep():
         exp.load("outputs/sweep")
 
 
-def test_loading_draws_nothing_from_the_generators():
-    report = trained()
-    torch.manual_seed(3)
-    np.random.seed(3)
+def test_loading_keeps_the_random_state(digits_directory):
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    run = exp.load(report.directory)
+    run = exp.load(digits_directory)
     assert run.network() is not run.network()
     assert len(run.data.part("test")) == 270
     assert torch.equal(before[0], torch.get_rng_state())
@@ -137,13 +129,12 @@ def test_loading_draws_nothing_from_the_generators():
 
 
 def test_config_report_data_and_history(tmp_path):
-    report = trained("trainer.max_steps=12", "hooks=[gradients]", "optimizer.lr=0.02", "test=true")
+    short = ["trainer.enable_progress_bar=false", "trainer.max_steps=12", "hooks=[gradients]", "optimizer.lr=0.02"]
+    report = exp.fit(exp.compose(short))
     run = exp.load(report.directory)
     assert run.config.optimizer.lr == 0.02
     assert run.report == replace(report, not_written=())
-    # The parts are those of scikit-learn's 1,797 digits.
-    parts = [run.data.part(stage) for stage in ("train", "val", "test")]
-    assert sum(map(len, parts)) == len(load_digits().target)
+    assert sum(len(run.data.part(stage)) for stage in ("train", "val", "test")) == len(load_digits().target)
     events = EventAccumulator(str(Path(report.directory) / "tensorboard")).Reload()
     assert set(run.history) == set(events.Tags()["scalars"])
     for tag in ("loss/train", "loss/val", "gradients/norm/total"):
@@ -163,17 +154,7 @@ def test_config_report_data_and_history(tmp_path):
         run.history["loss/vall"]
 
 
-def test_a_checkpoint_that_was_moved_brings_its_config():
-    report = trained()
-    shutil.copy(Path(report.directory) / "checkpoints" / "best.ckpt", "moved.ckpt")
-    run = exp.load("moved.ckpt")
-    assert same(run.network().state_dict(), exp.load(report.directory).network("best").state_dict())
-    with pytest.raises(RunError, match=r"moved\.ckpt lies outside of its run directory, where report\.json would be"):
-        _ = run.report
-
-
-def test_what_is_no_run():
-    report = trained("logger=[]")
+def test_what_is_no_run_is_refused(digits, tmp_path):
     Path("empty").mkdir()
     Path("weights.pt").write_bytes(b"nothing")
     torch.save({"state_dict": {}}, "foreign.ckpt")
@@ -186,46 +167,34 @@ def test_what_is_no_run():
         with pytest.raises(RunError, match=message):
             exp.load(path)
     with pytest.raises(RunError, match="holds no scalars: the run had no logger"):
-        _ = exp.load(report.directory).history
-    damaged = Path(report.directory) / "config.yaml"
-    whole = damaged.read_text()
-    damaged.write_text("- a\n- b\n")
-    with pytest.raises(RunError, match="is not as exp wrote it: it holds no mapping"):
-        exp.load(report.directory)
-    for cut in (whole[: whole.index("\n", 1500)], whole[: whole.index("\nmodel:")], whole[: whole.index("\nweights:")]):
-        damaged.write_text(cut)
-        with pytest.raises(RunError, match=r"config\.yaml has no .*: a part of it is lost\. Take the file"):
-            exp.load(report.directory)
-    damaged.write_text(whole.replace("out_features: 128", "out_features: 64"))
+        _ = digits.history
+    copied = shutil.copytree(digits.directory, tmp_path / "copied")
+    whole = (copied / "config.yaml").read_text()
+    cuts = (whole[: whole.index("\n", 1500)], whole[: whole.index("\nmodel:")], whole[: whole.index("\nweights:")])
+    for damaged, message in {
+        "- a\n- b\n": "is not as exp wrote it: it holds no mapping",
+        **dict.fromkeys(cuts, r"config\.yaml has no .*: a part of it is lost\. Take the file"),
+    }.items():
+        (copied / "config.yaml").write_text(damaged)
+        with pytest.raises(RunError, match=message):
+            exp.load(copied)
+    (copied / "config.yaml").write_text(whole.replace("out_features: 128", "out_features: 64"))
     with pytest.raises(RunError, match=r"has other weights than the network of its config: .*hidden2"):
-        exp.load(report.directory).network()
-
-
-def test_a_package_that_the_run_trusts_is_not_trusted_for_that():
-    report = trained("security.allow=[colorsys]")
-    with pytest.raises(ConfigError) as caught:
-        exp.load(report.directory)
-    assert "colorsys" in str(caught.value)
-    assert exp.load(report.directory, allow=["colorsys"]).network() is not None
-    with pytest.raises(ConfigError):
-        exp.load(Path(report.directory) / "checkpoints" / "last.ckpt")
-
-
-def test_a_target_that_is_not_allowed_is_not_called():
-    report = trained()
-    config = Path(report.directory) / "config.yaml"
-    text = config.read_text()
-    config.write_text(text.replace("_target_: torch.nn.Flatten", "_target_: os.system", 1))
+        exp.load(copied).network()
+    (copied / "config.yaml").write_text(whole.replace("_target_: torch.nn.Flatten", "_target_: os.system", 1))
     with pytest.raises(ConfigError, match=r"os\.system"):
-        exp.load(report.directory).network()
-
-
-def test_a_changed_number_in_the_weights_is_seen():
-    report = trained()
-    path = Path(report.directory) / "checkpoints" / "best.ckpt"
+        exp.load(copied).network()
+    (copied / "config.yaml").write_text(whole)
+    path = copied / "checkpoints" / "best.ckpt"
     state = torch.load(path, weights_only=True)
-    changed = copy.deepcopy(state)
-    changed["state_dict"]["network.head.bias"][0] += 1.0
-    torch.save(changed, path)
+    state["state_dict"]["network.head.bias"][0] += 1.0
+    torch.save(state, path)
     with pytest.raises(RunError, match=r"state_dict\.network\.head\.bias"):
-        exp.load(report.directory).network("best")
+        exp.load(copied).network("best")
+
+
+def test_packages_of_a_run_must_be_allowed_again(trained):
+    directory = trained("security.allow=[colorsys]", allow=("colorsys",)).directory
+    for path in (directory, directory / "checkpoints" / "last.ckpt"):
+        with pytest.raises(ConfigError, match="colorsys"):
+            exp.load(path)

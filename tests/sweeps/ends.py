@@ -1,4 +1,4 @@
-"""A callback of the user's own that ends the process of its job in the way that the config names."""
+"""A callback and a layer that end the process of their job in the way that the config names."""
 
 import ctypes
 import json
@@ -16,6 +16,8 @@ FOUND = Path("found")
 
 
 class Ends(Callback):
+    """Ends the process after the first training batch."""
+
     def __init__(self, *, how: str) -> None:
         self.how = how
 
@@ -23,11 +25,10 @@ class Ends(Callback):
         getattr(self, self.how)()
 
     def well(self):
-        # What an earlier job did to its process.
+        # Records whether an earlier job has changed this process.
         with FOUND.open("a") as file:
-            file.write(
-                f"{torch.get_default_dtype()} {os.environ.get('LEFT')} {Path.cwd() == FOUND.absolute().parent}\n"
-            )
+            is_in_place = Path.cwd() == FOUND.absolute().parent
+            file.write(f"{torch.get_default_dtype()} {os.environ.get('LEFT')} {is_in_place}\n")
 
     def changes(self):
         os.environ["LEFT"] = "1"
@@ -48,19 +49,19 @@ class Ends(Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def no_memory(self):
-        raise MemoryError("of the user's own")
+        raise MemoryError("raised by the user")
 
     def raises(self):
-        raise ValueError("of the user's own")
+        raise ValueError("raised by the user")
 
     def limited_memory(self):
-        # As after `ulimit -v`, a little above what the process has.
+        # Like `ulimit -v`, a little above the current size of the process.
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, size + 2**26))
         self.kept = torch.ones(2**28)
 
     def full_disk(self):
-        # As on a disk with no room for a checkpoint.
+        # Like a disk without room for a checkpoint.
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
     def one_rank(self):
@@ -68,16 +69,16 @@ class Ends(Callback):
             os._exit(0)
 
     def aborts(self):
-        print("a library's last words", flush=True)
+        print("last words of a library", flush=True)
         os.abort()
 
-    def says(self):
-        # Threads of operators: of this process, and what its own children would take.
+    def threads(self):
+        # Threads of this process, and of the processes that it would start.
         words = {"threads": torch.get_num_threads(), "variable": os.environ["OMP_NUM_THREADS"]}
         Path(f"threads{os.environ.get('RANK', '')}.json").write_text(json.dumps(words))
 
     def meets(self):
-        # Goes on only where another job is here at the same time.
+        # Continues only if another job runs at the same time.
         Path(f"here{os.getpid()}").touch()
         while len(list(Path().glob("here*"))) < 2:
             time.sleep(0.01)
@@ -86,8 +87,7 @@ class Ends(Callback):
         FOUND.touch()
         Path(f"waits{os.getpid()}").touch()
 
-    def waits_in_vain(self):
-        # A user's own code that answers no signal.
+    def ignores_signals(self):
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
         self.waits()
@@ -95,11 +95,11 @@ class Ends(Callback):
 
 
 class Layer(torch.nn.Module):
-    """Ends the process of a check in the same ways, as it is made or in its forward."""
+    """Ends the process of a check in the same ways, in its constructor or in its forward."""
 
     def __init__(self, *, how: str, at: str) -> None:
         super().__init__()
-        self.how, self.at = how, at
+        self.how, self.at, self.count = how, at, 0
         if at == "constructor":
             getattr(self, how)()
 
@@ -110,33 +110,24 @@ class Layer(torch.nn.Module):
 
     exit_0, segmentation_fault, killed, sys_exit = Ends.exit_0, Ends.segmentation_fault, Ends.killed, Ends.sys_exit
 
-    def raises_in_a_stack(self):
-        self.count = getattr(self, "count", 0) + 1
-        if self.count == 100 and torch._C._functorch.maybe_current_level() is not None:
-            raise ValueError("of a layer of the user's own")
-
     def raises_later(self):
-        self.count = getattr(self, "count", 0) + 1
-        if self.count == 100:
-            raise ValueError("of a layer of the user's own")
+        self.count += 1
+        if self.count == 12:
+            raise ValueError("raised by a layer of the user")
+
+    def raises_in_a_stack(self):
+        if torch._C._functorch.maybe_current_level() is not None:
+            self.raises_later()
 
     def ctrl_c(self):
         raise KeyboardInterrupt
 
     def base(self):
-        raise BaseException("of the user's own")
+        raise BaseException("raised by the user")
 
     def hangs(self):
         FOUND.touch()
         time.sleep(600)
-
-    def hangs_beside_a_job(self):
-        is_job = os.readlink("/proc/self/fd/1").endswith("output.log")
-        if not is_job and list(Path("outputs").rglob("output.log")):
-            while not list(Path().glob("waits*")):
-                time.sleep(0.01)
-            Path("checks").touch()
-            time.sleep(600)
 
     def well(self):
         pass

@@ -1,4 +1,4 @@
-"""Bands, importance and Pareto fronts against NumPy, against a second way to compute them, and against brute force."""
+"""Bands, importance and Pareto fronts, compared with NumPy, with another formula, and with brute force."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ def curve(steps, values):
     return np.array(steps, np.int64), np.array(values, np.float64)
 
 
-def test_a_band_of_curves_at_the_same_steps_is_their_mean_and_sample_deviation():
+def test_a_band_is_a_mean_and_a_sample_deviation():
     drawn = np.random.default_rng(0).normal(size=(5, 7))
     found = band([curve(range(0, 70, 10), values) for values in drawn])
     assert found.count == 5
     assert found.steps.tolist() == list(range(0, 70, 10))
     np.testing.assert_allclose(found.mean, drawn.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.deviation, drawn.std(axis=0, ddof=1), rtol=1e-12)
-
-
-def test_a_band_goes_where_all_curves_are_and_fills_steps_by_straight_lines():
+    # Curves are interpolated at the steps that all of them span.
     found = band([curve([0, 10, 20], [0, 10, 0]), curve([5, 15, 40], [1, 1, 1])])
     assert found.steps.tolist() == [5, 10, 15, 20]
     np.testing.assert_allclose(found.mean, [3, 5.5, 3, 0.5], rtol=1e-12)
     assert band([curve([0, 1], [1, 1]), curve([2, 3], [1, 1])]) is None
     assert band([curve([], [])]) is None
-
-
-def test_a_band_has_a_gap_where_a_curve_is_not_finite_and_none_around_a_single_curve():
+    # A value that is not finite leaves a gap.
     found = band([curve([0, 1, 2], [1, np.inf, 3]), curve([0, 1, 2], [1, 1, 5])])
     assert np.isnan(found.mean).tolist() == [False, True, False]
     assert (found.mean[2], found.deviation[2]) == (4, pytest.approx(np.sqrt(2)))
@@ -45,7 +41,7 @@ def test_a_band_has_a_gap_where_a_curve_is_not_finite_and_none_around_a_single_c
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.integers(1, 20))
-def test_a_thinned_curve_keeps_the_mean_and_the_order(values, most):
+def test_a_thinned_curve_keeps_its_order_and_its_range(values, most):
     steps, drawn = thinned(np.arange(len(values)), np.array(values), most=most)
     assert len(steps) == len(drawn) <= most
     assert (np.diff(steps) > 0).all()
@@ -56,7 +52,7 @@ def test_a_thinned_curve_keeps_the_mean_and_the_order(values, most):
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=25))
-def test_a_front_is_what_nothing_dominates(found):
+def test_no_point_dominates_a_front(found):
     points, modes = np.array(found, np.float64), ("min", "max", "min")
 
     def dominates(one, other) -> bool:
@@ -73,7 +69,7 @@ def grid(seeds: int = 4):
     return list(itertools.product(["a", "b", "c"], ["1e-3", "1e-2"], map(str, range(seeds))))
 
 
-def test_a_key_that_decides_the_value_explains_all_and_one_that_does_not_nothing():
+def test_a_key_that_decides_the_value_explains_all():
     runs = grid()
     values = [{"a": 1.0, "b": 5.0, "c": 2.0}[name] for name, _, _ in runs]
     assert share_explained([name for name, _, _ in runs], values) == pytest.approx(1.0)
@@ -81,7 +77,7 @@ def test_a_key_that_decides_the_value_explains_all_and_one_that_does_not_nothing
     assert share_explained([seed for _, _, seed in runs], values) == 0.0
 
 
-def test_chance_is_taken_off_and_ranks_hold_whatever_the_scale():
+def test_chance_and_scale_do_not_change_a_share():
     drawn = random.Random(0)
     found = [share_explained([drawn.choice("abcd") for _ in range(24)], [drawn.random() for _ in range(24)])
              for _ in range(200)]  # fmt: skip
@@ -92,8 +88,8 @@ def test_chance_is_taken_off_and_ranks_hold_whatever_the_scale():
     assert share_explained(texts, values) == pytest.approx(share_explained(texts, [np.exp(900 * v) for v in values]))
 
 
-def test_the_share_is_the_adjusted_r_squared_of_group_means():
-    """Another way to Kelley's epsilon squared: the adjusted coefficient of determination of a regression on groups."""
+def test_a_share_is_an_adjusted_r_squared():
+    """Kelley's epsilon squared is the adjusted coefficient of determination of a regression on groups."""
     drawn = random.Random(1)
     texts = [drawn.choice("abc") for _ in range(40)]
     values = [drawn.random() + 0.4 * (text == "b") for text in texts]
@@ -103,14 +99,14 @@ def test_the_share_is_the_adjusted_r_squared_of_group_means():
     assert share_explained(texts, values) == pytest.approx(expected, rel=1e-12)
 
 
-def test_numbers_of_many_values_are_binned_and_two_keys_that_matter_together_have_nothing():
+def test_many_numbers_are_binned():
     rates = [repr(10 ** (-5 + place / 16)) for place in range(64)]
     assert share_explained(rates, [float(rate) for rate in rates]) > 0.9
     pairs = list(itertools.product("01", "01", range(4)))
     assert share_explained([one for one, _, _ in pairs], [float(one != other) for one, other, _ in pairs]) == 0.0
 
 
-def test_where_nothing_can_be_said_it_is_not():
+def test_too_few_runs_have_no_share():
     assert share_explained(["a", "b"] * 3, [1.0, 2.0] * 3) is None
     assert LEAST_RUNS == 8
     assert share_explained(["a"] * 9, list(map(float, range(9)))) is None
@@ -118,7 +114,7 @@ def test_where_nothing_can_be_said_it_is_not():
     assert share_explained(["a", "b"] * 5, [1.0] * 10) is None
 
 
-def test_ranks_share_what_is_equal_and_words_are_no_numbers():
+def test_equal_values_share_a_rank():
     assert ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
     assert numbers(["1e-3", "2"]).tolist() == [0.001, 2.0]
     assert numbers(["1", "adam"]) is None

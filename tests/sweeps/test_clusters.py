@@ -1,41 +1,134 @@
-"""Jobs of a sweep through submitit, whose stand-in for SLURM starts processes here: what they give, how they end."""
+"""Jobs of a sweep on a cluster: on SLURM, whose commands are scripts here, and with stand-ins that run them here."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import pytest
 
 import exp
-from exp.config.launchers import SLURM, SlurmSettings, launcher_faults
-from exp.errors import ConfigError, Interrupted
+from exp.config.launchers import RaySettings, SlurmSettings, launcher_faults
+from exp.errors import ConfigError, Interrupted, RunError
 from exp.run import prepare
-from exp.run_report import read_report
+from exp.run_report import Report, read_report, write_report
 from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
 from exp.sweeps.slurm import SlurmExecutor
+from exp.sweeps.sweep import compose_sweep
 from exp.train import fit, validate
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
-ENDS = Path(__file__).with_name("ends.py")
 SMALL = ("hooks=[]", "logger=[]", "test=false", "trainer.enable_progress_bar=false", "launch.accelerator=cpu")
 RANKS = ("strategy=ddp", "launch.devices=2")
+ENDLESS = ("callbacks=[ends]", "callbacks.ends.how=waits", "trainer.max_epochs=100000")
+COMMANDS = {
+    "srun": "",
+    "sbatch": 'cp "$1" submitted.sh; echo >> jobs; echo "Submitted batch job $(wc -l < jobs)"',
+    "squeue": "cat states",
+    "scancel": 'echo "$@" >> cancelled',
+}
 
 
-@pytest.fixture(autouse=True)
-def _place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(ENDS, tmp_path)
-    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
-    (tmp_path / "conf" / "callbacks" / "ends.yaml").write_text(
-        "# Ends: callbacks=[ends]\nends: {_target_: ends.Ends, how: well}\n"
-    )
+def work(job, *overrides):
+    return Work(jobs=(job,), configs=(exp.compose([f"hydra.run.dir=outputs/{job}", *SMALL, *overrides]),))
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A function that opens an executor on a SLURM whose commands read and write files of the working directory."""
+    (tmp_path / "bin").mkdir()
+    for name, body in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    # Freezes jobs in this process.
+    processes = SimpleNamespace(zygote=SimpleNamespace(call=lambda function, *given: function(*given)))
+
+    def executor(**settings):
+        settings = {**asdict(SlurmSettings()), **settings}
+        assert list(launcher_faults(settings)) == []
+        return SlurmExecutor(settings=settings, processes=processes, prepare=prepare, jobs=3)
+
+    return executor
+
+
+def test_jobs_are_submitted_to_slurm_and_followed(slurm, monkeypatch):
+    running = slurm(partition="long", mem_gb=1.5, additional_parameters={"reservation": "mine"})
+    for job in range(3):
+        running.start(work(job, f"seed={job}"))
+    script = Path("submitted.sh").read_text()
+    options = ("partition=long", "mem=1536MB", "reservation=mine", "signal=USR1@120", "time=60", "ntasks-per-node=1")
+    assert all(f"#SBATCH --{option}" in script for option in options), script
+    assert "--kill-on-bad-exit=1" in script
+    write_report(Report(status="completed", directory=str(Path("outputs/0").absolute()), metrics={"loss/val": 1.0}))
+    Path("states").write_text("1|COMPLETED\n2|OUT_OF_MEMORY\n3|RUNNING\n")
+    (end,) = running.ends(5.0)
+    assert (end.job, end.outcome.status) == (0, "completed")
+    # The next answer of SLURM is asked for after 5 s, and a job without a word has 5 s to write one.
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 10)
+    (end,) = running.ends(5.0)
+    assert end.job == 1
+    assert "ran out of the memory that SLURM gave it (hydra.launcher.mem_gb)" in str(end.outcome)
+    assert read_report("outputs/1").status == "failed"
+    # A later sweep finds the job that is still queued.
+    slurm().start(work(2, "seed=2"))
+    assert Path("jobs").read_text().count("\n") == 3
+    running.end(signal.SIGINT)
+    assert Path("cancelled").read_text().splitlines() == ["--state=PENDING 3", "--signal=INT 3"]
+    Path("states").write_text("3|CANCELLED\n")
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 30)
+    (end,) = running.ends(5.0)
+    assert (end.job, type(end.outcome)) == (2, Interrupted)
+    assert not list(Path("outputs").glob("*/.launch-cluster"))
+
+
+def test_a_job_that_slurm_does_not_take_has_failed(slurm, tmp_path):
+    running = slurm(nodes=1)
+    with pytest.raises(ConfigError, match=r"sweep\.stack: 2 jobs in one process, on a cluster"):
+        running.start(Work(jobs=(0, 1), configs=()))
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho no partition >&2\nexit 1\n")
+    running.start(work(0))
+    running.start(work(1, "launch.nodes=2", "strategy=ddp"))
+    first, second = running.ends(1.0)
+    assert isinstance(first.outcome, RunError)
+    assert "the job was not submitted: " in str(first.outcome)
+    assert "hydra.launcher.nodes: 1, with launch.nodes=2; expected the same" in str(second.outcome)
+
+
+def test_wrong_settings_of_the_launcher_are_refused(monkeypatch):
+    def faults(*overrides):
+        with pytest.raises(ConfigError) as raised:
+            compose_sweep(["seed=0,1", "hydra/launcher=slurm", *overrides])
+        return {fault.key.removeprefix("hydra.launcher."): str(fault) for fault in raised.value.faults}
+
+    local = "hydra.launcher.cluster=local"
+    assert "Did you mean hydra.launcher.partition?" in faults(local, "hydra.launcher.partitoin=gpu")["partitoin"]
+    found = faults(local, "hydra.launcher.timeout_min=soon", "hydra.launcher.mem_gb=0", "hydra.launcher.nodes=2")
+    assert "'soon'; expected a number above 0" in found["timeout_min"]
+    assert "0; expected a number above 0, or null" in found["mem_gb"]
+    assert set(found) == {"timeout_min", "mem_gb", "nodes"}
+    found = faults(local, "+hydra.launcher.additional_parameters={signal:USR2,mem-gb:1,reservation:mine}")
+    assert "Write hydra.launcher.signal_delay_s" in found["additional_parameters.signal"]
+    assert "Write hydra.launcher.mem_gb=1" in found["additional_parameters.mem-gb"]
+    assert len(found) == 2
+    (unknown,) = faults(local, "+hydra.launcher.tasks_per_node=1").values()
+    assert "Did you mean gpus_per_node?" in unknown
+    delay = faults(local, "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=60")
+    assert "less than the 60 s of a job" in delay["signal_delay_s"]
+    with pytest.raises(ConfigError, match="Write -m in front"):
+        exp.compose(["hydra/launcher=slurm", local])
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    monkeypatch.setenv("PATH", "")
+    text = " ".join(str(fault) for fault in launcher_faults(asdict(SlurmSettings())))
+    assert "pip install 'exp-framework[slurm]'" in text
+    assert "hydra.launcher.cluster=local" in text
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +137,32 @@ def processes():
         yield started
 
 
-def executor(processes, **settings):
-    settings = {**asdict(SlurmSettings()), "cluster": "local", **settings}
-    assert list(launcher_faults(settings)) == []
-    return contextlib.closing(SlurmExecutor(settings=settings, processes=processes, prepare=prepare, jobs=2))
+@pytest.fixture
+def cluster(processes, ends):
+    """A function that opens an executor that runs jobs on this machine: submitit's stand-in for SLURM, or Ray."""
 
+    def executor(name, **settings):
+        if name == "ray":
+            pytest.importorskip("ray", reason="the extra ray is not installed: it has 240 MB")
+            from exp.sweeps.ray_jobs import RayExecutor
 
-def config(job, *overrides):
-    return exp.compose([f"hydra.run.dir=outputs/{job}", *SMALL, *overrides])
+            settings, kind = asdict(RaySettings()), RayExecutor
+        else:
+            settings, kind = {**asdict(SlurmSettings()), "cluster": "local", **settings}, SlurmExecutor
+        assert list(launcher_faults(settings)) == []
+        return contextlib.closing(kind(settings=settings, processes=processes, prepare=prepare, jobs=2))
+
+    return executor
 
 
 def outcomes(running, jobs, *, on_wait=None):
-    """What came of each job, as a sweep drives an executor."""
+    """Return what came of each job, after running them as a sweep does."""
     waiting, started, found = list(enumerate(jobs)), 0, {}
     limit = time.monotonic() + 300
     while len(found) < len(jobs):
         while waiting and started - len(found) < running.slots:
             job, overrides = waiting.pop(0)
-            running.start(Work(jobs=(job,), configs=(config(job, *overrides),)))
+            running.start(work(job, *overrides))
             started += 1
         for end in running.ends(1.0):
             assert end.job not in found
@@ -72,120 +173,65 @@ def outcomes(running, jobs, *, on_wait=None):
     return [found[job] for job in range(len(jobs))]
 
 
-def test_the_same_jobs_give_the_same_values_as_here_bit_for_bit(processes, ranks):
+def interrupt_once(running):
+    """Return a function that passes SIGINT on when a job waits for it."""
+    signalled = []
+
+    def interrupt():
+        if Path("found").exists() and not signalled:
+            signalled.append(True)
+            running.end(signal.SIGINT)
+
+    return interrupt
+
+
+NAMES = ["slurm", pytest.param("ray", marks=pytest.mark.filterwarnings("default"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cluster_computes_the_same_values(name, cluster, ranks):
     jobs = [("trainer.max_steps=30", f"seed={seed}") for seed in range(2)]
     here = [ranks.train(*SMALL, *overrides).report for overrides in jobs]
     here.append(ranks.train(*SMALL, *jobs[0], *RANKS, ranks=2).report)
-    with executor(processes) as running:
+    with cluster(name) as running:
         found = outcomes(running, [*jobs, (*jobs[0], *RANKS)])
     assert [report.status for report in found] == ["completed"] * 3
     assert [report.metrics for report in found] == [report["metrics"] for report in here]
-    assert [report.best["value"] for report in found] == [report["best"]["value"] for report in here]
     assert [report.world_size for report in found] == [1, 1, 2]
-    assert len({report.best["value"] for report in found[:2]}) == 2
-    folder = Path("outputs/2")
-    assert sorted(path.name.split("_", 1)[1] for path in (folder / "submitit").glob("*.err")) == [
-        "0_log.err",
-        "1_log.err",
-    ]
-    assert not list(folder.glob(".*")), "nothing that the ranks met by is left"
+    assert not list(Path("outputs/2").glob(".*")), "files through which the ranks met"
 
 
-def test_every_end_of_a_job_is_told_and_the_others_go_on(processes):
-    hows = ["no_memory", "killed", "exit_0"]
-    jobs = [("callbacks=[ends]", "trainer.max_steps=2", f"callbacks.ends.how={how}") for how in hows]
-    jobs.append((*jobs[1], *RANKS))
-    with executor(processes) as running:
-        found = outcomes(running, jobs)
-    assert [type(outcome).__name__ for outcome in found] == [*["RunError"] * 3, "RankError"]
-    said = [str(outcome) for outcome in found]
-    assert "MemoryError: of the user's own" in said[0] or "out of memory" in said[0]
-    assert "was killed by SIGKILL" in said[1]
-    assert "ended with status 0 without a word" in said[2]
-    assert "was killed by SIGKILL" in said[3]
-    for job in range(4):
-        report = read_report(f"outputs/{job}")
-        assert report.status == "failed"
-        assert report.error["message"].splitlines()[0] == said[job].splitlines()[0]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_end_of_a_job_on_a_cluster_is_reported(name, cluster):
+    one = ("callbacks=[ends]", "trainer.max_steps=2")
+    jobs = [(*one, f"callbacks.ends.how={how}") for how in ("no_memory", "killed", "exit_0")]
+    jobs += [(*jobs[1], *RANKS), ENDLESS]
+    with cluster(name) as running:
+        found = outcomes(running, jobs, on_wait=interrupt_once(running))
+    messages = [str(outcome) for outcome in found]
+    assert "MemoryError: raised by the user" in messages[0] or "out of memory" in messages[0]
+    assert "was killed by SIGKILL" in messages[1]
+    assert "ended with status 0 without a word" in messages[2]
+    assert "was killed by SIGKILL" in messages[3]
+    assert isinstance(found[4], Interrupted)
+    assert Path(found[4].checkpoint).is_file()
+    assert [read_report(f"outputs/{job}").status for job in range(5)] == ["failed"] * 4 + ["interrupted"]
 
 
-def test_a_signal_lets_jobs_save_and_so_does_the_end_of_their_time(processes):
-    endless = ("callbacks=[ends]", "callbacks.ends.how=waits", "trainer.max_epochs=100000")
-    # The announcement comes in the second second, which is before the first step: nothing to save yet, or behind it.
-    with executor(processes, timeout_min=1, signal_delay_s=45) as running:
-        (over,) = outcomes(running, [endless])
+@pytest.mark.slow
+def test_the_end_of_its_time_lets_a_job_save(cluster):
+    # SIGUSR1 comes after 15 s.
+    with cluster("slurm", timeout_min=1, signal_delay_s=45) as running:
+        (over,) = outcomes(running, [ENDLESS])
     assert isinstance(over, Interrupted)
     assert over.signum == signal.SIGUSR1
-    assert Path(over.checkpoint).is_file()
     Path("found").unlink()
-    told = []
-
-    def end_once():
-        if Path("found").exists() and not told:
-            told.append(True)
-            running.end(signal.SIGINT)
-
-    with executor(processes) as running:
-        # In the directory of the first one, from its last checkpoint.
-        (ended,) = outcomes(running, [endless], on_wait=end_once)
+    with cluster("slurm") as running:
+        # In the directory of the first job, from its last checkpoint.
+        (ended,) = outcomes(running, [ENDLESS], on_wait=interrupt_once(running))
     assert isinstance(ended, Interrupted)
     assert ended.signum == signal.SIGINT
     assert read_report("outputs/0").status == "interrupted"
     assert read_report("outputs/0").steps > 0
-    assert "goes on from" in Path("outputs/0/train.log").read_text() or Path(ended.checkpoint).is_file()
-
-
-def test_a_sweep_that_is_gone_leaves_its_job_to_the_next_one(processes):
-    endless = ("callbacks=[ends]", "callbacks.ends.how=waits", "trainer.max_epochs=100000")
-    first = executor(processes).thing
-    first.start(Work(jobs=(0,), configs=(config(0, *endless),)))
-    with executor(processes) as running:
-        running.start(Work(jobs=(0,), configs=(config(0, *endless),)))
-        assert len(list(Path("outputs/0/submitit").glob("*_submitted.pkl"))) == 1, "the job was submitted twice"
-        (controller,) = Path("outputs/0/submitit").glob("*_submitted.pkl")
-        started = psutil.Process(int(controller.name.partition("_")[0]))
-        processes = [started, *started.children(recursive=True)]
-        running.end(signal.SIGTERM)
-        running.end(signal.SIGTERM)
-        (end,) = running.ends(10.0)
-    assert isinstance(end.outcome, Interrupted)
-    first.close()  # which reaps what it started
-    assert [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def test_faults_of_the_launcher_come_before_anything_is_submitted():
-    def faults(*overrides):
-        from exp.sweeps.sweep import compose_sweep
-
-        with pytest.raises(ConfigError) as raised:
-            compose_sweep(["seed=0,1", "hydra/launcher=slurm", *overrides])
-        return {fault.key: str(fault) for fault in raised.value.faults}
-
-    local = "hydra.launcher.cluster=local"
-    assert (
-        "Did you mean hydra.launcher.partition?"
-        in faults(local, "hydra.launcher.partitoin=gpu")["hydra.launcher.partitoin"]
-    )
-    found = faults(local, "hydra.launcher.timeout_min=soon", "hydra.launcher.mem_gb=0", "hydra.launcher.nodes=2")
-    assert "'soon'; expected a number above 0" in found["hydra.launcher.timeout_min"]
-    assert "0; expected a number above 0, or null" in found["hydra.launcher.mem_gb"]
-    assert set(found) == {f"hydra.launcher.{name}" for name in ("timeout_min", "mem_gb", "nodes")}
-    found = faults(local, "+hydra.launcher.additional_parameters={signal:USR2,mem-gb:1,reservation:mine}")
-    assert "Write hydra.launcher.signal_delay_s" in found["hydra.launcher.additional_parameters.signal"]
-    assert "Write hydra.launcher.mem_gb=1" in found["hydra.launcher.additional_parameters.mem-gb"]
-    assert len(found) == 2
-    (unknown,) = faults(local, "+hydra.launcher.tasks_per_node=1").values()
-    assert "Did you mean gpus_per_node?" in unknown
-    delay = faults(local, "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=60")
-    assert "less than the 60 s of a job" in delay["hydra.launcher.signal_delay_s"]
-    with pytest.raises(ConfigError, match="Write -m in front"):
-        exp.compose(["hydra/launcher=slurm", local])
-
-
-def test_a_missing_package_or_command_is_told_with_its_cure(monkeypatch):
-    monkeypatch.setattr("exp.config.launchers.is_installed", lambda package: False)
-    monkeypatch.setattr("exp.config.launchers.shutil.which", lambda name: None)
-    found = [str(fault) for fault in launcher_faults(asdict(SlurmSettings()))]
-    assert any("pip install 'exp-framework[slurm]'" in fault for fault in found)
-    assert any("hydra.launcher.cluster=local" in fault for fault in found)
-    assert asdict(SlurmSettings())["_target_"] == SLURM

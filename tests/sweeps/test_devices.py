@@ -1,4 +1,4 @@
-"""Which jobs fit side by side, and what each sees of the machine: figures by hand."""
+"""How many jobs fit on a machine, and what each job sees of it, computed by hand."""
 
 import pytest
 
@@ -24,11 +24,9 @@ def asked(demand=AUTO, *, machine, per_job="auto", **launch):
         (CPU, AUTO, "auto", {}, Need(ranks=1), 8),
         (CPU, DDP, "auto", {}, Need(ranks=2), 4),
         (CPU, DDP, "auto", {"devices": 3}, Need(ranks=3), 2),
-        (CPU, DDP, "auto", {"devices": 16}, Need(ranks=16), 1),
         (FOUR, AUTO, "auto", {"accelerator": "cpu"}, Need(ranks=1), 16),
-        # strategy=auto would take all four as ddp, and then there were one job at a time.
+        # strategy=auto would use all four GPUs, which leaves room for one job only.
         (FOUR, AUTO, "auto", {}, Need(gpus=1), 4),
-        (FOUR, SINGLE, "auto", {}, Need(gpus=1), 4),
         (FOUR, AUTO, "auto", {"devices": 2}, Need(ranks=2, gpus=2), 2),
         (FOUR, DDP, "auto", {}, Need(ranks=4, gpus=4), 1),
         (FOUR, DDP, "auto", {"devices": 3}, Need(ranks=3, gpus=3), 1),
@@ -36,11 +34,10 @@ def asked(demand=AUTO, *, machine, per_job="auto", **launch):
         (FOUR, DDP, 2, {}, Need(ranks=2, gpus=2), 2),
         (FOUR, SINGLE, 2, {}, Need(ranks=1, gpus=2), 2),
         (FOUR, AUTO, 0.5, {}, Need(gpus=0.5), 8),
-        (FOUR, AUTO, 0.3333, {}, Need(gpus=0.3333), 12),
         (FOUR, AUTO, 1 / 3, {}, Need(gpus=1 / 3), 12),
         (FOUR, AUTO, 0.4, {}, Need(gpus=0.4), 8),
         (FOUR, DDP, "auto", {"devices": [0, 2]}, Need(ranks=2, gpus=2, is_alone=True), 1),
-        # Layers over two devices each: what does not come out even on all of them does on some.
+        # Layers are split over two devices: three GPUs cannot be divided, but two can.
         (Machine(gpus=3), Demand(dimensions=Dimensions(tensor=2)), 2, {}, Need(ranks=2, gpus=2), 1),
         (Machine(gpus=0, mps=True, cores=8), AUTO, "auto", {}, Need(is_alone=True), 1),
     ],
@@ -49,10 +46,10 @@ def test_what_a_job_needs_and_how_many_fit(machine, demand, per_job, launch, exp
     found = asked(demand, machine=machine, per_job=per_job, **launch)
     assert found == expected
     assert slots([found], jobs="auto", machine=machine) == at_once
-    assert slots([found], jobs=3, machine=machine) == 3, "what is said holds"
+    assert slots([found], jobs=3, machine=machine) == 3, "a number of jobs that is given holds"
 
 
-def test_jobs_of_several_kinds_are_as_many_as_fit_of_the_largest():
+def test_the_largest_jobs_decide_how_many_fit():
     needs = [asked(machine=CPU), asked(DDP, machine=CPU)]
     assert slots(needs, jobs="auto", machine=CPU) == 4
     assert slots([], jobs="auto", machine=CPU) == 1
@@ -69,7 +66,7 @@ def test_jobs_of_several_kinds_are_as_many_as_fit_of_the_largest():
         (FOUR, 2, {"devices": [0, 1]}, "2, with launch.devices=[0,1]; expected auto: the jobs name their GPUs"),
     ],
 )
-def test_a_share_that_does_not_go_with_the_machine_is_a_fault(machine, per_job, launch, words):
+def test_an_impossible_share_of_the_machine_is_refused(machine, per_job, launch, words):
     with pytest.raises(ConfigError) as raised:
         asked(machine=machine, per_job=per_job, **launch)
     (fault,) = raised.value.faults
@@ -77,7 +74,7 @@ def test_a_share_that_does_not_go_with_the_machine_is_a_fault(machine, per_job, 
     assert words in str(fault)
 
 
-def test_each_job_sees_gpus_of_its_own():
+def test_each_job_sees_its_own_gpus():
     devices, one, two, half = Devices(["0", "1", "2", "3"]), Need(gpus=1), Need(gpus=2), Need(gpus=0.5)
     assert visible(devices.take(one)) == {"CUDA_VISIBLE_DEVICES": "0"}
     assert visible(devices.take(two)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
@@ -85,29 +82,22 @@ def test_each_job_sees_gpus_of_its_own():
     devices.give_back(("0",), one)
     devices.give_back(("3",), half)
     assert [devices.take(half) for _ in range(3)] == [("0",), ("0",), ("3",)]
-
-
-def test_more_jobs_than_fit_share_the_gpus_evenly():
+    # More jobs than GPUs share them evenly.
     devices = Devices(["0", "1"])
     assert sorted(devices.take(Need(gpus=1)) for _ in range(4)) == [("0",), ("0",), ("1",), ("1",)]
-
-
-def test_a_job_that_needs_none_or_names_them_itself_sees_them_as_they_are():
-    devices = Devices(["0", "1"])
+    # A job that needs none, or names its own, sees all of them.
     assert visible(devices.take(Need())) == visible(devices.take(Need(gpus=2, is_alone=True))) == {}
 
 
-def test_gpus_have_the_names_that_the_sweep_sees_them_by():
+def test_gpus_keep_the_names_of_the_environment():
     named = {"CUDA_VISIBLE_DEVICES": "GPU-8a,GPU-17"}
     devices = Devices.of(Machine(gpus=2), named)
     assert devices.take(Need(gpus=2)) == ("GPU-8a", "GPU-17")
-    # Behind an index that is not there torch sees none.
+    # After an index that does not exist, torch sees none.
     assert Devices.of(Machine(gpus=1), {"CUDA_VISIBLE_DEVICES": "3,-1,2"}).take(Need(gpus=1)) == ("3",)
     assert Devices.of(Machine(gpus=2), {}).take(Need(gpus=2)) == ("0", "1")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "at_once", "each"), [(1, 1, 8), (1, 3, 2), (1, 8, 1), (1, 20, 1), (2, 4, 1), (2, 2, 2), (16, 1, 1)]
-)
+@pytest.mark.parametrize(("ranks", "at_once", "each"), [(1, 1, 8), (1, 3, 2), (1, 20, 1), (2, 2, 2), (16, 1, 1)])
 def test_the_cores_are_divided_by_jobs_and_ranks(ranks, at_once, each):
     assert threads(Need(ranks=ranks), slots=at_once, machine=CPU) == each

@@ -1,4 +1,4 @@
-"""Samplers, data and a network as a user would write them beside ./conf (test_samplers.py, test_batches.py)."""
+"""Samplers, data and a network of a user, for test_samplers.py."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ class Shrinking(Growing):
 
     def __iter__(self) -> Iterator[int]:
         yield from list(super().__iter__())[self.passes :]
-
-
-class Beyond(Growing):
-    def __iter__(self) -> Iterator[int]:
-        yield self.count
 
 
 class Words(Dataset[Any]):

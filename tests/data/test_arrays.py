@@ -1,4 +1,4 @@
-"""Arrays in NumPy's files, time series cut into windows, and MNIST's own format: what is read, and what is refused."""
+"""Tests of arrays in .npy, .npz, .pt and IDX files and of windows of time series: values and errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import exp
 from exp.data.arrays import Arrays
 from exp.data.data import Data
 from exp.data.idx import Idx, read_idx
+from exp.data.tensor_file import TensorFile
 from exp.data.windows import Windows
 from exp.errors import ConfigError
 
@@ -53,12 +54,11 @@ def test_arrays_by_name_are_inputs(scans, place):
     assert torch.equal(seen, torch.from_numpy(held["row"][part.indices.numpy()]).float())
     assert torch.allclose(part[0]["image"] * 255, torch.from_numpy(held["image"][int(part.indices[0])]).float())
     if not place:
-        assert isinstance(made._held["image"], np.memmap)
-        assert len(pickle.dumps(made)) < 2_000, "a worker is sent the place, not the numbers"
+        assert len(pickle.dumps(made)) < 2_000, "a worker is sent the numbers instead of their file"
 
 
-def test_one_input_and_a_number_to_predict_are_a_pair(scans):
-    data = Data(dataset=Arrays(path=str(scans[0]), target="price", inputs=["row"]))
+def test_one_input_and_a_number_are_a_pair(scans):
+    data = Data(dataset=Arrays(path=str(scans[0]), target="price", inputs=["row"]))  # big-endian float64
     inputs, targets = next(iter(data.loader("test"))).data
     assert (inputs.shape[1:], targets.shape[1:], targets.dtype) == ((3,), (1,), torch.float32)
     assert data.spec.num_outputs == 1
@@ -69,8 +69,9 @@ class Evil:
         return (print, ("executed",))
 
 
-def test_faults_of_arrays_by_name(scans, tmp_path, capsys):
+def test_errors_of_arrays_by_name(scans, capsys):
     folder, _ = scans
+    pickled = np.array([Evil()], dtype=object)
 
     def refused(message, **settings):
         with pytest.raises(ConfigError, match=message):
@@ -78,21 +79,66 @@ def test_faults_of_arrays_by_name(scans, tmp_path, capsys):
 
     refused(r"data.dataset.target: knd; .*Did you mean kind\?", target="knd")
     refused(r"data.dataset.inputs: imge; .*Did you mean image\?", inputs=["imge"])
-    refused(r"no folder at .*; expected a folder to read", path=str(tmp_path / "gone"))
+    refused(r"no folder at .*; expected a folder to read", path=str(folder / "gone"))
     np.save(folder / "short.npy", np.zeros((3, 2)))
     refused(r"image has 20, short has 3, kind has 20; expected as many samples", inputs=["image", "short"])
-    np.save(folder / "objects.npy", np.array([Evil()], dtype=object), allow_pickle=True)
-    refused(r"objects.npy \(.*Python objects.*\); expected an array of numbers")
-    (folder / "objects.npy").write_bytes(pickle.dumps(Evil()))
-    refused(r"objects.npy \(.*\); expected an array of numbers")
-    np.save(folder / "objects.npy", np.array(["a", "b"]))
-    refused(r"objects.npy, which holds <U1; expected an array of numbers")
-    np.save(folder / "objects.npy", np.float64(1))
-    refused(r"objects.npy, which is one number")
-    (folder / "one.npz").write_bytes(b"PK\x03\x04 no")
-    refused(r"one.npz \(.*\); expected arrays of numbers", path=str(folder / "one.npz"))
-    np.savez(folder / "objects.npz", kind=np.array([Evil()], dtype=object), x=np.zeros(1))
-    refused(r"objects.npz \(.*allow_pickle", path=str(folder / "objects.npz"))
+    for array, message in (
+        (pickled, r"\(.*Python objects.*\); expected an array of numbers"),
+        (np.array(["a", "b"]), ", which holds <U1; expected an array of numbers"),
+        (np.float64(1), ", which is one number"),
+    ):
+        np.save(folder / "odd.npy", array, allow_pickle=True)
+        refused(rf"odd.npy ?{message}")
+    (folder / "odd.npy").write_bytes(pickle.dumps(Evil()))
+    refused(r"odd.npy \(.*\); expected an array of numbers")
+    np.savez(folder / "odd.npz", kind=pickled, x=np.zeros(1))
+    refused(r"odd.npz \(.*allow_pickle", path=str(folder / "odd.npz"))
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt", "pair"])
+def test_arrays_of_one_file(tmp_path, kind):
+    inputs, targets = np.arange(12, dtype=np.uint8).reshape(4, 3), np.array([0, 2, 1, 1], dtype=np.int32)
+    path = tmp_path / ("arrays.npz" if kind == "npz" else "arrays.pt")
+    tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
+    if kind == "npz":
+        np.savez(path, images=inputs, labels=targets)
+    else:
+        torch.save(tensors if kind == "pair" else dict(zip(("images", "labels"), tensors, strict=True)), path)
+    made = TensorFile(path=str(path), input="images", target="labels", scale=0.5)
+    assert made.entries[0].tolist() == (inputs * 0.5).tolist()
+    assert made.entries[1].dtype == torch.int64
+    spec = Data(train=made).spec
+    assert (spec.input_shape, spec.input_dtype, spec.num_classes) == ((3,), "float32", 3)
+
+
+def test_integer_inputs_are_tokens(tmp_path):
+    np.savez(tmp_path / "arrays.npz", input=np.array([[1, 2], [3, 4]]), target=np.array([0.5, 1.5]))
+    data = Data(train=TensorFile(path=str(tmp_path / "arrays.npz")))
+    assert (data.spec.input_dtype, data.spec.num_classes, data.spec.num_outputs) == ("int64", None, 1)
+    assert data.part("train").entries[1].tolist() == [[0.5], [1.5]]
+
+
+def test_errors_of_arrays_of_one_file(tmp_path, capsys):
+    arrays = {
+        "good": (r"data.dataset.input: input; .*Did you mean inputs", {"inputs": np.zeros((3, 2))}),
+        "uneven": (r"3 inputs and 2 targets", {"input": np.zeros((3, 2))}),
+        "nan": (r"a number in input 1 that is not finite", {"input": np.array([[1.0], [np.nan]])}),
+        "pickled": (r"data.dataset.path: .*allow_pickle", {"input": np.array([Evil(), 0], dtype=object)}),
+    }
+    errors = {f"{name}.npz": message for name, (message, _) in arrays.items()}
+    for name, (_, held) in arrays.items():
+        np.savez(tmp_path / f"{name}.npz", target=np.zeros(2), **held)
+    torch.save({"input": Evil(), "target": torch.zeros(1)}, tmp_path / "evil.pt")
+    torch.save(torch.zeros(3), tmp_path / "one.pt")
+    for name in ("broken.pt", "broken.npz", "table.xls"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04 no")
+    errors |= {"evil.pt": r"expected tensors alone", "one.pt": r"with Tensor; expected a mapping"}
+    errors |= {"broken.pt": r"expected tensors alone", "broken.npz": r"arrays of numbers"}
+    errors |= {"table.xls": r"a file that ends in .npz", "gone.npz": r"no file at"}
+    for name, message in errors.items():
+        with pytest.raises(ConfigError, match=message):
+            TensorFile(path=str(tmp_path / name))
     assert "executed" not in capsys.readouterr().out
 
 
@@ -101,13 +147,13 @@ def load(tmp_path):
     draw = np.random.default_rng(1)
     rows = np.stack([np.arange(100.0), draw.normal(5, 3, 100), draw.normal(size=100)], 1)
     path = tmp_path / "load.csv"
-    np.savetxt(path, rows, delimiter=",", header="hour,load,wind", comments="", fmt="%.17g")
     np.save(tmp_path / "load.npy", rows)
+    np.savetxt(path, rows, delimiter=",", header="hour,load,wind", comments="", fmt="%.17g")
     return path, rows
 
 
 @pytest.mark.parametrize(("horizon", "stride", "targets"), [(1, 1, "load"), (3, 2, ["wind", "load"])])
-def test_windows_are_those_of_a_loop_and_know_nothing_of_other_parts(load, horizon, stride, targets):
+def test_windows_stay_inside_their_split(load, horizon, stride, targets):
     path, rows = load
     series = Windows(path=str(path), targets=targets, length=6, horizon=horizon, stride=stride, time="hour")
     data = Data(dataset=series, parts={"train": 0.6, "val": 0.2, "test": 0.2})
@@ -127,7 +173,7 @@ def test_windows_are_those_of_a_loop_and_know_nothing_of_other_parts(load, horiz
     assert data.spec.num_outputs == (1 if targets == "load" else 2)
 
 
-def test_windows_of_an_array_and_by_number_of_windows(load):
+def test_windows_of_an_array_are_counted(load):
     path, rows = load
     series = Windows(path=str(path.with_suffix(".npy")), targets=1, columns=[2], length=4, standardise=False)
     data = Data(dataset=series, parts={"train": 10, "val": 5})
@@ -144,17 +190,14 @@ def test_windows_of_an_array_and_by_number_of_windows(load):
         ({"time": "load"}, r"data.dataset.time: load of .*, which does not grow from row \d+"),
         ({"length": 90}, r"data.dataset.length: 90 with a horizon of 1, and a part of 70 rows; expected 70 at most"),
         ({"targets": []}, r"data.dataset.targets: no column"),
+        ({"path": "a.csv", "targets": "x", "time": "day"}, r"no value in line 3 of .*column x"),
     ],
 )
-def test_faults_of_windows(load, settings, message):
+def test_errors_of_windows(load, settings, message, monkeypatch):
+    monkeypatch.chdir(load[0].parent)
+    load[0].with_name("a.csv").write_text("day,x\n2024-01-01,1\n2024-01-02,\n2024-01-03,3\n")
     with pytest.raises(ConfigError, match=message):
         Data(dataset=Windows(**{"path": str(load[0]), "targets": "load", **settings}))
-
-
-def test_a_hole_in_a_series_is_told_with_its_line(tmp_path):
-    (tmp_path / "a.csv").write_text("day,x\n2024-01-01,1\n2024-01-02,\n2024-01-03,3\n")
-    with pytest.raises(ConfigError, match=r"no value in line 3 of .*column x"):
-        Windows(path=str(tmp_path / "a.csv"), targets="x", time="day", length=1)
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -172,17 +215,16 @@ def mnist(tmp_path):
     return tmp_path, held
 
 
-def test_mnist_from_its_files(mnist):
+def test_mnist_is_read_from_its_files(mnist):
     folder, held = mnist
     made = Idx(path=str(folder), part="test", mean=0.5, std=0.25)
     expected = (torch.from_numpy(held["t10k"][0]).float() / 255 - 0.5) / 0.25
     assert torch.allclose(made.entries[0], expected[:, None])
     assert made.entries[1].tolist() == held["t10k"][1].tolist()
-    config = exp.compose(["data=mnist", f"data.dataset.path={folder}"])
-    exp.validate(config)
+    exp.validate(exp.compose(["data=mnist", f"data.dataset.path={folder}"]))
 
 
-def test_faults_of_idx_files(mnist):
+def test_errors_of_idx_files(mnist):
     folder, held = mnist
     file = folder / "train-images-idx3-ubyte"
     for content, message in (

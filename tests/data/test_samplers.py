@@ -1,4 +1,4 @@
-"""data.sampler: which samples an epoch takes, drawn from (seed, epoch), shared out over ranks, resumed exactly."""
+"""Tests of data.sampler, data.batch_sampler and data.collate: draws, ranks, resuming, padding and errors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import exp
+from exp.data.batch_samplers import LengthBuckets, TokenBatches
+from exp.data.collate import Pad
 from exp.data.data import Data
-from exp.data.samplers import BalancedSampler, SubsetSampler, WeightedSampler
+from exp.data.samplers import SubsetSampler, WeightedSampler
 from exp.errors import ConfigError, RunError
 
 OWN = Path(__file__).with_name("own_samplers.py")
-Growing, Shrinking = (runpy.run_path(str(OWN), run_name="own")[name] for name in ("Growing", "Shrinking"))
+USER = runpy.run_path(str(OWN), run_name="own")
+WORDS = USER["Words"]()
+LENGTHS = [len(WORDS[index][0]) for index in range(len(WORDS))]
 SAMPLES = 40
 # 30 of class 0, 8 of class 1, 2 of class 2.
 TARGETS = torch.tensor([0] * 30 + [1] * 8 + [2] * 2)
@@ -29,7 +34,7 @@ def pairs() -> TensorDataset:
 
 
 class Rows(Dataset):
-    """The same, one by one, with a weight for each by name."""
+    """The same samples one by one, with a weight by name."""
 
     def __len__(self):
         return SAMPLES
@@ -43,7 +48,7 @@ def data(sampler, *, train=None, **settings) -> Data:
 
 
 def numbers(loader) -> list[list[int]]:
-    """The samples of each batch that count."""
+    """Return the samples of each batch that are no copies."""
     found = []
     for batch in loader:
         values = batch.data["input"] if isinstance(batch.data, dict) else batch.data[0]
@@ -52,7 +57,7 @@ def numbers(loader) -> list[list[int]]:
 
 
 def drawn(sampler, *, epochs: int = 1, **settings) -> torch.Tensor:
-    """How often each sample is seen."""
+    """Return how often each sample is drawn."""
     loader = data(sampler, **settings).loader("train")
     return torch.tensor([one for _ in range(epochs) for batch in numbers(loader) for one in batch]).bincount(
         minlength=SAMPLES
@@ -66,13 +71,12 @@ KINDS = {
     "subset": functools.partial(SubsetSampler, size=17),
     "torch's": functools.partial(WeightedRandomSampler, weights=[1.0] * SAMPLES, num_samples=23),
     "torch's with the part": RandomSampler,
-    "stateful": functools.partial(Growing, stride=2),
+    "stateful": functools.partial(USER["Growing"], stride=2),
 }
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["in memory", "one by one"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_share_the_global_draw_and_a_resumed_loader_goes_on_with_it(kind, rows):
+@pytest.mark.parametrize(("kind", "rows"), [*((kind, False) for kind in KINDS), ("balanced", True), ("stateful", True)])
+def test_ranks_and_resumed_loaders_share_the_draw(kind, rows):
     made = functools.partial(data, KINDS[kind], train=Rows() if rows else None, num_classes=3)
     one = made().loader("train")
     epochs = [numbers(one) for _ in range(3)]
@@ -81,22 +85,19 @@ def test_ranks_share_the_global_draw_and_a_resumed_loader_goes_on_with_it(kind, 
     for whole in epochs:
         assert [first + second for first, second in zip(*map(numbers, shared), strict=True)] == whole
     later = made().loader("train")
-    later.set_position(2, 1)
-    assert numbers(later) == epochs[2][1:]
-    earlier = made().loader("train")
-    list(earlier), list(earlier), list(earlier)
-    earlier.set_position(1, 2)
-    assert numbers(earlier) == epochs[1][2:]
+    for epoch, batch in ((2, 1), (1, 2)):  # a later and then an earlier position
+        later.set_position(epoch, batch)
+        assert numbers(later) == epochs[epoch][batch:]
 
 
-def test_balanced_draws_each_class_alike():
+def test_balanced_draws_all_classes_equally():
     counts = drawn("balanced", epochs=50)
     by_class = [int(counts[number == TARGETS].sum()) for number in range(3)]
     # 2,000 draws; 5 standard deviations of a third of them.
     assert all(abs(count - 2000 / 3) < 105 for count in by_class), by_class
 
 
-def test_weights_are_those_of_torchs_own_sampler():
+def test_draws_are_proportional_to_weights():
     weights = torch.arange(float(SAMPLES))
     counts = drawn(functools.partial(WeightedSampler, weights=weights.tolist(), num_samples=4000))
     expected = 4000 * weights / weights.sum()
@@ -108,35 +109,18 @@ def test_weights_are_those_of_torchs_own_sampler():
 
 
 @pytest.mark.parametrize("weights", ["importance", [float(index == 7) for index in range(SAMPLES)]])
-def test_weights_by_name_and_as_numbers(weights):
+def test_weights_may_be_an_entry_of_samples(weights):
     assert drawn(functools.partial(WeightedSampler, weights=weights), train=Rows(), num_classes=3)[7] == SAMPLES
 
 
-def test_weights_of_the_whole_data_set_and_targets_that_it_states():
-    class Stating(Rows):
-        targets = TARGETS.tolist()
-        read = 0
-
-        def __getitem__(self, index):
-            Stating.read += 1
-            return super().__getitem__(index)
-
-    settings = {"num_classes": 3, "seed": 3, "parts": {"train": 30, "val": 10}}
-    kept = sorted(one for batch in numbers(Data(dataset=pairs(), **settings).loader("train")) for one in batch)
-    whole = [float(index == kept[5]) for index in range(SAMPLES)]
-    taken = {
-        index
-        for batch in numbers(
-            Data(dataset=pairs(), sampler=functools.partial(WeightedSampler, weights=whole), **settings).loader("train")
-        )
-        for index in batch
-    }
-    assert taken == {kept[5]}
-    Data(dataset=Stating(), sampler=BalancedSampler, **settings)
-    assert Stating.read == 1  # for its shape
+def test_weights_of_the_whole_data_set_are_divided():
+    settings = {"dataset": pairs(), "num_classes": 3, "seed": 3, "parts": {"train": 30, "val": 10}}
+    kept = sorted(one for batch in numbers(Data(**settings).loader("train")) for one in batch)
+    sampler = functools.partial(WeightedSampler, weights=[float(index == kept[5]) for index in range(SAMPLES)])
+    assert {one for batch in numbers(Data(**settings, sampler=sampler).loader("train")) for one in batch} == {kept[5]}
 
 
-def test_a_subset_is_the_same_under_any_seed():
+def test_a_subset_does_not_depend_on_the_seed():
     def taken(seed, **settings):
         made = Data(train=pairs(), sampler=functools.partial(SubsetSampler, **settings), seed=seed, num_classes=3)
         return sorted(one for batch in numbers(made.loader("train")) for one in batch)
@@ -152,63 +136,199 @@ class Stream(IterableDataset):
         return iter(pairs())
 
 
+MISSPELLED = functools.partial(WeightedSampler, weights="importanse")
+TOO_FEW = functools.partial(WeightedSampler, class_weights=[0, 1, 1], replacement=False)
+
+
 @pytest.mark.parametrize(
     ("sampler", "settings", "key", "told"),
     [
         (functools.partial(WeightedSampler, weights=[1.0, -1.0] * 20), {}, "sampler.weights", "-1 for sample 1"),
         (functools.partial(WeightedSampler, weights=[0.0] * 40), {}, "sampler.weights", "0 for every sample"),
         (functools.partial(WeightedSampler, weights=[1.0] * 39), {}, "sampler.weights", "39 numbers; expected 40"),
-        (
-            functools.partial(WeightedSampler, weights="importanse"),
-            {"train": Rows(), "num_classes": 3},
-            "sampler.weights",
-            "importance?",
-        ),
+        (MISSPELLED, {"train": Rows(), "num_classes": 3}, "sampler.weights", "importance?"),
         (WeightedSampler, {}, "sampler", "neither weights nor class_weights"),
         (functools.partial(WeightedSampler, class_weights=[1, 2]), {}, "sampler.class_weights", "holds the class 2"),
-        (functools.partial(WeightedSampler, class_weights=[1, 2, 3, 4]), {}, "sampler.class_weights", "no sample"),
-        (
-            functools.partial(WeightedSampler, class_weights=[0, 1, 1], replacement=False),
-            {},
-            "sampler.num_samples",
-            "10 samples have a weight",
-        ),
+        (TOO_FEW, {}, "sampler.num_samples", "10 samples have a weight"),
         ("balanced", {"num_classes": 5}, "sampler", "without a sample of the class 3"),
-        ("balanced", {"train": Rows(), "num_classes": 4}, "sampler", "without a sample of the class 3"),
         ("balanced", {"train": TensorDataset(torch.ones(4, 1), torch.ones(4, 1))}, "sampler", "a class number for"),
         ("balanced", {"train": Stream(), "num_classes": 3}, "sampler", "a stream of samples"),
         ("balanced", {"shuffle": False}, "shuffle", "the sampler decides"),
         (functools.partial(SubsetSampler, indices=[1, 40]), {}, "sampler.indices", "the sample 40"),
-        (functools.partial(SubsetSampler, indices=[1, 1]), {}, "sampler.indices", "twice"),
         (functools.partial(SubsetSampler, size=41), {}, "sampler.size", "1 to 40"),
-        (functools.partial(SubsetSampler, size=1.5), {}, "sampler.size", "1 to 40"),
-        (functools.partial(SubsetSampler, size=3), {"drop_last": True}, "batch_size", "3 training samples"),
         (lambda: [0, 1.5], {}, "sampler", "a float"),
-        (lambda: [[0, 1]], {}, "sampler", "lists of samples"),
         (lambda: [40], {}, "sampler", "numbers from 0 to 39"),
         (list, {}, "sampler", "no sample"),
     ],
 )
-def test_what_no_sampler_can_do_is_told_at_its_key(sampler, settings, key, told):
+def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
     with pytest.raises(ConfigError) as caught:
         data(sampler, **settings)
     assert any(fault.key == f"data.{key}" and told in str(fault) for fault in caught.value.faults), caught.value
 
 
-def test_a_sampler_whose_epochs_differ_in_length_is_told():
-    loader = data(Shrinking).loader("train")
+def test_epochs_of_different_lengths_are_reported():
+    loader = data(USER["Shrinking"]).loader("train")
     numbers(loader)
     with pytest.raises(RunError, match="gives 38 samples in epoch 1, and gave 39 in epoch 0"):
         numbers(loader)
+
+
+def batched(batch_sampler=None, *, train=WORDS, **settings) -> Data:
+    """Return data of sequences of different lengths."""
+    given = {"train": train, "val": train, "batch_size": 6, "seed": 3, "num_classes": 5, "collate": "pad", **settings}
+    return Data(**given, batch_sampler=batch_sampler)
+
+
+def rows(loader) -> list[list[list[int]]]:
+    """Return the samples of each batch that are no copies, without their padding."""
+    return [
+        [row[mask].tolist() for row, mask in zip(batch.data["input"], batch.data["mask"], strict=True)][: batch.size]
+        for batch in loader
+    ]
+
+
+BATCHES = {
+    "buckets": LengthBuckets,
+    "boundaries": functools.partial(LengthBuckets, boundaries=[5, 8], batch_size=4),
+    "tokens": functools.partial(TokenBatches, tokens=40),
+    "few samples": functools.partial(TokenBatches, tokens=40, max_samples=3),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_ranks_and_resumed_loaders_share_batches(kind):
+    made = functools.partial(batched, BATCHES[kind], collate=Pad(masks={"mask": "input"}))
+    one = made().loader("train")
+    epochs = [rows(one) for _ in range(3)]
+    every = sorted(WORDS[index][0].tolist() for index in range(len(WORDS)))
+    for batches in epochs:
+        assert sorted(row for batch in batches for row in batch) == every
+    assert epochs[0] != epochs[1]
+    # Seven ranks are more than the smallest batch has samples.
+    for ranks in (2, 7):
+        shared = [made().loader("train", rank=rank, world_size=ranks) for rank in range(ranks)]
+        found = [rows(loader) for loader in shared]
+        assert [[row for part in batch for row in part] for batch in zip(*found, strict=True)] == epochs[0]
+    later = made().loader("train")
+    later.set_position(2, 3)
+    assert rows(later) == epochs[2][3:]
+    validated = [rows(made().loader("val")) for _ in range(2)]
+    assert validated[0] == validated[1]
+    assert sorted(row for batch in validated[0] for row in batch) == every
+
+
+def test_batches_keep_their_limits():
+    for batch in batched(BATCHES["tokens"]).loader("train"):
+        assert batch.data[0].numel() <= 40
+    for batch in batched(BATCHES["boundaries"]).loader("train"):
+        assert batch.global_size <= 4
+        lengths = [int(sum(row >= 0)) for row in batch.data[1]]
+        assert len({(length >= 5) + (length >= 8) for length in lengths}) == 1
+    dropped = batched(functools.partial(LengthBuckets, buckets=3), drop_last=True).loader("train")
+    assert {batch.global_size for batch in dropped} == {6}
+    # Buckets need less padding than batches of consecutive samples.
+    plain, sorted_ = (
+        sum(batch.data[0].numel() for batch in batched(kind).loader("train")) for kind in (None, LengthBuckets)
+    )
+    assert sorted_ < 0.8 * plain
+
+
+def test_lengths_may_be_given():
+    table = TensorDataset(torch.arange(20.0)[:, None], torch.arange(20) % 5)
+    lengths = list(range(20))
+    shared = batched(functools.partial(LengthBuckets, lengths=lengths, buckets=4), train=table, collate=None)
+    batches = [sorted(batch.data[0].flatten().tolist()) for batch in shared.loader("train")]
+    assert sorted(batches) == [[float(5 * start + index) for index in range(5)] for start in range(4)]
+
+
+FIVE = TensorDataset(torch.ones(5, 1), torch.arange(5))
+
+
+class WordStream(IterableDataset):
+    def __iter__(self):
+        return iter([WORDS[index] for index in range(len(WORDS))])
+
+
+@pytest.mark.parametrize(
+    ("batch_sampler", "settings", "key", "told"),
+    [
+        (functools.partial(TokenBatches, tokens=10), {}, "batch_sampler.tokens", "has a length of 11; expected 11"),
+        (functools.partial(LengthBuckets, boundaries=[8, 5]), {}, "batch_sampler.boundaries", "rising"),
+        (functools.partial(LengthBuckets, lengths=[1, 2]), {}, "batch_sampler.lengths", "2 numbers; expected 48"),
+        (functools.partial(LengthBuckets, entry="words"), {}, "batch_sampler.entry", "input, target"),
+        (LengthBuckets, {"sampler": "balanced", "train": FIVE}, "batch_sampler", "one of the two"),
+        (LengthBuckets, {"train": WordStream()}, "batch_sampler", "stream"),
+        (lambda: [0, 1], {}, "batch_sampler", "for data.sampler"),
+        (lambda: [[0, 48]], {}, "batch_sampler", "numbers from 0 to 47"),
+        (lambda: [[0, 1]], {}, "batch_sampler", "2 samples of an evaluation of 48"),
+    ],
+)  # fmt: skip
+def test_errors_of_batch_samplers_name_their_key(batch_sampler, settings, key, told):
+    with pytest.raises(ConfigError) as caught:
+        batched(batch_sampler, **settings)
+    assert any(fault.key == f"data.{key}" and told in str(fault) for fault in caught.value.faults), caught.value
+
+
+def test_padding_equals_that_of_torch():
+    samples = [{"left": torch.arange(n), "right": torch.ones(n + 1, 2), "target": [1.5] * n, "id": n} for n in (2, 4)]
+    pad = Pad(padding_value={"right": -1}, masks={"mask": "right"}, lengths={"count": "left", "words": "target"})
+    batch = pad(samples)
+    expected = pad_sequence([sample["right"] for sample in samples], batch_first=True, padding_value=-1)
+    assert torch.equal(batch["right"], expected)
+    assert batch["left"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert batch["target"].tolist() == [[1.5, 1.5, 0, 0], [1.5] * 4]
+    assert batch["mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 5]
+    assert (batch["count"].tolist(), batch["words"].tolist(), batch["id"].tolist()) == ([2, 4], [2, 4], [2, 4])
+    # Classes are padded with the value that losses ignore.
+    inputs, targets = Pad(length={"input": 9})([WORDS[0], WORDS[1]])
+    assert inputs.shape == (2, 9)
+    assert int((targets == -100).sum()) == abs(LENGTHS[0] - LENGTHS[1])
+    pictures = Pad()([(torch.ones(1, 2, 5), 0), (torch.ones(1, 3, 4), 1)])
+    assert pictures[0].shape == (2, 1, 3, 5)
+    assert pictures[0].sum() == 22
+    assert Pad()([torch.ones(2), torch.ones(3)]).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("pad", "key", "told"),
+    [
+        (Pad(masks={"mask": "imput"}), "data.collate.masks.mask", "Did you mean input?"),
+        (Pad(padding_value={"tokens": 1}), "data.collate.padding_value.tokens", "input, target"),
+        (Pad(length={"input": 5}), "data.collate.length.input", "5, and a sample whose input has the length"),
+    ],
+)
+def test_errors_of_padding_name_their_key(pad, key, told):
+    with pytest.raises((ConfigError, RunError), match=told) as caught:
+        list(batched(num_classes=5, collate=pad).loader("train"))
+    faults = [caught.value.fault] if isinstance(caught.value, RunError) else caught.value.faults
+    assert [fault.key for fault in faults] == [key]
+
+
+def test_unequal_samples_need_padding():
+    with pytest.raises(RunError, match=r"data\.collate=pad"):
+        list(batched(collate=None).loader("train"))
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_samplers", raising=False)
     shutil.copy(OWN, tmp_path)
     (tmp_path / "conf" / "data").mkdir(parents=True)
-    monkeypatch.delitem(sys.modules, "own_samplers", raising=False)
+    (tmp_path / "conf" / "model").mkdir()
+    (tmp_path / "conf" / "model" / "tagger.yaml").write_text("# Own\n_target_: own_samplers.Tagger\n")
+    (tmp_path / "conf" / "data" / "words.yaml").write_text("""# Own: data=words
+defaults: [_loader, _self_]
+dataset: {_target_: own_samplers.Words}
+num_classes: 5
+batch_sampler: {_target_: exp.data.batch_samplers.TokenBatches, tokens: 60}
+collate: {_target_: exp.data.collate.Pad, masks: {mask: input}}
+inputs:
+  input: {shape: [null], dtype: int64}
+  mask: {shape: [null], dtype: bool}
+""")
     return tmp_path
 
 
@@ -219,27 +339,43 @@ def place(tmp_path, monkeypatch):
         ("{_target_: exp.data.samplers.WeightedSampler, weight: [1]}", "data.sampler.weight", "data.sampler.weights"),
         ("{_target_: exp.data.samplers.WeightedSampler, weights: [-1]}", "data.sampler.weights", "0 or more"),
         ("{_target_: torch.nn.Linear, in_features: 1}", "data.sampler._target_", "torch.utils.data.Sampler"),
-        ("{_target_: own_samplers.Beyond}", "data.sampler", "Beyond, which gives the sample 1258"),
         ("{_target_: exp.data.samplers.SubsetSampler, size: 1000000}", "data.sampler.size", "1 to 1258"),
     ],
 )
-def test_a_wrong_sampler_in_a_config(place, sampler, key, told):
+def test_the_check_refuses_wrong_samplers(place, sampler, key, told):
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose([f"data.sampler={sampler}"]))
     assert any(fault.key == key and told in str(fault) for fault in caught.value.faults), caught.value
 
 
-def test_a_run_with_a_sampler_goes_on_bit_for_bit_and_two_ranks_are_one(place, ranks):
-    words = (
-        *("data.sampler={_target_: own_samplers.Growing, stride: 3}", "hooks=[]", "metrics=[]"),
-        *("trainer.max_epochs=2", "data.batch_size=128", "optimizer=sgd", "precision=fp64", "test=false"),
-    )
+RUN = ("hooks=[]", "metrics=[]", "precision=fp64", "optimizer=sgd", "optimizer.lr=0.1", "trainer.max_epochs=2")
+SAMPLED = ("data.sampler={_target_: own_samplers.Growing, stride: 3}", "data.batch_size=128")
+TOKENS = ("data=words", "model=tagger", "objective.cross_entropy.loss.ignore_index=-100")
+
+
+@pytest.mark.parametrize(("words", "steps"), [(SAMPLED, 13), (TOKENS, 7)], ids=["sampler", "batch_sampler"])
+def test_ranks_and_resumed_runs_end_with_the_same_weights(place, ranks, words, steps):
+    words = (*words, *RUN)
     whole = ranks.train(*words)
-    killed = ranks.train(*words, "trainer.max_steps=13")
-    rest = ranks.train(*words, f"resume={killed.directory}/checkpoints/last.ckpt")
+    killed = ranks.train(*words, f"trainer.max_steps={steps}", "test=false")
+    rest = ranks.train(*words, f"resume={killed.directory}/checkpoints/last.ckpt", "test=false")
     two = ranks.train(*words, "strategy=ddp", "launch.devices=2", ranks=2)
     expected = whole.checkpoint()["state_dict"]
     for name, value in rest.checkpoint()["state_dict"].items():
         assert torch.equal(value, expected[name])
     for name, value in two.checkpoint()["state_dict"].items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11)
+    assert two.report["metrics"]["loss/test"] == pytest.approx(whole.report["metrics"]["loss/test"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trainer.accumulate_grad_batches=2", "samples of a smaller one would count for more"),
+        ("strategy=pipeline launch.devices=2", "a schedule is made for micro-batches of one size"),
+    ],
+)
+def test_features_with_equal_batches_refuse_batch_samplers(place, words, expected):
+    with pytest.raises(ConfigError) as caught:
+        exp.validate(exp.compose([*TOKENS, *RUN, *words.split()]))
+    assert any(fault.key == "data.batch_sampler" and expected in str(fault) for fault in caught.value.faults)

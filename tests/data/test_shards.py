@@ -1,4 +1,4 @@
-"""Files of records that are read as a stream: what a sample is, who reads it, and the fault of each wrong file."""
+"""Tests of files of records: samples, ranks, workers, resuming, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import tarfile
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,17 +16,17 @@ import exp
 from exp.check.plan import plan, refuse_other_data, resolve
 from exp.data.data import Data
 from exp.data.shards import Shards
-from exp.errors import ConfigError, RunError, is_installed
+from exp.errors import ConfigError, ExpError, RunError, is_installed
 
 EACH = (7, 5, 8, 3)
 SAMPLES = sum(EACH)
-NUMBERS = np.random.default_rng(0).normal(size=(SAMPLES, 3)).astype(np.float32)
+NUMBERS = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32)
 KINDS = ["csv", "jsonl", "npz", "tar", "parquet"]
-NO_PYARROW = "the extra `parquet` is not installed"
+NO_PYARROW = "pyarrow is not installed"
 
 
-def packed(file, members):
-    """A .tar of names and their bytes."""
+def write_tar(file, members):
+    """Write a .tar of (name, bytes) pairs."""
     with tarfile.open(file, "w") as archive:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -48,50 +47,37 @@ def png(pixels) -> bytes:
 
 
 def write(folder, kind, *, each=EACH):
-    """The numbers in one file after another, with the number of the sample by 3 as a class."""
+    """Write rows of NUMBERS into one file per entry of `each`. The class of a sample is its number modulo 3."""
     start = 0
     for number, count in enumerate(each):
-        rows, places = NUMBERS[start : start + count], range(start, start + count)
-        start += count
+        rows, classes = NUMBERS[start : start + count], [place % 3 for place in range(start, start + count)]
         file = folder / f"{number}.{kind}"
         if kind == "csv":
             with file.open("w", newline="") as text:
-                csv.writer(text).writerows(
-                    [
-                        ["u", "v", "w", "kind"],
-                        *([*map(repr, map(float, row)), place % 3] for row, place in zip(rows, places, strict=True)),
-                    ]
-                )
+                lines = ([*map(repr, map(float, row)), label] for row, label in zip(rows, classes, strict=True))
+                csv.writer(text).writerows([["u", "v", "w", "kind"], *lines])
         elif kind == "jsonl":
-            lines = (
-                json.dumps({"row": row.tolist(), "kind": place % 3}) for row, place in zip(rows, places, strict=True)
-            )
-            file.write_text("\n".join(lines))
+            lines = [json.dumps({"row": row.tolist(), "kind": label}) for row, label in zip(rows, classes, strict=True)]
+            file.write_text("\n \n".join(lines))
         elif kind == "npz":
-            np.savez(file, row=rows, kind=np.array(places) % 3)
+            np.savez(file, row=rows, kind=np.array(classes))
         elif kind == "tar":
-            members = [
-                one
-                for row, place in zip(rows, places, strict=True)
-                for one in ((f"a/{place:03}.row.npy", npy(row)), (f"a/{place:03}.cls", str(place % 3).encode()))
-            ]
-            packed(file, members)
+            members = []
+            for place, (row, label) in enumerate(zip(rows, classes, strict=True), start):
+                members += [(f"a/{place:03}.row.npy", npy(row)), (f"a/{place:03}.cls", str(label).encode())]
+            write_tar(file, members)
         else:
             pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
             from pyarrow import parquet
 
-            table = pyarrow.table({"row": [row.tolist() for row in rows], "kind": [place % 3 for place in places]})
+            table = pyarrow.table({"row": [row.tolist() for row in rows], "kind": classes})
             parquet.write_table(table, file, row_group_size=3)
-    return str(folder / f"*.{kind}")
-
-
-def shards(folder, kind, **settings) -> Shards:
-    target = "cls" if kind == "tar" else "kind"
-    return Shards(**{"files": {"train": str(folder / f"*.{kind}")}, "target": target, **settings})
+        start += count
 
 
 def data(folder, kind="npz", *, dataset=None, **settings) -> Data:
-    made = shards(folder, kind, **(dataset or {}))
+    files = {"train": str(folder / f"*.{kind}")}
+    made = Shards(**{"files": files, "target": "cls" if kind == "tar" else "kind", **(dataset or {})})
     return Data(**{"dataset": made, "batch_size": 4, "num_classes": 3, "seed": 5, "shuffle_buffer": 6, **settings})
 
 
@@ -103,36 +89,40 @@ def rows(batches) -> list[list[float]]:
     return [row for batch in batches for row in batch.data[0][: batch.size].tolist()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_samples_of_each_kind_of_file_are_its_numbers(tmp_path, kind):
-    write(tmp_path, kind)
-    made = data(tmp_path, kind, shuffle=False)
-    assert (made.spec.input_shape, made.spec.input_dtype, made.spec.num_classes) == ((3,), "float32", 3)
-    batches = list(made.loader("train"))
-    assert torch.equal(torch.cat([batch.data[0] for batch in batches]), torch.from_numpy(NUMBERS))
-    assert torch.cat([batch.data[1] for batch in batches]).tolist() == [place % 3 for place in range(SAMPLES)]
+CASES = [*((kind, False) for kind in KINDS), *((kind, True) for kind in ("csv", "jsonl", "tar"))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_and_workers_share_out_one_stream_and_a_resume_goes_on_in_it(tmp_path, kind):
-    write(tmp_path, kind)
-    made = data(tmp_path, kind)
+@pytest.mark.parametrize(("kind", "index"), CASES, ids=[f"{kind} index" if index else kind for kind, index in CASES])
+def test_ranks_workers_and_resumed_runs_share_one_order(tmp_path, kind, index):
+    # An index has an entry for every 256th record.
+    each = (300, 280) if index else EACH
+    write(tmp_path, kind, each=each)
+    wanted = NUMBERS[: sum(each)].tolist()
+    settings = {"dataset": {"index": index}, "batch_size": 64 if index else 4}
+    ordered = data(tmp_path, kind, shuffle=False, **settings)
+    assert (ordered.spec.input_shape, ordered.spec.input_dtype, ordered.spec.num_classes) == ((3,), "float32", 3)
+    batches = list(ordered.loader("train"))
+    assert rows(batches) == wanted
+    classes = torch.cat([batch.data[1] for batch in batches])
+    assert classes.tolist() == [place % 3 for place in range(sum(each))]
+
+    made = data(tmp_path, kind, **settings)
     loader = made.loader("train")
     epochs = [list(loader) for _ in range(2)]
     for batches in epochs:
-        assert sorted(rows(batches)) == sorted(NUMBERS.tolist())
+        assert sorted(rows(batches)) == sorted(wanted)
     assert rows(epochs[0]) != rows(epochs[1])
     ranks = [list(made.loader("train", rank=rank, world_size=3)) for rank in range(3)]
     for number, whole in enumerate(epochs[0]):
         parts = [batches[number].data[0][: batches[number].size] for batches in ranks]
         assert torch.equal(torch.cat(parts), whole.data[0])
-    resumed = data(tmp_path, kind, num_workers=2).loader("train")
-    for epoch, batch in [(0, 0), (1, 3), (0, 5)]:
+    resumed = data(tmp_path, kind, num_workers=2, **settings).loader("train")
+    for epoch, batch in [(1, 3), (0, 5)]:
         resumed.set_position(epoch, batch)
         assert plain(resumed) == plain(epochs[epoch][batch:])
 
 
-def test_files_come_in_another_order_in_each_epoch(tmp_path):
+def test_files_come_in_another_order_each_epoch(tmp_path):
     write(tmp_path, "npz")
     loader = data(tmp_path, shuffle_buffer=0, batch_size=1).loader("train")
     place = {tuple(row): number for number, row in enumerate(NUMBERS.tolist())}
@@ -145,62 +135,50 @@ def test_files_come_in_another_order_in_each_epoch(tmp_path):
     assert len(set(orders)) > 1
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "npz", "tar"])
-def test_a_sample_is_read_and_parsed_by_the_rank_that_has_it_alone(tmp_path, kind, monkeypatch):
-    write(tmp_path, kind)
-    made = data(tmp_path, kind, batch_size=4)
-    read = Counter()
-    file_class = type(made.part("train").files[0])
-    values = file_class.values
-
-    def counted(self, record, wanted):
-        read[record.file.file.name, record.number] += 1
-        return values(self, record, wanted)
-
-    monkeypatch.setattr(file_class, "values", counted)
-    for rank in range(2):
-        list(made.loader("train", rank=rank, world_size=2))
-    # The last batch of 3 is shared out as 2 and 1.
-    assert sorted(read.values()) == [1] * SAMPLES
-    read.clear()
-    resumed = made.loader("train")
-    resumed.set_position(0, 4)
-    list(resumed)
-    assert sum(read.values()) == SAMPLES - 4 * 4
-
-
-def test_arrays_of_a_file_are_read_only_where_a_sample_is_wanted(tmp_path, monkeypatch):
-    write(tmp_path, "npz")
-    made = data(tmp_path, shuffle=False, batch_size=1)
-    read = []
-    load = np.load
-    monkeypatch.setattr(np, "load", lambda raw, **options: read.append(raw.name[-5]) or load(raw, **options))
-    loader = made.loader("train")
-    loader.set_position(0, EACH[0] + EACH[1])
-    list(loader)
-    assert set(read) == {"2", "3"}
-
-
-def test_the_length_is_known_where_files_say_it_or_records_are_counted(tmp_path):
+def test_the_length_is_known_if_files_state_it(tmp_path):
     for kind in ("csv", "npz"):
         write(tmp_path, kind)
     assert len(data(tmp_path, "npz").loader("train")) == 6
     assert len(data(tmp_path, "csv", dataset={"count": True}).loader("train")) == 6
+    assert len(data(tmp_path, "csv", dataset={"index": True}, sampler="balanced").loader("train")) == 6
     with pytest.raises(TypeError, match="does not know its length"):
         len(data(tmp_path, "csv").loader("train"))
 
 
-def test_files_of_one_glob_are_divided_whole(tmp_path):
+def test_forked_workers_read_an_archive_independently(tmp_path):
+    # Values are larger than the buffer of a file, so that each value is a read.
+    members = []
+    for number in range(120):
+        members += [(f"{number:04}.row.npy", npy(np.full(5000, number, dtype=np.float32))), (f"{number:04}.cls", b"1")]
+    write_tar(tmp_path / "0.tar", members)
+    made = data(tmp_path, "tar", dataset={"index": True}, num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):
+        seen = torch.cat([batch.data[0] for batch in made.loader("train")])
+        assert (seen == seen[:, :1]).all()
+        assert sorted(seen[:, 0].int().tolist()) == list(range(120))
+
+
+def test_a_file_that_changed_since_it_was_indexed_is_named(tmp_path):
+    write(tmp_path, "csv")
+    made = data(tmp_path, "csv", dataset={"index": True})
+    for path in tmp_path.glob("*.csv"):
+        path.write_text(path.read_text()[:-3])
+    with pytest.raises(ExpError, match=r"\d.csv, which .* at sample 0: it has changed since it was indexed"):
+        list(made.loader("train"))
+    (tmp_path / "1.csv").write_text('u,v,w,kind\n1,2,3,0\n"2,3,4,1\n')
+    with pytest.raises(ConfigError, match=r"1.csv, which cannot be read at sample 1"):
+        data(tmp_path, "csv", dataset={"index": True})
+
+
+def test_files_of_one_glob_are_divided_into_splits(tmp_path):
     write(tmp_path, "npz")
     parts = {"train": 0.5, "val": 0.25, "test": 0.25}
     made = data(tmp_path, dataset={"files": str(tmp_path / "*.npz")}, parts=parts)
     held = {stage: [one.file.name for one in made.part(stage).files] for stage in made.stages}
     assert [len(names) for names in held.values()] == [2, 1, 1]
     assert sorted(name for names in held.values() for name in names) == ["0.npz", "1.npz", "2.npz", "3.npz"]
-    divided = [
-        shards(tmp_path, "npz", files=str(tmp_path / "*.npz"), parts_seed=seed).divide(parts) for seed in range(9)
-    ]
-    assert len({one["val"].files[0].file.name for one in divided}) > 1
+    made = [Shards(files=str(tmp_path / "*.npz"), target="kind", parts_seed=seed) for seed in range(9)]
+    assert len({one.divide(parts)["val"].files[0].file.name for one in made}) > 1
     for sizes, message in (
         ({"train": 0.9, "val": 0.1}, r"data.parts.val: 0.1 of 4 files, an empty part"),
         ({"train": 0.5, "val": 8}, r"data.parts.val: 8; expected a fraction: whole files"),
@@ -211,28 +189,18 @@ def test_files_of_one_glob_are_divided_whole(tmp_path):
         data(tmp_path, parts={"train": 0.5, "val": 0.5})
 
 
-def test_inputs_by_name_targets_of_several_columns_and_names_of_classes(tmp_path):
+def test_columns_become_named_inputs_and_targets(tmp_path):
     (tmp_path / "a.csv").write_text("id,age,size,colour,price,rent\n1,2,3,red,5.5,1\n4,5,6,blue,8,2\n")
-    numbers = Shards(
-        files={"train": str(tmp_path / "a.csv")},
-        inputs={"table": ["age", "size"], "id": "id"},
-        dtypes={"id": "int64"},
-        target=["price", "rent"],
-        task="regression",
-    )
+    files = {"train": str(tmp_path / "a.csv")}
+    inputs = {"table": ["age", "size"], "id": "id"}
+    numbers = Shards(files=files, inputs=inputs, dtypes={"id": "int64"}, target=["price", "rent"], task="regression")
     made = Data(dataset=numbers, batch_size=2)
-    assert {name: (one.shape, one.dtype) for name, one in made.spec.inputs.items()} == {
-        "table": ((2,), "float32"),
-        "id": ((1,), "int64"),
-    }
+    found = {name: (one.shape, one.dtype) for name, one in made.spec.inputs.items()}
+    assert found == {"table": ((2,), "float32"), "id": ((1,), "int64")}
     assert (made.spec.num_classes, made.spec.num_outputs) == (None, 2)
-    batch = made.first_samples("train", seconds=9)
-    assert {name: value.tolist() for name, value in batch.items()} == {
-        "table": [[2, 3], [5, 6]],
-        "id": [[1], [4]],
-        "target": [[5.5, 1], [8, 2]],
-    }
-    settings = {"files": {"train": str(tmp_path / "a.csv")}, "inputs": ["age", "size"], "target": "colour"}
+    batch = {name: value.tolist() for name, value in made.first_samples("train", seconds=9).items()}
+    assert batch == {"table": [[2, 3], [5, 6]], "id": [[1], [4]], "target": [[5.5, 1], [8, 2]]}
+    settings = {"files": files, "inputs": ["age", "size"], "target": "colour"}
     named = Data(dataset=Shards(**settings, classes=["blue", "red"]))
     assert named.spec.num_classes == 2
     assert named.first_samples("train", seconds=9)[1].tolist() == [1, 0]
@@ -250,14 +218,12 @@ def test_inputs_by_name_targets_of_several_columns_and_names_of_classes(tmp_path
             Data(dataset=Shards(**{**settings, **wrong}), num_classes=2).first_samples("train", seconds=9)
 
 
-def test_pictures_of_a_tar_beside_entries_of_its_json(tmp_path):
+def test_a_tar_holds_pictures_and_json(tmp_path):
     pixels = np.random.default_rng(1).integers(0, 255, (4, 6, 8, 3), dtype=np.uint8)
-    members = [
-        one
-        for number, picture in enumerate(pixels)
-        for one in ((f"{number}.PNG", png(picture)), (f"{number}.json", json.dumps({"label": number % 2}).encode()))
-    ]
-    packed(tmp_path / "a.tar", members)
+    members = []
+    for number, picture in enumerate(pixels):
+        members += [(f"{number}.PNG", png(picture)), (f"{number}.json", f'{{"label": {number % 2}}}'.encode())]
+    write_tar(tmp_path / "a.tar", members)
     settings = {"inputs": "png", "target": "json.label", "files": {"train": str(tmp_path / "a.tar")}}
     made = data(tmp_path, "tar", dataset={**settings}, num_classes=2, shuffle=False)
     pictures, targets = next(iter(made.loader("train"))).data
@@ -291,31 +257,22 @@ def put(name, content):
 
 
 def pack(*members):
-    return lambda folder: packed(folder / "1.tar", members)
+    return lambda folder: write_tar(folder / "1.tar", members)
 
 
 @pytest.mark.parametrize(
     ("kind", "spoil", "message"),
     [
-        (
-            "csv",
-            put("1.csv", "u,v,w,kind\n1,2,3,0\n1,2,3\n"),
-            r"at sample 1: 3 values in line 3 of .*1.csv, and 4 in its",
-        ),
+        ("csv", put("1.csv", "u,v,w,kind\n1,2,3,0\n1,2,3\n"), r"at sample 1: 3 values in line 3 of .*1.csv, and 4 in"),
         ("csv", put("1.csv", b"u,v,w,kind\n\xff,1,1,1\n"), r"1.csv \('utf-8' codec .*\); expected CSV in UTF-8"),
-        ("csv", put("1.csv", "u,v,kind\n1,2,0"), r"data.dataset.inputs: w; expected a column of .*1.csv"),
         ("csv", put("1.csv", "u,v,w,kind\n1,,3,0"), r"no value in v of line 2 of .*1.csv"),
         ("csv", put("1.csv", "u,v,w,kind\n1,nan,3,0"), r"no value in v of line 2 of .*1.csv"),
-        ("csv", put("1.csv", "u,v,w,kind\n1,2,-NaN,0"), r"no value in w of line 2 of .*1.csv"),
         ("csv", put("1.csv", ""), r"1.csv without a line; expected names of columns"),
         ("jsonl", put("1.jsonl", '{"row": [1, 2, 3], "kind": 0}\n{"row": [1,'), r"1.jsonl, .* at sample 1: line 2: "),
-        ("jsonl", put("1.jsonl", "[1]"), r"line 1 holds a list, and no mapping"),
         ("jsonl", put("1.jsonl", '{"row": [1, 2, 3]}'), r"kind, which line 1 of .*1.jsonl does not have"),
-        ("jsonl", put("1.jsonl", '{"row": "a b", "kind": 1}'), r"'a b' in row of line 1"),
-        ("jsonl", put("1.jsonl", '{"row": [[1], [2, 3]], "kind": 1}'), r"a list in row of"),
         ("npz", cut("1.npz", left=300), r"1.npz \(File is not a zip file\); expected a whole .npz"),
         ("npz", objects, r"1.npz \(row.npy holds objects, which may run code"),
-        ("npz", lambda folder: np.savez(folder / "1.npz", row=NUMBERS, kind=[1]), r"row has 23, kind has 1; expected"),
+        ("npz", lambda folder: np.savez(folder / "1.npz", row=NUMBERS, kind=[1]), r"row has 600, kind has 1; expected"),
         ("tar", cut("1.tar", left=2048), r"1.tar \(it has no end"),
         ("tar", link, r"1.tar, which cannot be read at sample 0: a.cls is a link or a device"),
         ("tar", pack(("1.row.pkl", b"x"), ("1.cls", b"1")), r"row.npy, which sample 0 of .*1.tar does not have"),
@@ -324,7 +281,7 @@ def pack(*members):
         ("tar", pack(("1.cls", b"1"), ("1.cls", b"1")), r"/1.cls is there twice"),
     ],
 )
-def test_faults_of_files_name_the_file_and_the_sample(tmp_path, kind, spoil, message):
+def test_errors_name_the_file_and_the_sample(tmp_path, kind, spoil, message):
     write(tmp_path, kind)
     spoil(tmp_path)
     inputs = ["u", "v", "w"] if kind == "csv" else None
@@ -332,22 +289,20 @@ def test_faults_of_files_name_the_file_and_the_sample(tmp_path, kind, spoil, mes
         list(data(tmp_path, kind, dataset={"inputs": inputs}).loader("train"))
 
 
-def test_a_tar_that_is_damaged_anywhere_is_never_read_as_a_shorter_one(tmp_path):
+def test_a_damaged_tar_is_never_read_as_a_shorter_one(tmp_path):
     write(tmp_path, "tar", each=(4,))
     whole = (tmp_path / "0.tar").read_bytes()
     used = 4 * 2 * 2 * 512
-    for length in range(0, used + 512, 512):
-        (tmp_path / "0.tar").write_bytes(whole[:length])
-        with pytest.raises((ConfigError, RunError), match=r"0.tar"):
-            list(data(tmp_path, "tar").loader("train"))
-    for header in range(0, used, 1024):
-        (tmp_path / "0.tar").write_bytes(whole[:header] + b"x" * 512 + whole[header + 512 :])
+    damaged = [whole[:length] for length in range(0, used + 512, 512)]
+    damaged += [whole[:header] + b"x" * 512 + whole[header + 512 :] for header in range(0, used, 1024)]
+    for content in damaged:
+        (tmp_path / "0.tar").write_bytes(content)
         with pytest.raises((ConfigError, RunError), match=r"0.tar"):
             list(data(tmp_path, "tar").loader("train"))
 
 
-@pytest.mark.parametrize(("rank", "workers"), [(0, 0), (1, 0), (1, 2)])
-def test_every_rank_and_worker_tells_the_same_damaged_file(tmp_path, rank, workers):
+@pytest.mark.parametrize(("rank", "workers"), [(1, 0), (1, 2)])
+def test_ranks_and_workers_name_the_damaged_file(tmp_path, rank, workers):
     write(tmp_path, "tar")
     damaged = bytearray((tmp_path / "2.tar").read_bytes())
     damaged[2048:2560] = b"x" * 512
@@ -365,15 +320,16 @@ def test_every_rank_and_worker_tells_the_same_damaged_file(tmp_path, rank, worke
         ({"files": ["0.npz", "0.csv"]}, r"0.csv and 0.npz; expected files of one kind"),
         ({"files": "a.tar.gz"}, r"a.tar.gz; expected a file that ends in .csv, .*Unpack what is compressed"),
         ({"files": {"train": None}}, r"data.dataset.files: no file of any part"),
+        ({"files": {"train": "0.npz"}, "index": True}, r"data.dataset.index: true, .*0.npz.*expected files .* in .csv"),
     ],
 )
-def test_faults_of_globs(tmp_path, monkeypatch, settings, message):
+def test_errors_of_globs(tmp_path, monkeypatch, settings, message):
     monkeypatch.chdir(tmp_path)
     for kind in ("csv", "npz"):
         write(tmp_path, kind)
     (tmp_path / "a.tar.gz").touch()
     with pytest.raises(ConfigError, match=message):
-        Shards(**settings, target="kind")
+        Data(dataset=Shards(**settings, target="kind"))
 
 
 WORDS = [
@@ -383,12 +339,11 @@ WORDS = [
 ]  # fmt: skip
 
 
-def test_two_ranks_and_a_run_that_goes_on_in_an_epoch_end_with_the_weights_of_one(tmp_path, monkeypatch, ranks):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_and_resumed_runs_of_a_stream_agree(tmp_path, ranks):
     write(tmp_path, "jsonl")
     words = [*WORDS, "precision=fp64", "model.constants.dropout=0.0"]
     whole = ranks.train(*words)
-    # An epoch has 5 batches, of which nobody knows before.
+    # The run does not know beforehand that an epoch has 5 batches.
     half = ranks.train(*words, "trainer.max_steps=7")
     resume = f"resume={half.directory}/checkpoints/last.ckpt"
     rest = ranks.train(*words, resume, "data.num_workers=1")
@@ -400,7 +355,7 @@ def test_two_ranks_and_a_run_that_goes_on_in_an_epoch_end_with_the_weights_of_on
         torch.testing.assert_close(two.checkpoint()["state_dict"][name], value, rtol=1e-9, atol=1e-11)
 
 
-def test_the_first_samples_are_looked_at_before_the_run(tmp_path, monkeypatch):
+def test_the_first_samples_are_checked_before_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "jsonl")
     (tmp_path / "3.jsonl").write_text('{"row": [1, 2, 3], "kind": 1}\n{"row": [1, 2, 3], "kind": 3}\n')
@@ -408,13 +363,13 @@ def test_the_first_samples_are_looked_at_before_the_run(tmp_path, monkeypatch):
         refuse_other_data(plan(resolve(exp.compose(WORDS))))
 
 
-@pytest.mark.skipif(is_installed("pyarrow"), reason="the extra `parquet` is installed")
-def test_parquet_files_without_pyarrow_name_the_extra(tmp_path):
+@pytest.mark.skipif(is_installed("pyarrow"), reason="pyarrow is installed")
+def test_parquet_without_pyarrow_names_the_extra(tmp_path):
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(
-        ConfigError, match=r"data.dataset.files: .*needs the package pyarrow.*'exp-framework\[parquet\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"dataset.files: .*the package pyarrow.*'exp-framework\[parquet\]'"):
         Shards(files=str(tmp_path / "a.parquet"), target="kind")
+    with pytest.raises(ConfigError, match=r"data=parquet needs the package pyarrow.*'exp-framework\[parquet\]'"):
+        exp.validate(exp.compose(["data=parquet", "data.dataset.path=a.parquet", "data.dataset.target=y"]))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path):

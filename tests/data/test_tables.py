@@ -1,27 +1,43 @@
-"""A table of numbers, words, dates and holes is encoded as scikit-learn's transformers do, by the training part."""
+"""Tests of tables: encoding against scikit-learn, splits, packed tables, memory, and the errors of CSV files."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import random
+import tracemalloc
 from datetime import datetime
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-import exp
 from exp.data.data import Data
 from exp.data.delimited import Csv
-from exp.data.tables import moments
+from exp.data.in_memory import Selection, Tensors
+from exp.data.tables import moments_of
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.datamodule import fitted_in
 from exp.errors import ConfigError
 
 HEAD = "age,colour,income,size,when,kind,price,rent"
+# The number of rows of a file that is longer than the pieces of 2**20 characters that it is read in.
+LONG = 20_000
+FLOWERS = """\
+id,colour,height,kind
+1,red,1.5,rose
+2,blue,2.5,iris
+
+3,red,"3.5",rose
+4,blue,4.5,tulip
+"""
 
 
 def lines(rows: int = 60, *, holes: float = 0.15, seed: int = 0) -> list[list[str]]:
@@ -45,15 +61,30 @@ def lines(rows: int = 60, *, holes: float = 0.15, seed: int = 0) -> list[list[st
     ]
 
 
-@pytest.fixture
-def homes(tmp_path):
-    path = tmp_path / "homes.csv"
-    path.write_text("\n".join([HEAD, *(",".join(row) for row in lines())]))
+def write(path, rows: list[list[str]]) -> str:
+    path.write_text("\n".join([HEAD, *(",".join(row) for row in rows)]))
     return str(path)
 
 
+@pytest.fixture
+def homes(tmp_path):
+    return write(tmp_path / "homes.csv", lines())
+
+
+@pytest.fixture
+def flowers(tmp_path):
+    path = tmp_path / "flowers.csv"
+    path.write_text(FLOWERS)
+    return str(path)
+
+
+def values(made: Csv) -> np.ndarray:
+    """Return the encoded inputs of a table, fitted to itself."""
+    return made.encoded(made.fit())["input"].numpy()
+
+
 def columns(rows: list[list[str]]) -> np.ndarray:
-    """As a data frame has them: numbers, dates as days, words; nan for what is not there."""
+    """Return the rows as a data frame holds them: numbers, dates as days, words, and nan for missing values."""
     epoch = datetime(1970, 1, 1)
     table = np.empty((len(rows), 5), dtype=object)
     for place, (age, colour, income, size, when, *_) in enumerate(rows):
@@ -64,62 +95,46 @@ def columns(rows: list[list[str]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("impute", ["mean", "median", "most_frequent"])
-def test_the_encoding_is_scikit_learns(homes, impute):
-    raw = Csv(
-        path=homes,
-        target="kind",
-        categorical=["colour", "size"],
-        dates=["when"],
-        ignore=["price", "rent"],
-        impute=impute,
-    )
+def test_the_encoding_equals_that_of_scikit_learn(homes, impute):
+    settings = {"categorical": ["colour", "size"], "dates": ["when"], "ignore": ["price", "rent"], "impute": impute}
+    raw = Csv(path=homes, target="kind", **settings)
     training, others = raw.select(torch.arange(40)), raw.select(torch.arange(40, 60))
     words = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
     if impute == "most_frequent":
         words = make_pipeline(SimpleImputer(strategy="most_frequent"), words)
-    theirs = ColumnTransformer(
-        [
-            ("numbers", make_pipeline(SimpleImputer(strategy=impute), StandardScaler()), [0, 1, 2]),
-            ("words", words, [3, 4]),
-        ]
-    )
+    numbers = make_pipeline(SimpleImputer(strategy=impute), StandardScaler())
+    theirs = ColumnTransformer([("numbers", numbers, [0, 1, 2]), ("words", words, [3, 4])])
     table = columns(lines())
     theirs.fit(table[:40])
     fitted = training.fit()
     for part, rows in ((training, table[:40]), (others, table[40:])):
-        np.testing.assert_allclose(
-            part.encoded(fitted)["input"].numpy(), theirs.transform(rows), rtol=1e-12, atol=1e-12
-        )
+        found = part.encoded(fitted)["input"].numpy()
+        np.testing.assert_allclose(found, theirs.transform(rows), rtol=1e-12, atol=1e-12)
         assert part.prepare(fitted).entries[0].dtype == torch.float32
 
 
-def test_words_by_number_are_an_input_of_their_own(homes):
+def test_words_by_number_are_a_separate_input(homes):
     settings = {"path": homes, "target": "kind", "categorical": ["colour", "size"], "impute": "mean"}
     raw = Csv(**settings, ignore=["when", "price", "rent"], encoding="index")
     entries = Data(train=raw.select(torch.arange(1, 20)), val=raw).part("val").entries
     assert list(entries) == ["input", "categories", "target"]
     assert entries["input"].shape == (60, 2)
     known = raw.select(torch.arange(1, 20)).fit()["table"]["words"]["colour"]
-    told = [row[1] if row[1] not in ("", "NA") else "" for row in lines()]
-    expected = [known.index(word) + 1 if word in known else 0 for word in told]
+    held = [row[1] if row[1] not in ("", "NA") else "" for row in lines()]
+    expected = [known.index(word) + 1 if word in known else 0 for word in held]
     assert entries["categories"][:, 0].tolist() == expected
-    assert 0 in expected, "violet was not in training"
+    assert 0 in expected, "violet was in training"
 
 
-def test_several_numbers_are_one_target_and_targets_by_name_are_entries(homes):
+def test_a_target_may_have_several_columns_or_a_name(homes):
     settings = {"path": homes, "categorical": ["colour", "size"], "dates": ["when"], "impute": "mean"}
     both = Data(dataset=Csv(**settings, target=["price", "rent"], task="regression", ignore=["kind"]))
     assert (both.spec.num_outputs, both.spec.num_classes) == (2, None)
     targets = both.part("train").entries[1]
     assert torch.allclose(targets.mean(0), torch.zeros(2), atol=1e-6)
     assert torch.allclose(targets.std(0, correction=0), torch.ones(2), atol=1e-5)
-    heads = Data(
-        dataset=Csv(
-            **settings,
-            target={"kind": "kind", "cost": ["price", "rent"]},
-            task={"kind": "classification", "cost": "regression"},
-        )
-    )
+    task = {"kind": "classification", "cost": "regression"}
+    heads = Data(dataset=Csv(**settings, target={"kind": "kind", "cost": ["price", "rent"]}, task=task))
     entries = heads.part("test").entries
     assert list(entries) == ["input", "kind", "cost"]
     assert (entries["kind"].dtype, entries["cost"].shape[1]) == (torch.int64, 2)
@@ -127,84 +142,199 @@ def test_several_numbers_are_one_target_and_targets_by_name_are_entries(homes):
     assert heads.fitted["table"]["classes"] == {"kind": ["flat", "house", "hut"]}
 
 
-def test_dates_in_a_form_of_their_own_and_a_column_that_hardly_changes(tmp_path):
-    path = tmp_path / "days.csv"
-    path.write_text("when,same,y\n31.01.2024,0.1,1\n2.2.2024,0.1,2\n3.2.2024,0.1,3\n")
-    raw = Csv(path=str(path), target="y", dates={"when": "%d.%m.%Y"}, standardise=False)
-    assert raw.encoded(raw.fit())["input"][:, 0].tolist() == [19753.0, 19755.0, 19756.0]
-    # Of ten times 0.1 the mean is not 0.1; what rounding leaves is no spread.
-    mean, deviation = moments(np.full((10, 1), 0.1))
-    assert ((np.full((10, 1), 0.1) - mean.numpy()) / deviation.numpy()).max() < 1e-15
+def test_a_classification_and_a_regression(flowers):
+    made = Csv(path=flowers, target="kind", categorical=["colour"], ignore=["id"], standardise=False)
+    assert made.fit()["table"]["words"] == {"colour": ["blue", "red"]}
+    assert made.classes == {"target": ("iris", "rose", "tulip")}
+    features, targets = made.prepare(made.fit()).entries
+    assert features.tolist() == [[1.5, 0, 1], [2.5, 1, 0], [3.5, 0, 1], [4.5, 1, 0]]
+    assert targets.tolist() == [1, 0, 1, 2]
+    spec = Data(dataset=made, parts={"train": 2, "val": 2}).spec
+    assert (spec.input_shape, spec.num_classes, spec.num_outputs) == ((3,), 3, 3)
+    settings = {"path": flowers, "target": "height", "task": "regression", "ignore": ["colour", "kind"]}
+    data = Data(train=Csv(**settings, standardise=False))
+    assert data.part("train").entries[1].tolist() == [[1.5], [2.5], [3.5], [4.5]]
+    assert (data.spec.num_classes, data.spec.num_outputs) == (None, 1)
+    standardised = Data(train=Csv(**settings)).part("train").entries[1]
+    assert standardised.flatten().tolist() == pytest.approx([-1.341641, -0.447214, 0.447214, 1.341641])
+
+
+def test_numeric_labels_are_sorted_as_numbers(tmp_path):
+    (tmp_path / "plain.txt").write_text("10;0.5\n9;1.5\n10;2.5\n")
+    made = Csv(path=str(tmp_path / "plain.txt"), target=0, delimiter=";", header=False)
+    assert made.classes == {"target": ("9", "10")}
+    assert made.prepare(made.fit()).entries[1].tolist() == [1, 0, 1]
+    assert made.columns == ("1",)
+
+
+def test_dates_may_have_a_format(tmp_path):
+    (tmp_path / "days.csv").write_text("when,same,y\n31.01.2024,0.1,1\n2.2.2024,0.1,2\n3.2.2024,0.1,3\n")
+    raw = Csv(path=str(tmp_path / "days.csv"), target="y", dates={"when": "%d.%m.%Y"}, standardise=False)
+    assert values(raw)[:, 0].tolist() == [19753.0, 19755.0, 19756.0]
+
+
+def test_moments_of_pieces_equal_those_of_all_rows():
+    rows = 1e6 + np.random.default_rng(0).normal(size=(50, 3))
+    mean, deviation = moments_of([rows[:7], rows[7:20], rows[20:]])
+    np.testing.assert_allclose(mean.numpy(), rows.mean(0), rtol=1e-14)
+    np.testing.assert_allclose(deviation.numpy(), rows.std(0), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("encoding", "impute"), [("one_hot", "mean"), ("index", "median")])
+def test_a_packed_table_gives_the_same_batches(tmp_path, encoding, impute):
+    path = write(tmp_path / "long.csv", lines(LONG))
+    settings = {"categorical": ["colour", "size"], "dates": ["when"], "impute": impute, "encoding": encoding}
+    settings |= {"target": {"kind": "kind", "cost": ["price", "rent"]}}
+    settings |= {"task": {"kind": "classification", "cost": "regression"}}
+    whole, packed = (Data(dataset=Csv(path=path, **settings, packed=one), batch_size=4000) for one in (False, True))
+    assert isinstance(whole.part("train"), Tensors)
+    assert isinstance(packed.part("train"), Selection)
+    assert whole.spec == packed.spec
+    for stage in ("train", "val", "test"):
+        for one, other in zip(whole.loader(stage), packed.loader(stage), strict=True):
+            assert one.data.keys() == other.data.keys()
+            for name, wanted in one.data.items():
+                torch.testing.assert_close(other.data[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_is_read_in_less_memory_than_its_size(tmp_path):
+    path = tmp_path / "long.csv"
+    row = "0.12345678,1.2345678,12.345678,123.45678,1234.5678,red,0.87654321\n"
+    path.write_text("a,b,c,d,e,colour,target\n" + row * 100_000)
+    tracemalloc.start()
+    made = Csv(path=str(path), target="target", task="regression", categorical=["colour"], packed=True)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(made) == 100_000
+    # Six numbers and a word of 4 bytes each. While the file is read, one piece of its text is in memory, too.
+    assert held < 1.2 * 100_000 * 7 * 4
+    assert peak < path.stat().st_size + 8 * 2**20
+
+
+def test_packing_refuses_numbers_that_it_would_lose(tmp_path):
+    path = tmp_path / "far.csv"
+    # The first piece of 2**20 characters holds no number but 0.5.
+    near = [f"{0.5:.1000f}"] * 1_060 + [1e9 + 0.01 * number for number in range(10_000)]
+    cases = [("beyond float32 in column far, line 2", ["1e39", *range(50)]), ("far, whose numbers are nearer", near)]
+    for message, numbers in cases:
+        path.write_text("far,target\n" + "".join(f"{number},1\n" for number in numbers))
+        with pytest.raises(ConfigError, match=rf"(?s){message} .*data.dataset.packed=false"):
+            Csv(path=str(path), target="target", task="regression", packed=True)
+
+
+numbers = st.floats(-1e100, 1e100)
+words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map(str.strip).filter(bool)
+
+
+@given(rows=st.lists(st.tuples(numbers, words, numbers), min_size=1, max_size=8))
+def test_a_table_is_read_as_pythons_csv_module_wrote_it(tmp_path, rows):
+    text = io.StringIO()
+    csv.writer(text).writerows([("x", "word", "y"), *rows])
+    path = tmp_path / "table.csv"
+    path.write_text(text.getvalue(), encoding="utf-8", newline="")
+    settings = {"path": str(path), "categorical": ["word"], "standardise": False, "missing_values": []}
+    made = Csv(**settings, target="y", task="regression")
+    known = sorted({word for _, word, _ in rows})
+    assert made.fit()["table"]["words"] == {"word": known}
+    expected = [[x, *(float(word == one) for one in known)] for x, word, _ in rows]
+    np.testing.assert_array_equal(values(made), expected)
+
+
+@given(content=st.binary(max_size=60))
+def test_any_bytes_are_a_table_or_an_error(tmp_path, content):
+    path = tmp_path / "table.csv"
+    path.write_bytes(content)
+    with contextlib.suppress(ConfigError):
+        assert len(Csv(path=str(path), target="0", header=False)) > 0
+
+
+ABC = "a,b,c\n"
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "message"),
+    ("text", "settings", "message"),
     [
-        ("1,red,x", {}, r"'red' in line 2 of .*column b; expected a number. Put it in data.dataset.categorical"),
-        ("1,2,x\n?,3,y", {}, r"'\?' in line 3 of .*data.dataset.missing_values"),
-        ("1,2,x\n,3,y\n,3,y", {}, r"no value there and in 1 more rows, in line 3 of .*column a"),
-        (",2,x\n,3,y", {"impute": "mean"}, r"the column a, without a single number in the training part"),
-        ("1,yesterday,x", {"dates": ["b"]}, r"'yesterday' in line 2 of .*column b; expected a date in ISO 8601"),
-        ("1,2,x", {"dates": {"b": "%Y"}}, r"expected a date like %Y. data.dataset.dates"),
-        ("1,2,x", {"target": ["a", "b"]}, r"2 columns in a classification; expected one column.*task=regression"),
-        ("1,2,x", {"target": []}, r"data.dataset.target: no column"),
-        ("1,2,x", {"target": {"k": "c", "p": "a"}, "task": {"k": "classification"}}, r"a task for each target, k, p"),
+        (FLOWERS, {"target": "knd"}, r"data.dataset.target: knd; expected a column of .*Did you mean kind\?"),
+        (FLOWERS, {"target": "kind", "ignore": ["idd"]}, r"data.dataset.ignore: idd; .*mean id\?"),
+        (FLOWERS, {"target": "kind", "ignore": ["id", "colour", "height"]}, r"ignore: every column but the target"),
+        (ABC + "1,red,x\n", {}, r"'red' in line 2 of .*column b; .* Put it in data.dataset.categorical"),
+        (ABC + "1,2,x\n?,3,y\n", {}, r"'\?' in line 3 of .*data.dataset.missing_values"),
+        (ABC + "1,2,x\n-inf,1,y\n", {}, r"-inf in line 3 of"),
+        (ABC + "1,1,x\n,1,y\n", {}, r"no value in line 3 of .*column a; .*data.dataset.impute=mean"),
+        (ABC + "1,2,x\n,3,y\n,3,y\n", {}, r"no value there and in 1 more rows, in line 3 of .*column a"),
+        (ABC + ",2,x\n,3,y\n", {"impute": "mean"}, r"the column a, without a single number in the training part"),
+        (ABC + '"x\ny",2,x\n1,inf,y\n', {"categorical": ["a"]}, r"inf in line 4 of"),
+        (ABC + "1,1,x\n2\n", {}, r"1 values in line 3 of .*; expected 3, as in its first line"),
+        (ABC + "1,yesterday,x\n", {"dates": ["b"]}, r"'yesterday' in line 2 of .*column b; .* date in ISO 8601"),
+        (ABC + "1,2,x\n", {"target": ["a", "b"]}, r"2 columns in a classification; .*task=regression"),
+        (ABC + "1,2,x\n", {"target": []}, r"data.dataset.target: no column"),
+        (ABC + "1,2,x\n", {"target": {"k": "c", "p": "a"}, "task": {"k": "classification"}}, r"a task for each"),
+        ("a,a,c\n1,2,x\n", {}, r"with a twice"),
+        (ABC, {}, r"without a row"),
+        (ABC + '1,"1,x\n', {}, r"near line 2.*expected CSV in UTF-8"),
+        (ABC + "".join(f"1,1,{i}.5\n" for i in range(30)), {}, r"classification of 30 labels.*data=csv_regression"),
     ],
-)
-def test_faults_of_columns(tmp_path, row, settings, message):
-    path = tmp_path / "table.csv"
-    path.write_text(f"a,b,c\n{row}\n")
+)  # fmt: skip
+def test_errors_name_the_line_and_the_column(tmp_path, text, settings, message):
+    (tmp_path / "table.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        Data(train=Csv(**{"path": str(path), "target": "c", **settings}))
+        Data(train=Csv(**{"path": str(tmp_path / "table.csv"), "target": "c", **settings}))
 
 
-def test_all_columns_that_cannot_be_read_are_told_at_once(tmp_path):
-    path = tmp_path / "table.csv"
-    path.write_text("a,b,c\nx,,1\n")
-    with pytest.raises(ConfigError) as caught:
-        Csv(path=str(path), target="c")
-    assert len(caught.value.faults) == 2
+def test_one_error_of_each_column_is_reported(tmp_path):
+    table = lines(LONG, holes=0)
+    table[15_000][4] = "soon"
+    table[16_000][0] = "inf"
+    table[17_000][0] = "many"
+    path = write(tmp_path / "long.csv", table)
+    with pytest.raises(ConfigError) as error:
+        Csv(path=path, target="kind", dates=["when"], categorical=["colour", "size"])
+    message = str(error.value)
+    assert "'soon' in line 15002 of" in message
+    assert "column when; expected a date in ISO 8601" in message
+    assert "inf in line 16002 of" in message
+    assert "column age; expected a finite number" in message
+    assert "line 17002" not in message
 
 
-def test_a_class_that_training_has_not_is_named(tmp_path):
+def test_a_file_is_searched_in_the_data_directory(flowers, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    assert len(Csv(path="flowers.csv", directory=str(tmp_path), target="kind", ignore=["colour"])) == 4
+    with pytest.raises(ConfigError, match=r"path: no file at /flower.csv nor at .*Did you mean flowers.csv"):
+        Csv(path="flower.csv", directory=str(tmp_path), target="kind")
+
+
+def test_a_class_unknown_to_training_is_named(tmp_path):
     for name, label in (("train", "x"), ("val", "z")):
         (tmp_path / f"{name}.csv").write_text(f"a,c\n1,x\n2,{label}\n")
     train, val = (Csv(path=str(tmp_path / f"{name}.csv"), target="c") for name in ("train", "val"))
-    with pytest.raises(
-        ConfigError, match=r"the class z of target in row 1, which training does not know; .*classes, x"
-    ):
+    with pytest.raises(ConfigError, match=r"class z of target in row 1, which training does not know; .*classes, x"):
         Data(train=train, val=val)
     assert Data(train=val, val=train).part("val").entries[1].tolist() == [0, 0]
 
 
-def test_a_checkpoint_keeps_what_training_told_and_a_later_run_takes_it(ranks, homes, tmp_path):
+def test_a_later_run_uses_the_statistics_of_the_checkpoint(ranks, homes, tmp_path):
     words = ["data=csv", f"data.dataset.path={homes}", "data.dataset.target=kind", "data.dataset.impute=mean",
              "data.dataset.categorical=[colour,size]", "data.dataset.ignore=[when,price,rent]", "model=mlp",
              "callbacks=[]", "hooks=[]", "trainer.max_epochs=1"]  # fmt: skip
     trained = ranks.train(*words, "test=false")
     path = trained.directory / "checkpoints" / "last.ckpt"
-    told = fitted_in(path)["table"]
-    assert told["numbers"] == ["age", "income"]
-    assert told["classes"] == {"target": ["flat", "house", "hut"]}
+    fitted = fitted_in(path)["table"]
+    assert fitted["numbers"] == ["age", "income"]
+    assert fitted["classes"] == {"target": ["flat", "house", "hut"]}
     assert "RunData" in read_checkpoint(path)
-    # The file has changed since: other figures, and a word more.
-    changed = [[*row[:2], "7e5", "xxl", *row[4:]] for row in lines(seed=3)]
-    (tmp_path / "homes.csv").write_text("\n".join([HEAD, *(",".join(row) for row in changed)]))
+    # The file has changed since: it has other numbers and an unknown word.
+    write(tmp_path / "homes.csv", [[*row[:2], "7e5", "xxl", *row[4:]] for row in lines(seed=3)])
     again = ranks.train(*words, "train=false", "test=true", f"resume={path}")
     assert again.report["status"] == "completed"
-    raw = Csv(
-        path=homes,
-        target="kind",
-        categorical=["colour", "size"],
-        impute="mean",
-        ignore=["when", "price", "rent"],
-    )
-    assert Data(dataset=raw, earlier=lambda: fitted_in(path)).fitted["table"]["means"].equal(told["means"])
-    assert not Data(dataset=raw).fitted["table"]["means"].equal(told["means"])
+    settings = {"categorical": ["colour", "size"], "impute": "mean", "ignore": ["when", "price", "rent"]}
+    raw = Csv(path=homes, target="kind", **settings)
+    assert Data(dataset=raw, earlier=lambda: fitted_in(path)).fitted["table"]["means"].equal(fitted["means"])
+    assert not Data(dataset=raw).fitted["table"]["means"].equal(fitted["means"])
 
 
 def test_a_parquet_file_is_the_same_table(homes, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
     from exp.data.parquet import Parquet
@@ -227,9 +357,3 @@ def test_a_parquet_file_is_the_same_table(homes, tmp_path):
         Parquet(path=path, target="kind", categorical=["colour", "size"])
     with pytest.raises(ConfigError, match=r"homes.csv \(.*\); expected a Parquet file"):
         Parquet(path=homes, target="kind")
-
-
-def test_an_extra_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr("exp.data.faults.is_installed", lambda package: False)
-    with pytest.raises(ConfigError, match=r"data=parquet needs the package pyarrow.*'exp-framework\[parquet\]'"):
-        exp.validate(exp.compose(["data=parquet", "data.dataset.path=a.parquet", "data.dataset.target=y"]))

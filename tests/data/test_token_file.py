@@ -1,14 +1,17 @@
-"""A file of tokens, mapped: its blocks, its parts, a file that is larger than memory, and its faults."""
+"""Tests of memory-mapped files of tokens, and of texts that a tokenizer divides into tokens."""
 
+import io
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
+import exp
 from exp.data.data import Data
 from exp.data.faults import SampleError
 from exp.data.token_file import TokenFile
+from exp.data.tokens import Tokens
 from exp.errors import ConfigError
 
 PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}
@@ -16,7 +19,7 @@ PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}
 
 @pytest.fixture
 def tokens(tmp_path):
-    """Each its own place, so that a block says where it is from."""
+    """Tokens that are their positions."""
     numbers = np.arange(1000, dtype=np.uint16)
     numbers.tofile(tmp_path / "tokens.bin")
     np.save(tmp_path / "tokens.npy", numbers.astype(np.int32))
@@ -29,7 +32,7 @@ def made(folder, name="tokens.bin", **choices):
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.npy"])
-def test_a_target_is_the_next_token_and_every_epoch_cuts_all_of_the_part_elsewhere(tokens, name):
+def test_targets_are_the_next_tokens(tokens, name):
     data = made(tokens, name)
     assert (data.spec.num_classes, data.spec.input_shape, data.spec.input_dtype) == (1000, (16,), "int64")
     loader = data.loader("train")
@@ -38,7 +41,7 @@ def test_a_target_is_the_next_token_and_every_epoch_cuts_all_of_the_part_elsewhe
         batches = list(loader)
         inputs, targets = (torch.cat([batch.data[place] for batch in batches]) for place in (0, 1))
         assert inputs.dtype == targets.dtype == torch.int64
-        # Behind the last token of the part comes its first.
+        # The first token follows the last.
         assert torch.equal(targets, (inputs + 1) % 800)
         assert len(inputs) == 799 // 16
         assert len(inputs.unique()) == inputs.numel()
@@ -46,7 +49,7 @@ def test_a_target_is_the_next_token_and_every_epoch_cuts_all_of_the_part_elsewhe
     assert len(set(firsts)) > 1
 
 
-def test_parts_are_contiguous_and_in_the_order_of_the_file(tokens):
+def test_splits_are_contiguous(tokens):
     data = made(tokens)
     for stage, start, count in (("val", 800, 6), ("test", 900, 6)):
         inputs = torch.cat([batch.data[0] for batch in data.loader(stage)])
@@ -55,14 +58,8 @@ def test_parts_are_contiguous_and_in_the_order_of_the_file(tokens):
     assert [len(counted.part(stage)) for stage in counted.stages] == [10, 3, 1]
 
 
-def test_workers_started_anew_map_the_file_themselves(tokens):
-    settings = {"num_workers": 1, "multiprocessing_context": "spawn", "transforms": [torch.neg]}
-    batches = list(made(tokens, **settings).loader("val"))
-    assert torch.cat([batch.data[0] for batch in batches]).flatten().tolist() == [-n for n in range(800, 896)]
-
-
-def test_a_file_larger_than_memory_is_opened_and_resumed_without_reading_it(tmp_path):
-    size = 2**38  # of which the file system keeps nothing
+def test_a_large_file_is_not_read_into_memory(tmp_path):
+    size = 2**38  # a sparse file
     with (tmp_path / "tokens.bin").open("wb") as file:
         file.truncate(size)
         file.seek(size // 2)
@@ -81,6 +78,15 @@ def test_a_file_larger_than_memory_is_opened_and_resumed_without_reading_it(tmp_
     assert peak < 2**25
 
 
+def array(made) -> bytes:
+    raw = io.BytesIO()
+    np.save(raw, made)
+    return raw.getvalue()
+
+
+NPY = {"path": "tokens.npy"}
+
+
 @pytest.mark.parametrize(
     ("content", "choices", "message"),
     [
@@ -89,23 +95,71 @@ def test_a_file_larger_than_memory_is_opened_and_resumed_without_reading_it(tmp_
         (bytes(80), {"vocabulary_size": None}, r"data.dataset.vocabulary_size: null, without a tokenizer"),
         (b"\x93NUMPY" + bytes(80), {"path": "tokens.pt"}, r"tokens.pt; expected a .npy, or a .bin of numbers"),
         (bytes(80), {"block_size": 40}, r"data.dataset.block_size: 40, and a part of 40 tokens; expected 39 at most"),
+        (array(np.zeros((4, 4), dtype=np.int64)), NPY, r"tokens.npy of shape .*; expected whole numbers in a row"),
+        (array(np.zeros(40)), NPY, r"tokens.npy of shape .*; expected whole numbers in a row"),
+        (array(np.zeros(40, dtype=">u2")), NPY, r"tokens.npy of shape .*; expected whole numbers in a row"),
     ],
 )
-def test_faults_of_a_file(tmp_path, content, choices, message):
+def test_errors_of_files(tmp_path, content, choices, message):
     settings = {"path": "tokens.bin", "vocabulary_size": 5, "block_size": 4, **choices}
     (tmp_path / settings["path"]).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         Data(dataset=TokenFile(directory=str(tmp_path), **settings), parts={"train": 1.0})
 
 
-@pytest.mark.parametrize("array", [np.zeros((4, 4), dtype=np.int64), np.zeros(40), np.zeros(40, dtype=">u2")])
-def test_an_array_of_something_else_is_refused(tmp_path, array):
-    np.save(tmp_path / "tokens.npy", array)
-    with pytest.raises(ConfigError, match=r"tokens.npy of shape .*; expected whole numbers in a row"):
-        TokenFile(path="tokens.npy", directory=str(tmp_path), vocabulary_size=5)
-
-
-def test_a_token_outside_the_vocabulary_is_refused_where_it_is_read(tokens):
+def test_tokens_outside_the_vocabulary_are_refused(tokens):
     small = TokenFile(path="tokens.bin", directory=str(tokens), vocabulary_size=700, block_size=16)
     with pytest.raises(SampleError, match=r"700; expected 701 or more"):
         list(Data(dataset=small, parts=PARTS, batch_size=8).loader("train"))
+
+
+TEXT = "".join(f"the cat sat on mat {number},\n and  the dog\u00e9 too\n\n" for number in range(300))
+
+
+@pytest.fixture
+def story(tmp_path):
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    path = tmp_path / "story.txt"
+    path.write_text(TEXT + "zzz \u4e2d\u6587 " * 400, encoding="utf-8")
+    return str(path)
+
+
+def test_the_tokenizer_is_fitted_to_the_training_split(story):
+    data = Data(dataset=Tokens(files=story, vocabulary_size=300, block_size=8), parts=PARTS, batch_size=4)
+    val = data.part("val")
+    whole = TEXT + "zzz \u4e2d\u6587 " * 400
+    assert val.vocabulary.decode(val.tokens) == whole[round(0.8 * len(whole)) : round(0.9 * len(whole))]
+    assert data.spec.num_classes == data.spec.num_outputs == len(val.vocabulary) == 300
+    inputs, targets = next(iter(data.loader("train"))).data
+    assert (inputs.dtype, inputs.shape) == (torch.int64, (4, 8))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    # Each byte of an unknown word is a token.
+    train = data.part("train")
+    assert len(train.tokens) < 0.6 * round(0.8 * len(whole))
+    assert len(data.part("test").tokens) > len("zzz \u4e2d\u6587 " * 400) * 0.8
+    again = Data(dataset=Tokens(files=story, vocabulary_size=300, block_size=8), parts=PARTS)
+    assert again.fitted == data.fitted
+
+
+def test_a_tokenizer_is_read_from_a_file(story, tmp_path):
+    made = Tokens(files=story, vocabulary_size=270).fit()["tokenizer"]
+    (tmp_path / "tokenizer.json").write_text(made)
+    data = Data(dataset=Tokens(files=story, tokenizer=str(tmp_path / "tokenizer.json")), parts=PARTS)
+    assert data.spec.num_classes == 270
+    words = ["data=tokens", f"data.dataset.files={story}", f"data.dataset.tokenizer={tmp_path}/tokenizer.json"]
+    exp.validate(exp.compose(words))
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "message"),
+    [
+        ({"block_size": 4000}, PARTS, r"data.dataset.block_size: 4000, and a part of \d+ tokens; expected \d+ at most"),
+        ({}, {"train": 0.8, "val": 20}, r"data.parts.val: 20; expected a fraction: how many blocks there are"),
+        ({"tokenizer": "story.txt"}, PARTS, r"data.dataset.tokenizer: story.txt \(.*\); expected a tokenizer.json"),
+        ({"tokenizer": "stry.txt"}, PARTS, r"no file at .*stry.txt.*Did you mean story.txt"),
+    ],
+)
+def test_errors_of_tokens(story, tmp_path, monkeypatch, settings, parts, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        Data(dataset=Tokens(**{"files": story, "vocabulary_size": 300, **settings}), parts=parts)

@@ -10,7 +10,7 @@ CLASSES = 5
 
 
 def rows(count: int) -> dict[str, Tensor]:
-    """What the data set gives, all of it, in float64."""
+    """Return all samples in float64."""
     draw = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:

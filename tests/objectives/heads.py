@@ -12,7 +12,7 @@ DIGITS, KINDS = 10, 3
 
 
 def rows(count: int) -> dict[str, Tensor]:
-    """What the data set gives, all of it: x `[N, 6]`, digit, kind and side `[N]` int64, age `[N]` float64."""
+    """Return all samples: x `[N, 6]`, digit, kind and side `[N]` int64, age `[N]` float64."""
     draw = torch.Generator().manual_seed(7)
     x = torch.randn(count, 6, generator=draw, dtype=torch.float64)
     return {

@@ -1,4 +1,4 @@
-"""Penalties through the real training step, scaler and ranks, against a float64 computation by hand."""
+"""Tests of penalties in training, with mixed precision and ranks, against float64."""
 
 from __future__ import annotations
 
@@ -15,24 +15,17 @@ from exp.construct import build_data, build_network
 
 pytestmark = pytest.mark.numeric
 
-QUIET = [
-    "metrics=[]",
-    "hooks=[]",
-    "logger=[]",
-    "test=false",
-    "trainer.limit_val_batches=0",
-    "checkpoint.save_best=false",
-]
-PLAIN_SGD = ["optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "monitor=loss/train"]
-# A step of plain SGD with rate 1 is the gradient.
+QUIET = ["metrics=[]", "hooks=[]", "logger=[]", "test=false", "trainer.limit_val_batches=0"]
+QUIET += ["checkpoint.save_best=false", "monitor=loss/train"]
+PLAIN_SGD = ["optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0"]
+# A step of plain SGD with the learning rate 1 is the gradient.
 ONE_STEP = [*QUIET, *PLAIN_SGD, "optimizer.lr=1.0", "trainer.max_steps=1"]
 EXACT = {"r1": [], "jacobian": ["objective.jacobian.projections=null"]}
 
 
 def by_hand(command: list[str], term: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The penalty on the first batch in float64, its gradient by parameter, and the parameters."""
-    config = exp.compose(command)
-    plain = resolve(config).plain
+    """Return the penalty of the first batch in float64, its gradient by parameter, and the parameters."""
+    plain = resolve(exp.compose(command)).plain
     data = build_data(plain)
     network = build_network(plain, data.spec).double()
     x = next(iter(data.loader("train"))).data[0].double().requires_grad_()
@@ -51,18 +44,13 @@ def by_hand(command: list[str], term: str) -> tuple[float, dict[str, Tensor], di
     ("model", "term", "word", "precision"),
     [
         ("sequential", "r1", "fp32", "step"),
-        ("sequential", "r1", "fp16", "step"),
-        ("sequential", "r1", "bf16", "step"),
         ("sequential", "jacobian", "fp16", "step"),
-        ("sequential", "jacobian", "bf16", "step"),
-        ("transformer", "r1", "fp16", "step"),
         ("transformer", "r1", "bf16", "step"),
-        ("lenet", "r1", "fp16", "step"),
-        ("lenet", "r1", "bf16", "full"),
-        ("rnn", "jacobian", "fp16", "full"),
+        pytest.param("rnn", "jacobian", "fp16", "full", marks=pytest.mark.slow),
+        pytest.param("lenet", "r1", "bf16", "full", marks=pytest.mark.slow),
     ],
 )
-def test_a_penalty_and_its_gradients_are_those_of_float64(
+def test_penalties_and_gradients_equal_those_of_float64(
     ranks: Any, model: str, term: str, word: str, precision: str
 ) -> None:
     command = [f"model={model}", f"objective=[{term}]", f"objective.{term}.weight=1.0", *EXACT[term], *ONE_STEP]
@@ -81,17 +69,11 @@ def norm(tensors: dict[str, Tensor]) -> float:
     return torch.stack([tensor.norm() for tensor in tensors.values()]).norm().item()
 
 
-@pytest.mark.parametrize(("word", "most"), [("fp32", 1e-5), ("fp16", 5e-3)])
-def test_two_ranks_are_one_process_with_short_batches_too(ranks: Any, word: str, most: float) -> None:
-    # 60 samples in batches of 25: the last one has 10, and with 3 ranks they hold 9, 8, 8 and 4, 3, 3.
-    command = [
-        "objective=[cross_entropy,r1,jacobian]",
-        "objective.r1.weight=0.5",
-        *EXACT["jacobian"],
-        *QUIET,
-        *PLAIN_SGD,
-    ]
-    command += ["data.batch_size=25", "data.parts.train=60", "trainer.max_epochs=3", f"precision={word}"]
+@pytest.mark.parametrize(("word", "most"), [("fp32", 1e-5), pytest.param("fp16", 5e-3, marks=pytest.mark.slow)])
+def test_penalties_of_ranks_equal_those_of_one_process(ranks: Any, word: str, most: float) -> None:
+    # 60 samples in batches of 25: three ranks have 9, 8 and 8 samples, and 4, 3 and 3 of the last batch.
+    command = ["objective=[cross_entropy,r1,jacobian]", "objective.r1.weight=0.5", *EXACT["jacobian"], *QUIET]
+    command += [*PLAIN_SGD, "data.batch_size=25", "data.parts.train=60", "trainer.max_epochs=3", f"precision={word}"]
     command += ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.5", "optimizer.lr=0.05"]
     alone = ranks.train(*command)
     shared = ranks.train(*command, "strategy=ddp", "launch.devices=3", "launch.accelerator=cpu", ranks=3)
@@ -102,7 +84,7 @@ def test_two_ranks_are_one_process_with_short_batches_too(ranks: Any, word: str,
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=most)
 
 
-def test_evaluation_has_the_same_terms_as_training(ranks: Any) -> None:
+def test_evaluation_has_the_terms_of_training(ranks: Any) -> None:
     command = ["+objective=[r1,consistency]", "objective.r1.weight=2.0", "objective.consistency.weight=3.0"]
     trained = ranks.train("model=mlp", *command, "trainer.max_epochs=1", "hooks=[memory]", "trainer.max_steps=3")
     for stage in ("val", "test"):
@@ -113,10 +95,3 @@ def test_evaluation_has_the_same_terms_as_training(ranks: Any) -> None:
         assert consistency == 0.0
         assert loss == pytest.approx(ce + 2.0 * r1, rel=1e-5)
     assert trained.report["metrics"]["loss/train/consistency"] > 0
-
-
-@pytest.mark.any_processor
-def test_watching_memory_changes_no_second_derivative(ranks: Any) -> None:
-    command = ["objective=[r1]", *QUIET, *PLAIN_SGD, "trainer.max_steps=3"]
-    seen = ranks.train(*command, "+hooks=memory", "hooks.memory.every_n_steps=1")
-    assert seen.losses == ranks.train(*command).losses

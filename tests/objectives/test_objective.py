@@ -1,11 +1,10 @@
-"""Terms and their sum: numbers against formulas in float64, full precision under autocast, no silent broadcasting."""
+"""Tests of loss terms and their sum: formulas in float64, precision under autocast, and errors of shapes."""
 
-# ruff: noqa: E501   a message is compared whole
+# ruff: noqa: E501   whole messages are compared
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -50,12 +49,12 @@ def cross_entropy_by_hand(
     return total / norm
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize(
     ("smoothing", "weights", "ignored"),
     [(0.0, None, -100), (0.1, None, -100), (0.0, [1.0, 2.0, 0.5, 3.0, 1.0], -100), (0.2, [2.0, 1, 1, 1, 0.1], 2)],
 )
-def test_cross_entropy_is_the_formula_for_any_number_of_axes(
+def test_cross_entropy_follows_its_formula(
     shape: tuple[int, ...], smoothing: float, weights: list[float] | None, ignored: int
 ) -> None:
     scores, target = sample(*shape, CLASSES), classes(*shape)
@@ -64,41 +63,23 @@ def test_cross_entropy_is_the_formula_for_any_number_of_axes(
     assert loss(scores, target).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_nll_of_log_probabilities_is_cross_entropy_of_scores() -> None:
+def test_nll_of_log_probabilities_is_cross_entropy() -> None:
     scores, target = sample(3, 4, CLASSES), classes(3, 4)
     expected = cross_entropy_by_hand(scores, target, smoothing=0.0, weights=[1.0, 2, 3, 4, 5], ignored=0)
     loss = NLL(class_weights=[1.0, 2, 3, 4, 5], ignore_index=0)
     assert loss(scores.log_softmax(-1), target).item() == pytest.approx(expected, rel=1e-5)
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-@pytest.mark.parametrize(
-    ("loss", "formula"),
-    [
-        (nn.MSELoss(), lambda x, y: ((x - y) ** 2).mean()),
-        (nn.L1Loss(), lambda x, y: np.abs(x - y).mean()),
-        (
-            nn.HuberLoss(delta=0.5),
-            lambda x, y: np.where(abs(x - y) < 0.5, (x - y) ** 2 / 2, 0.5 * (abs(x - y) - 0.25)).mean(),
-        ),
-        (BCEWithLogits(), lambda x, y: -(y * np.log(sigmoid(x)) + (1 - y) * np.log(1 - sigmoid(x))).mean()),
-        (
-            BCEWithLogits(pos_weight=[3.0, 0.5]),
-            lambda x, y: -(np.array([3.0, 0.5]) * y * np.log(sigmoid(x)) + (1 - y) * np.log(1 - sigmoid(x))).mean(),
-        ),
-    ],
-    ids=["mse", "l1", "huber", "bce_with_logits", "bce_with_logits weighted"],
-)
-def test_elementwise_terms_are_their_formulas(loss: nn.Module, formula: Callable) -> None:
+def test_weighted_bce_follows_its_formula() -> None:
     output, target = sample(6, 2), torch.rand(6, 2, generator=torch.Generator().manual_seed(2))
-    total, _ = Objective({"term": loss})({"output": output, "target": target})
-    assert total.item() == pytest.approx(formula(output.double().numpy(), target.double().numpy()), rel=1e-5)
+    total, _ = Objective({"term": BCEWithLogits(pos_weight=[3.0, 0.5])})({"output": output, "target": target})
+    x, y = output.double().numpy(), target.double().numpy()
+    p = 1 / (1 + np.exp(-x))
+    expected = -(np.array([3.0, 0.5]) * y * np.log(p) + (1 - y) * np.log(1 - p)).mean()
+    assert total.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_bce_of_probabilities_runs_under_autocast_too() -> None:
+def test_bce_of_probabilities_runs_under_autocast() -> None:
     x, y = torch.rand(6, 2), torch.rand(6, 2)
     expected = -(y.double() * x.double().log() + (1 - y.double()) * (1 - x.double()).log()).mean().item()
     for enabled in (False, True):
@@ -107,38 +88,22 @@ def test_bce_of_probabilities_runs_under_autocast_too() -> None:
         assert total.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_sum_weights_its_terms_and_the_parts_are_not_weighted() -> None:
-    output, target = sample(4, 3).requires_grad_(), sample(4, 3, seed=5)
-    objective = Objective({"mse": nn.MSELoss(), "l1": Term(loss=nn.L1Loss(), weight=0.25)})
-    total, parts = objective({"output": output, "target": target})
-    mse, l1 = (output - target).pow(2).mean(), (output - target).abs().mean()
-    torch.testing.assert_close(total, mse + 0.25 * l1)
-    assert list(parts) == ["mse", "l1"]
-    torch.testing.assert_close(parts["l1"], l1.detach())
-    assert total.requires_grad
-    assert not any(part.requires_grad for part in parts.values())
-    assert total.shape == parts["mse"].shape == ()
-
-
-def test_terms_pick_their_values_by_name() -> None:
-    values = {
-        "input": sample(4, 3),
-        "output": sample(4, CLASSES),
-        "target": classes(4),
-        "reconstruction": sample(4, 3, seed=8),
-    }
-    objective = Objective(
-        {
-            "cross_entropy": CrossEntropy(),
-            "copy": Term(loss=nn.MSELoss(), output="reconstruction", target="input", weight=2.0),
-        }
-    )
-    total, parts = objective(values)
+def test_the_total_is_the_weighted_sum_of_the_terms() -> None:
+    values = {"input": sample(4, 3), "output": sample(4, CLASSES).requires_grad_(), "target": classes(4)}
+    values["reconstruction"] = sample(4, 3, seed=8)
+    copied = Term(loss=nn.MSELoss(), output="reconstruction", target="input", weight=2.0)
+    total, parts = Objective({"cross_entropy": CrossEntropy(), "copy": copied})(values)
+    assert list(parts) == ["cross_entropy", "copy"]
     torch.testing.assert_close(parts["copy"], (values["reconstruction"] - values["input"]).pow(2).mean())
     torch.testing.assert_close(total, parts["cross_entropy"] + 2.0 * parts["copy"])
+    assert total.requires_grad
+    assert not any(part.requires_grad for part in parts.values())
+    assert total.shape == parts["copy"].shape == ()
+    values = {name: value.double() for name, value in values.items() if name in ("input", "reconstruction")}
+    assert Objective({"copy": copied})(values)[0].dtype == torch.float64
 
 
-def test_a_name_that_nobody_gives_is_said_with_its_neighbour() -> None:
+def test_unknown_values_are_reported() -> None:
     term = Term(loss=nn.MSELoss(), output="reconstructoin")
     with pytest.raises(RunError) as caught:
         Objective({"copy": term})({"output": sample(1), "target": sample(1), "reconstruction": sample(1)})
@@ -146,9 +111,6 @@ def test_a_name_that_nobody_gives_is_said_with_its_neighbour() -> None:
         "a term's output is 'reconstructoin', which neither network nor batch gives; there are output, "
         "reconstruction, target. Nearest: reconstruction"
     )
-
-
-def test_a_value_that_is_no_tensor_is_said() -> None:
     objective = Objective({"mse": nn.MSELoss()})
     with pytest.raises(RunError, match="which neither network nor batch gives; there are mean, variance"):
         objective({"output": {"mean": sample(1), "variance": sample(1)}, "target": sample(1)})
@@ -156,7 +118,7 @@ def test_a_value_that_is_no_tensor_is_said() -> None:
         objective({"output": sample(1), "target": [1.0]})
 
 
-def test_a_term_may_have_any_name_and_copies_are_independent() -> None:
+def test_terms_have_any_name_and_no_state() -> None:
     objective = Objective({"update": BCEWithLogits(pos_weight=[2.0]), "type": nn.L1Loss()})
     values = {"output": torch.zeros(3, 1), "target": torch.ones(3, 1)}
     total, parts = objective(values)
@@ -164,12 +126,15 @@ def test_a_term_may_have_any_name_and_copies_are_independent() -> None:
     other = copy.deepcopy(objective)
     other.to(torch.float64)
     other.terms["update"].loss.pos_weight.fill_(5.0)
-    assert torch.equal(objective(values)[0], total)
+    assert torch.equal(objective(values)[0], total), "the copy shares its weights"
     assert other(values)[0] > total
+    objective = Objective({"cross_entropy": CrossEntropy(class_weights=[1.0] * CLASSES)})
+    assert objective.state_dict() == {}
+    assert objective.to("meta").terms["cross_entropy"].loss.class_weights.device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_losses_and_sums_of_half_precision_outputs_are_in_float32(dtype: torch.dtype) -> None:
+def test_losses_of_half_precision_outputs_use_float32(dtype: torch.dtype) -> None:
     scores, target = sample(64, CLASSES).to(dtype), classes(64)
     objective = Objective({"a": CrossEntropy(), "b": Term(loss=CrossEntropy(label_smoothing=0.5), weight=3.0)})
     with torch.autocast("cpu", dtype=dtype):
@@ -177,24 +142,6 @@ def test_losses_and_sums_of_half_precision_outputs_are_in_float32(dtype: torch.d
     assert {total.dtype, *(part.dtype for part in parts.values())} == {torch.float32}
     reference, _ = objective({"output": scores.float(), "target": target})
     assert torch.equal(total, reference)
-    inputs, weight = sample(8, 4), nn.Linear(4, 3)
-    with torch.autocast("cpu", dtype=dtype):  # an elementwise loss with a float32 target, through a layer
-        output = weight(inputs)
-        total, _ = Objective({"mse": nn.MSELoss()})({"output": output, "target": sample(8, 3, seed=3)})
-    assert output.dtype == dtype
-    assert torch.equal(total, (output.float() - sample(8, 3, seed=3)).pow(2).mean())
-
-
-def test_float64_stays_float64() -> None:
-    total, _ = Objective({"mse": nn.MSELoss()})({"output": sample(3).double(), "target": sample(3)})
-    assert total.dtype == torch.float64
-
-
-def test_settings_are_not_in_the_state_dict_but_follow_the_device() -> None:
-    objective = Objective({"cross_entropy": CrossEntropy(class_weights=[1.0] * CLASSES)})
-    assert objective.state_dict() == {}
-    assert sum(isinstance(module, CrossEntropy) for _, module in objective.named_modules(remove_duplicate=False)) == 1
-    assert objective.to("meta").terms["cross_entropy"].loss.class_weights.device.type == "meta"
 
 
 shapes = st.lists(st.integers(1, 3), min_size=0, max_size=3).map(tuple)
@@ -202,7 +149,7 @@ ELEMENTWISE = [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), nn.
 
 
 @given(output=shapes, target=shapes, loss=st.sampled_from(ELEMENTWISE))
-def test_an_elementwise_loss_takes_equal_shapes_and_no_others(
+def test_elementwise_losses_need_equal_shapes(
     output: tuple[int, ...], target: tuple[int, ...], loss: nn.Module
 ) -> None:
     values = {"output": torch.zeros(output), "target": torch.zeros(target)}
@@ -214,7 +161,7 @@ def test_an_elementwise_loss_takes_equal_shapes_and_no_others(
 
 
 @given(output=shapes, target=shapes)
-def test_classes_are_on_the_last_axis_and_nowhere_else(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+def test_classes_are_on_the_last_axis(output: tuple[int, ...], target: tuple[int, ...]) -> None:
     values = {"output": torch.zeros(output), "target": torch.zeros(target, dtype=torch.int64)}
     if len(output) > 1 and output[:-1] == target:
         assert Objective({"term": CrossEntropy()})(values)[0].shape == ()
@@ -234,7 +181,7 @@ def test_classes_are_on_the_last_axis_and_nowhere_else(output: tuple[int, ...], 
         (CrossEntropy(), (8, 7, 5), (8,), "pool or select one, as x.mean(1) or x[:, -1]"),
     ],
 )  # fmt: skip
-def test_a_shape_that_does_not_fit_comes_with_its_cure(
+def test_errors_of_shapes_name_a_fix(
     loss: nn.Module, output: tuple[int, ...], target: tuple[int, ...], message: str
 ) -> None:
     numbers = torch.zeros(target, dtype=torch.int64 if isinstance(loss, CrossEntropy) else torch.float32)
@@ -243,25 +190,19 @@ def test_a_shape_that_does_not_fit_comes_with_its_cure(
     assert message in str(caught.value)
 
 
-def test_targets_of_the_wrong_kind() -> None:
+def test_wrong_targets_and_losses_are_refused() -> None:
     with pytest.raises(RunError, match=r"CrossEntropy needs class numbers \(int64\); the target is float32"):
         Objective({"term": CrossEntropy()})({"output": torch.zeros(4, 3), "target": torch.zeros(4)})
     with pytest.raises(RunError, match=r"Class numbers need objective=\[cross_entropy\]"):
         Objective({"term": nn.MSELoss()})({"output": torch.zeros(4, 3), "target": torch.zeros(4, dtype=torch.int64)})
-    # Yes-or-no answers as integers are right for an elementwise loss.
+    # Integers are valid targets of an elementwise loss.
     answers = torch.tensor([0, 1, 1])
     total, _ = Objective({"term": nn.BCEWithLogitsLoss()})({"output": torch.zeros(3), "target": answers})
     assert total.item() == pytest.approx(np.log(2), rel=1e-6)
-
-
-def test_a_term_gives_one_number_and_an_objective_has_a_term() -> None:
     with pytest.raises(RunError, match=r"PairwiseDistance gives a tensor of shape \[4\]; a term must give one number"):
         Objective({"term": nn.PairwiseDistance()})({"output": torch.zeros(4, 2), "target": torch.zeros(4, 2)})
     with pytest.raises(RunError, match="the objective has no terms"):
         Objective({})
-
-
-def test_a_loss_that_is_no_mean_over_samples_is_refused_with_its_key() -> None:
     for loss in (nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="none")):
         with pytest.raises(ConfigError, match=rf"objective\.a\.reduction: .*has reduction '{loss.reduction}'"):
             Objective({"a": loss})
@@ -270,7 +211,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_with_its_key() -> None:
     Objective({"a": nn.KLDivLoss(reduction="batchmean")})
 
 
-def test_a_target_of_minus_100_is_not_passed_over_in_silence() -> None:
+def test_targets_of_minus_100_are_not_ignored_by_default() -> None:
     with pytest.raises(IndexError, match="out of bounds"):
         CrossEntropy()(sample(2, CLASSES), torch.tensor([1, -100]))
     CrossEntropy(ignore_index=-100)(sample(2, CLASSES), torch.tensor([1, -100]))

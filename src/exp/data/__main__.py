@@ -36,16 +36,17 @@ SIDE = 256
 BARS = 200
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, seconds: float = SECONDS) -> int:
     """Looks at the data that `python -m exp.train` with the same command line would train on, and writes what it saw.
 
+    seconds: how long the speed of the loader is measured.
     Returns: 0 where all of it could be read, whatever it is like; 1 where a sample or a file could not; 2 after a list
     of faults in the config; 130 after a Ctrl-C, with nothing written.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv, seconds))
 
 
-def _command(argv: Sequence[str]) -> int:
+def _command(argv: Sequence[str], seconds: float) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.config.command import answer_question, is_question, parse_arguments
 
@@ -62,7 +63,7 @@ def _command(argv: Sequence[str]) -> int:
     with outliving_output():
         data = _built(resolved)
         targets = sorted(_targets(resolved.plain))
-        found = _looked_at(data, targets, count=arguments.samples)
+        found = _looked_at(data, targets, count=arguments.samples, seconds=seconds)
         directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
         print((directory / "data.md").read_text(encoding="utf-8"))
         shown = os.path.relpath(directory)
@@ -121,14 +122,14 @@ def _targets(plain: Mapping[str, Any]) -> set[str]:
     return {TARGET, *(name for node in nodes if isinstance(name := node.get("target"), str))}
 
 
-def _looked_at(data: Data, targets: Sequence[str], *, count: int | None) -> Survey:
+def _looked_at(data: Data, targets: Sequence[str], *, count: int | None, seconds: float) -> Survey:
     """count: of samples in each part; None for all."""
     from exp.data.survey import survey
 
     if not sys.stderr.isatty():
-        return survey(data, count=count or sys.maxsize, targets=targets, seconds=SECONDS)
+        return survey(data, count=count or sys.maxsize, targets=targets, seconds=seconds)
     try:
-        return survey(data, count=count or sys.maxsize, targets=targets, seconds=SECONDS, tell=_teller())
+        return survey(data, count=count or sys.maxsize, targets=targets, seconds=seconds, tell=_teller())
     finally:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 

@@ -8,14 +8,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset, 
 
 
 def digits(folder: Path, *, train: bool) -> TensorDataset:
-    """In the place of torchvision's MNIST, whose files would come from the net: scikit-learn's digits, 28 x 28."""
+    """Return digits of scikit-learn with 28 x 28 pixels instead of MNIST, which needs a download."""
     images, targets = torch.load(folder / "digits.pt", weights_only=True)
     part = slice(None, 1500) if train else slice(1500, None)
     return TensorDataset((images[part] - 0.1307) / 0.3081, targets[part])
 
 
 class MNISTDataModule(LightningDataModule):
-    """What the template's data module is: its constructor, its hooks, its division of the batch by the ranks."""
+    """The data module of the template: its constructor, its hooks, and its batch size for each rank."""
 
     def __init__(
         self,
@@ -79,12 +79,3 @@ class MNISTDataModule(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.data_test, shuffle=False)
-
-    def teardown(self, stage: str | None = None) -> None:
-        pass
-
-    def state_dict(self) -> dict[Any, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass

@@ -7,7 +7,7 @@ from torchmetrics.classification.accuracy import Accuracy
 
 
 class MNISTLitModule(LightningModule):
-    """What the template's module is: its constructor, its hooks, its metrics, its names of logged values."""
+    """The module of the template: its constructor, hooks, metrics and names of logged values."""
 
     def __init__(
         self,
@@ -17,7 +17,7 @@ class MNISTLitModule(LightningModule):
         compile: bool,
     ) -> None:
         super().__init__()
-        # The network is among the hyperparameters, too, of which Lightning warns.
+        # Lightning warns that the network is a hyperparameter, too.
         self.save_hyperparameters(logger=False)
         self.net = net
         self.criterion = torch.nn.CrossEntropyLoss()
@@ -50,9 +50,6 @@ class MNISTLitModule(LightningModule):
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
         return loss
 
-    def on_train_epoch_end(self) -> None:
-        pass
-
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
         loss, preds, targets = self.model_step(batch)
         self.val_loss(loss)
@@ -62,7 +59,7 @@ class MNISTLitModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.val_acc_best(self.val_acc.compute())
-        # As a value, for the metric object would be reset at the epoch's end.
+        # The metric itself would be reset at the end of the epoch.
         self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
 
     def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
@@ -71,9 +68,6 @@ class MNISTLitModule(LightningModule):
         self.test_acc(preds, targets)
         self.log("test/loss", self.test_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log("test/acc", self.test_acc, on_step=False, on_epoch=True, prog_bar=True)
-
-    def on_test_epoch_end(self) -> None:
-        pass
 
     def setup(self, stage: str) -> None:
         if self.hparams.compile and stage == "fit":

@@ -1,13 +1,12 @@
-"""A run of seconds for the tests of the engine: called in this process, or as a program in another one.
+"""A short run for the tests of the engine, in this process or as a program in another one.
 
-As a program it is given SETTINGS (see `main`) and writes into their directory: values.<rank>.jsonl, a line for each
-value as it is logged, so that a kill leaves what came before; weights.<rank>.pt and result.<rank>.json at a good end.
+The program takes SETTINGS (see `main`) and writes to their directory: values.<rank>.jsonl, one line for each value when
+it is logged, so that a killed run leaves them; weights.<rank>.pt and result.<rank>.json if the run ends normally.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
-from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
+from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO, read_checkpoint
 from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
 from exp.engine.datamodule import RunData
 from exp.engine.ema import ExponentialMovingAverage
@@ -63,8 +62,25 @@ CALLBACKS: dict[str, Any] = {
 }
 
 
+# Entries of a checkpoint that are measurements, and Lightning's counters, which the position replaces.
+NOT_COMPARED = {"exp_seconds", "exp_latest", "exp_manifest", "loops"}
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """Return what two equal runs have equal in a checkpoint, in a form that `==` compares."""
+    return {key: comparable(value) for key, value in read_checkpoint(path).items() if key not in NOT_COMPARED}
+
+
+def comparable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): comparable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [comparable(part) for part in value]
+    return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
 class Values(Logger):
-    """Keeps what is logged, by (tag, step), and writes it to a file at once."""
+    """Keeps logged values by (tag, step), and writes each of them to a file immediately."""
 
     name, version = "values", ""
 
@@ -86,13 +102,17 @@ class Values(Logger):
 
 
 class Killed(Exception):
-    """What a test raises in the place of a kill."""
+    """Stands for a kill in tests that run in one process."""
+
+
+def kill() -> None:
+    raise Killed
 
 
 class At(Callback):
-    """Does something at the n-th call of a callback hook."""
+    """Calls an action at the n-th call of a callback hook."""
 
-    def __init__(self, hook: str, count: int, action: Any) -> None:
+    def __init__(self, hook: str, count: int, action: Any = kill) -> None:
         self._left = count
         self._action = action
         setattr(self, hook, self._count)
@@ -101,6 +121,16 @@ class At(Callback):
         self._left -= 1
         if not self._left:
             self._action()
+
+
+class Batches(Callback):
+    """Keeps the training batches, each with its epoch and number."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, Any]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((trainer.current_epoch, batch_idx, batch.data))
 
 
 def samples(count: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +144,8 @@ def network(*, dropout: float = 0.3) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
 
 
-def two_phases(**body: Any) -> list[Phase]:
-    """The network's head at every step, with AdamW and a schedule; what is below it at every second, with SGD."""
+def two_phases() -> list[Phase]:
+    """Train the network's head at every step with AdamW and a schedule, its body at every second step with SGD."""
     head = Optimization(
         optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2),
         schedule_factory=functools.partial(Cosine, warmup_steps=3),
@@ -127,12 +157,15 @@ def two_phases(**body: Any) -> list[Phase]:
     )
     return [
         Phase(name="head", terms=["ce"], parameters=["4.*"], optimization=head, gradient_clip_val=0.5, repeats=2),
-        Phase(name="body", terms=["ce"], parameters=["0.*", "1.*"], optimization=rest, every_n_steps=2, **body),
+        Phase(name="body", terms=["ce"], parameters=["0.*", "1.*"], optimization=rest, every_n_steps=2),
     ]
 
 
 class Small:
-    """The parts of a small run: 105 training samples in batches of 16, 7 a epoch."""
+    """The parts of a small run: 105 training samples in 7 batches of at most 16.
+
+    io: writes the checkpoints; None writes them without a thread.
+    """
 
     def __init__(
         self,
@@ -159,7 +192,7 @@ class Small:
         steps_per_execution: int | None = None,
         non_finite: str = "stop",
         saving: dict[str, Any] | None = None,
-        threaded: bool = False,
+        io: AtomicCheckpointIO | None = None,
         **trainer: Any,
     ) -> None:
         self.directory = Path(directory)
@@ -212,7 +245,7 @@ class Small:
         arguments["plugins"] = [
             *arguments["plugins"],
             precision,
-            ThreadedCheckpointIO() if threaded else AtomicCheckpointIO(),
+            io or AtomicCheckpointIO(),
         ]
         self.trainer = Trainer(
             **arguments,
@@ -236,6 +269,12 @@ class Small:
     def last(self) -> Path:
         return self.checkpointing.last_path
 
+    @property
+    def is_lean(self) -> bool:
+        """Whether the run makes several steps in one call of Lightning's loop."""
+        loop = self.trainer.fit_loop.epoch_loop
+        return loop.steps_per_execution != 1 and loop._told is None
+
     def fit(self, *, resume: Path | str | None = None) -> None:
         self.trainer.fit(
             self.module, datamodule=self.data, ckpt_path=None if resume is None else str(resume), weights_only=True
@@ -246,35 +285,28 @@ class Small:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """directory, and any of Small's settings, and
-    kill: [hook, count] at which the process kills itself. slow_validation: seconds a batch.
-    spoilt_rank: the rank whose weights are not finite behind its third step. spoilt_gradient: whose third gradient.
-    resume: whether to go on from last.ckpt, where there is one.
+    """Run with Small's settings and these:
+
+    kill: [hook, count] at which the process kills itself. slow_steps: seconds that a batch sleeps.
+    spoilt_rank: the rank whose weights are not finite after its third step.
+    resume: whether to resume from last.ckpt, if it exists. threaded: whether a thread writes the checkpoints.
     """
     torch.set_num_threads(1)
     settings = dict(settings)
-    kill, slow, slow_steps = (
-        settings.pop("kill", None),
-        settings.pop("slow_validation", 0),
-        settings.pop("slow_steps", 0),
-    )
-    resume = settings.pop("resume", False)
+    kill_at, resume = settings.pop("kill", None), settings.pop("resume", False)
+    if settings.pop("threaded", False):
+        settings["io"] = ThreadedCheckpointIO()
     extra: list[Any] = list(settings.pop("callbacks", ()))
-    if kill is not None:
-        extra.append(At(*kill, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    for hook, seconds in (("on_validation_batch_start", slow), ("on_train_batch_start", slow_steps)):
-        if seconds:
-            callback = Callback()
-            setattr(callback, hook, lambda *_, seconds=seconds, **__: time.sleep(seconds))
-            extra.append(callback)
-    spoils_gradient = settings.pop("spoilt_gradient", None) == settings.get("rank", 0)
+    if kill_at is not None:
+        extra.append(At(*kill_at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    if seconds := settings.pop("slow_steps", 0):
+        callback = Callback()
+        callback.on_train_batch_start = lambda *_: time.sleep(seconds)
+        extra.append(callback)
     if settings.pop("spoilt_rank", None) == settings.get("rank", 0):
         extra.append(At("on_train_batch_end", 3, lambda: next(small.module.parameters()).data.fill_(float("nan"))))
     small = Small(callbacks=tuple(extra), **settings)
     rank = settings.get("rank", 0)
-    if spoils_gradient:
-        calls = itertools.count(1)
-        small.module.network.weight.register_hook(lambda grad: grad * float("nan") if next(calls) == 3 else grad)
     try:
         small.fit(resume=small.last if resume and small.last.is_file() else None)
         result = {"step": small.trainer.global_step, "epoch": small.trainer.current_epoch, "error": None}

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
-import math
 import re
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
-from exp.engine import console
 from exp.engine.console import Bar, Lines, Progress, progress, run_log
 from exp.strategies.rank import ALONE, Rank
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
 
 SECOND = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
-def test_lines_elsewhere_than_on_a_terminal(
+class Clock:
+    """Stands for time.monotonic; an epoch takes a number of seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, small_run: ModuleType, *, epoch: float) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.callback = Callback()
+        self.callback.on_train_epoch_start = lambda *_: setattr(self, "now", self.now + epoch)
+
+
+def test_a_run_without_a_terminal_prints_lines(
     tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr(console, "LONG_SECONDS", math.inf)  # a slow epoch has a line within it, too
+    clock = Clock(monkeypatch, small_run, epoch=10.0)
     with run_log(tmp_path, rank=ALONE) as path:
-        small_run.Small(tmp_path, callbacks=tuple(progress(True, rank=ALONE))).fit()
+        small_run.Small(tmp_path, callbacks=(clock.callback, *progress(True, rank=ALONE))).fit()
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert len(lines) == 4
@@ -43,13 +48,13 @@ def test_lines_elsewhere_than_on_a_terminal(
     assert err == ""
     log = path.read_text()
     assert all(line in log for line in lines)
-    # Neither on the screen nor there does Lightning say what everybody knows.
+    # Lightning's notes are neither on the screen nor in the log.
     assert "GPU available" not in log
     assert "lightning" not in log
 
 
 def _sorted(line: str) -> str:
-    """The same line with the values in one order."""
+    """Return the line with its values in a fixed order."""
     parts = line.split("  ")
     order = ("loss/val", "accuracy/val", "loss/train")
     values = sorted((part for part in parts if part.startswith(order)), key=lambda part: order.index(part.split()[0]))
@@ -59,15 +64,14 @@ def _sorted(line: str) -> str:
 def test_many_short_epochs_give_few_lines(
     tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LINE_SECONDS", "LONG_SECONDS"):
-        monkeypatch.setattr(console, name, 1000.0)  # however busy the machine is
-    small_run.Small(tmp_path, callbacks=tuple(progress(True, rank=ALONE)), max_epochs=20).fit()
+    clock = Clock(monkeypatch, small_run, epoch=0.5)
+    small_run.Small(tmp_path, callbacks=(clock.callback, *progress(True, rank=ALONE)), max_epochs=20).fit()
     lines = capsys.readouterr().out.splitlines()
-    assert 1 <= len(lines) <= 3
+    assert len(lines) == 3
     assert lines[-1].startswith("epoch 20/20  step 140")
 
 
-def test_nothing_on_the_screen_where_the_bar_is_off_and_on_other_ranks(
+def test_the_screen_stays_empty_without_a_bar(
     tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert progress(True, rank=SECOND) == []
@@ -82,43 +86,26 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_on_a_terminal(tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_restores_the_terminal_after_a_failure(
+    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     callbacks = progress(True, rank=ALONE)
     assert isinstance(callbacks[0].display, Bar)  # type: ignore[attr-defined]
-    small = small_run.Small(tmp_path, callbacks=tuple(callbacks), max_epochs=2)
-    small.fit()
+    small_run.Small(tmp_path, callbacks=tuple(callbacks), max_epochs=2).fit()
     text = terminal.getvalue()
-    assert "epoch 2/2" in text
-    assert "7/7" in text
-    assert "loss/val" in text
-    # The cursor is given back.
-    assert text.rstrip().endswith("\x1b[?25h") or "\x1b[?25h" in text
-
-
-def test_a_failing_run_gives_the_terminal_back(
-    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-
-    def fail() -> None:
-        raise small_run.Killed
-
-    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
-    failing = small_run.At("on_train_batch_end", 3, fail)
+    assert all(part in text for part in ("epoch 2/2", "7/7", "loss/val"))
+    monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 10.0).__next__)  # the bar is drawn at each step
+    failing = small_run.At("on_train_batch_end", 3)
     with pytest.raises(small_run.Killed):
         small_run.Small(tmp_path, callbacks=(*progress(True, rank=ALONE), failing)).fit()
-    assert terminal.getvalue().count("\x1b[?25h") == terminal.getvalue().count("\x1b[?25l") == 1
+    assert terminal.getvalue().count("\x1b[?25h") == terminal.getvalue().count("\x1b[?25l") == 2
 
 
-def test_warnings_of_exp_reach_the_screen_and_everything_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_reach_the_screen_and_all_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with run_log(tmp_path, rank=ALONE) as path, warnings.catch_warnings():
         warnings.simplefilter("always")
         logging.getLogger("exp.engine.x").warning("take care")
@@ -151,7 +138,7 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
 
 
 def test_a_view_of_a_test_stage(tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 10.0).__next__)
     views: list[Any] = []
 
     class Keep(Lines):

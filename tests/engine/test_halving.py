@@ -1,4 +1,4 @@
-"""runtime.out_of_memory=halve: a run whose micro-batches do not fit goes on in parts, and its steps stay the same."""
+"""runtime.out_of_memory=halve: a run computes micro-batches that do not fit in parts, with the same steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import exp
-from exp.errors import ConfigError
 
 pytestmark = pytest.mark.numeric
 
@@ -32,7 +31,7 @@ class Refuse(torch.autograd.Function):
 
 
 class Narrow(nn.Module):
-    \"\"\"Has room for so many samples in training, and in the backward.\"\"\"
+    \"\"\"Has memory for a limited number of samples in the forward and in the backward of training.\"\"\"
 
     def __init__(self, *, forward: int = 1000, backward: int = 1000, starved: int | None = None) -> None:
         super().__init__()
@@ -48,7 +47,8 @@ class Narrow(nn.Module):
         return Refuse.apply(x, limits[1])
 """
 SHORT = [
-    "trainer.max_epochs=2",
+    "trainer.max_epochs=1",
+    "test=false",
     "trainer.limit_train_batches=7",
     "trainer.limit_val_batches=2",
     "data.batch_size=24",
@@ -58,6 +58,7 @@ SHORT = [
     "trainer.log_every_n_steps=4",
 ]
 HALVE = "runtime.out_of_memory=halve"
+ACCUMULATED = ["trainer.accumulate_grad_batches=3"]
 
 
 def narrow(**limits: int) -> str:
@@ -84,17 +85,18 @@ def compare(found: Any, expected: Any, *, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("limits", "more", "tolerance"),
     [
-        ({"forward": 5}, [], 1e-9),
-        ({"backward": 13}, ["trainer.accumulate_grad_batches=3"], 1e-9),
-        # In the middle of a window, whose first micro-batch has left its gradients already.
-        ({"backward": 1, "starved": 5}, ["trainer.accumulate_grad_batches=3", "+precision=fp64"], 1e-9),
-        ({"backward": 7, "starved": 2}, ["optimizer=sgd", "optimizer.lr=0.01"], 1e-6),
+        pytest.param({"forward": 5}, [], 1e-9, id="forward", marks=pytest.mark.slow),
+        pytest.param({"backward": 13}, ACCUMULATED, 1e-9, id="backward", marks=pytest.mark.slow),
+        # In the middle of a window, whose first micro-batch has added its gradients already.
+        pytest.param({"backward": 1, "starved": 5}, ACCUMULATED, 1e-9, id="within a window"),
+        pytest.param(
+            {"backward": 7, "starved": 2}, ["optimizer=sgd", "optimizer.lr=0.01"], 1e-6, id="float32",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["forward", "backward", "within a window", "float32"],
-)
-def test_the_run_is_that_of_whole_micro_batches(ranks, caplog, limits, more: list[str], tolerance: float) -> None:
+)  # fmt: skip
+def test_halves_make_the_same_steps(ranks, limits, more: list[str], tolerance: float) -> None:
     overrides = [*SHORT, *(["+precision=fp64"] if tolerance < 1e-8 else []), *more]
-    overrides = list(dict.fromkeys(overrides))
     whole = ranks.train(*overrides, narrow())
     halved = ranks.train(*overrides, narrow(**limits), HALVE)
     compare(halved, whole, tolerance=tolerance)
@@ -106,31 +108,8 @@ def test_the_run_is_that_of_whole_micro_batches(ranks, caplog, limits, more: lis
 
 
 @pytest.mark.any_processor
-def test_one_sample_that_is_too_much_ends_the_run(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_halved_fails(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="Tried to allocate"):
         exp.fit(exp.compose([*SHORT, narrow(backward=0), HALVE]))
-
-
-@pytest.mark.any_processor
-def test_stop_is_what_happens_where_nobody_chose(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="The hook memory says in which layer"):
         exp.fit(exp.compose([*SHORT, narrow(forward=12)]))
-
-
-@pytest.mark.any_processor
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["model=resnet"], "batch norm, whose result depends on the samples that it sees together"),
-        (["strategy=ddp", "launch.devices=2", "launch.accelerator=cpu"], "over several ranks"),
-        (["objective.cross_entropy.loss.ignore_index=3"], "divides by weights of a whole batch"),
-        (["runtime.steps_per_execution=1"], "Lightning's own loop"),
-        (["phases=[body_and_head]"], "phases, which run several passes"),
-    ],
-)
-def test_what_is_not_the_same_in_parts_is_refused(overrides: list[str], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        exp.validate(exp.compose([*overrides, HALVE]))
-    assert "runtime.out_of_memory: halve with" in str(caught.value)
-    assert says in str(caught.value)
-    assert "Write runtime.out_of_memory=stop" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The order of everything that is called in a step, as one list."""
+"""The order of all calls in a step, which step_order.txt lists."""
 
 from __future__ import annotations
 
@@ -16,65 +16,12 @@ from torch import nn
 from exp.hooks.hook import Hook
 from exp.optim.optimizer import Optimization
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
-
-# Two micro-batches of one optimizer step at a linear layer, then what follows at the end of an epoch of one step.
-STEP = [
-    "hook passed batch",
-    "callback on_train_batch_start",
-    "hook around_forward, in",
-    "hook forward_pre",
-    "hook forward",
-    "hook around_forward, out",
-    "hook after_forward",
-    "hook passed forward",
-    "callback on_before_zero_grad",
-    "callback on_before_backward",
-    "hook tensor_gradient",
-    "hook post_accumulate_grad 1.weight",
-    "hook full_backward",
-    "hook passed backward",
-    "callback on_after_backward",
-    "callback on_train_batch_end",
-    #
-    "hook passed batch",
-    "callback on_train_batch_start",
-    "hook around_forward, in",
-    "hook forward_pre",
-    "hook forward",
-    "hook around_forward, out",
-    "hook after_forward",
-    "hook passed forward",
-    "callback on_before_backward",
-    "hook tensor_gradient",
-    "hook post_accumulate_grad 1.weight",
-    "hook full_backward",
-    "hook passed backward",
-    "callback on_after_backward",
-    "hook before_update",
-    "hook after_backward",
-    "callback on_before_optimizer_step",
-    "hook after_clipping",
-    "hook passed optimizer",
-    "hook after_step",
-    "callback on_train_batch_end",
-    #
-    "hook pause",
-    "callback on_validation_start",
-    "hook evaluated val",
-    "hook after_evaluation val",
-    "callback on_validation_end",
-    "hook pause",
-    "callback on_train_epoch_end",
-    "hook state_dict_save",
-]
+LINES = Path(__file__).with_name("step_order.txt").read_text().splitlines()
+STEP = [line for line in LINES if line and not line.startswith("#")]
 
 
 class Everything(Hook):
-    """Notes each of its calls, and gives a value from each method that may."""
+    """Records its calls, and gives a value from each method that may."""
 
     def __init__(self, calls: list[str], **settings: Any) -> None:
         super().__init__(**settings)
@@ -145,7 +92,7 @@ class Everything(Hook):
 
 
 class Noting(Callback):
-    """Lightning's own places, of those where something of ours happens."""
+    """Records the callback hooks that STEP names."""
 
     def __init__(self, calls: list[str]) -> None:
         for name in dict.fromkeys(call.split()[1] for call in STEP if call.startswith("callback")):
@@ -169,24 +116,20 @@ def calls_of(small_run: ModuleType, directory: Path, *, with_callback: bool, **s
     return calls, run
 
 
-def test_the_order_of_all_hooks_in_a_step(tmp_path: Path, small_run: ModuleType) -> None:
-    calls, run = calls_of(small_run, tmp_path, with_callback=True)
-    assert calls[: len(STEP)] == STEP
+@pytest.mark.parametrize(("with_callback", "word"), [(True, "fp32"), (False, "fp16")], ids=["own loop", "lean fp16"])
+def test_the_order_of_all_hooks_in_a_step(
+    tmp_path: Path, small_run: ModuleType, with_callback: bool, word: str
+) -> None:
+    calls, run = calls_of(small_run, tmp_path, with_callback=with_callback, word=word)
+    assert run.is_lean != with_callback
+    expected = STEP if with_callback else [call for call in STEP if call.startswith("hook")]
+    assert calls[: len(expected)] == expected
     seen = {tag for tag, _ in run.values.seen}
     methods = ("after_forward", "after_backward", "after_clipping", "after_step", "after_evaluation_val")
     assert {f"everything/{method}" for method in methods} <= seen
 
 
-@pytest.mark.parametrize("word", ["fp32", "fp16"])
-def test_hooks_keep_it_in_the_lean_loop_and_under_a_loss_scale(
-    tmp_path: Path, small_run: ModuleType, word: str
-) -> None:
-    calls, _ = calls_of(small_run, tmp_path, with_callback=False, word=word)
-    alone = [call for call in STEP if call.startswith("hook")]
-    assert calls[: len(alone)] == alone
-
-
-def test_phases_pass_their_own_boundaries_and_say_whose_they_are(tmp_path: Path, small_run: ModuleType) -> None:
+def test_hooks_see_the_boundaries_of_phases(tmp_path: Path, small_run: ModuleType) -> None:
     passed: list[tuple[str, str | None]] = []
 
     class Boundaries(Hook):
@@ -201,9 +144,7 @@ def test_phases_pass_their_own_boundaries_and_say_whose_they_are(tmp_path: Path,
     assert passed[: len(expected)] == expected
 
 
-def test_an_optimizer_that_evaluates_its_closure_again_has_hooks_around_each(
-    tmp_path: Path, small_run: ModuleType
-) -> None:
+def test_hooks_surround_each_evaluation_of_a_closure(tmp_path: Path, small_run: ModuleType) -> None:
     calls: list[str] = []
     run = small_run.Small(
         tmp_path,
@@ -218,20 +159,17 @@ def test_an_optimizer_that_evaluates_its_closure_again_has_hooks_around_each(
     assert calls.count("hook after_backward") == calls.count("hook after_step") == 1
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_hook_that_asks_has_the_micro_batches_of_a_step(tmp_path: Path, small_run: ModuleType, keeps: bool) -> None:
-    seen: list[tuple[int, list[int], list[int]]] = []
+def test_a_hook_may_ask_for_micro_batches(tmp_path: Path, small_run: ModuleType) -> None:
+    seen: list[tuple[int, list[tuple[int, int]]]] = []
 
     class Batches(Hook):
-        keeps_batches = keeps
+        keeps_batches = True
 
         def after_backward(self, step):
-            rows = [(index, len(batch.data[0])) for batch, index in step.batches]
-            seen.append((step.index, [index for index, _ in rows], [size for _, size in rows]))
+            seen.append((step.index, [(index, len(batch.data[0])) for batch, index in step.batches]))
 
     small_run.Small(
         tmp_path, hooks={"batches": Batches()}, max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0
     ).fit()
     # 105 samples in batches of 16.
-    expected = [(1, [0, 1], [16, 16]), (2, [2, 3], [16, 16]), (3, [4, 5], [16, 16]), (4, [6], [9])]
-    assert seen == (expected if keeps else [(index, [], []) for index in range(1, 5)])
+    assert seen == [(1, [(0, 16), (1, 16)]), (2, [(2, 16), (3, 16)]), (3, [(4, 16), (5, 16)]), (4, [(6, 9)])]

@@ -1,4 +1,4 @@
-"""What callbacks change between two executions of the lean loop counts from the next batch, as in Lightning's own."""
+"""Changes that callbacks make between two executions of the lean loop take effect at the next batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from exp.optim.optimizer import Optimization
 
-pytestmark = [
-    # Lightning 2.6 on torch 2.13, in its copy of torch's pytree.
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
-
-
-def is_lean(small: Any) -> bool:
-    loop = small.trainer.fit_loop.epoch_loop
-    return loop.steps_per_execution != 1 and loop._told is None
-
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
@@ -32,7 +21,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 BETWEEN_EPOCHS = {
     "accumulation": (functools.partial(GradientAccumulationScheduler, scheduling={0: 1, 2: 3}), 7 + 7 + 3 + 3),
-    # Its last epoch, one more, has no backward, and one step of an optimizer that finds no gradients.
+    # Lightning adds an epoch without a backward, with one step of an optimizer that finds no gradients.
     "swa": (functools.partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1), 4 * 7 + 1),
 }
 
@@ -47,14 +36,14 @@ def test_callbacks_that_act_between_epochs_leave_several_steps_at_once(
         small = small_run.Small(tmp_path / str(count), steps_per_execution=count, callbacks=(make(),))
         small.fit()
         runs.append(small)
-    assert is_lean(runs[1])
+    assert runs[1].is_lean
     assert [small.trainer.global_step for small in runs] == [steps, steps]
     assert runs[0].values.seen == runs[1].values.seen
     assert equal(*(small.weights() for small in runs))
 
 
 class AtValidation(Callback):
-    """Does something behind the second validation, in the middle of the first epoch."""
+    """Calls an action after the second validation, in the middle of the first epoch."""
 
     def __init__(self, action: Any) -> None:
         self._action, self._validations = action, 0
@@ -66,7 +55,7 @@ class AtValidation(Callback):
 
 
 class Reversing(Callback):
-    """Acts at every step, and is not exp's."""
+    """A user's callback that acts at every step."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         for parameter in module.network[4].parameters():
@@ -90,34 +79,38 @@ def replace_the_optimizer(trainer: Any, module: Any) -> None:
     trainer.strategy.optimizers = [torch.optim.SGD(module.network.parameters(), lr=0.1)]
 
 
-CHANGES: dict[str, Any] = {
-    "parameters": unfreeze,
-    "a_weight": replace_a_weight,
-    "optimizer": replace_the_optimizer,
-    "state": lambda trainer, module: trainer.optimizers[0].state.clear(),
-    "clipping": lambda trainer, module: setattr(trainer, "gradient_clip_val", 0.01),
-    "accumulation": lambda trainer, module: setattr(trainer, "accumulate_grad_batches", 2),
-    "callbacks": lambda trainer, module: trainer.callbacks.append(Reversing()),
-}
+def clear_the_state(trainer: Any, module: Any) -> None:
+    trainer.optimizers[0].state.clear()
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_callback_changes_within_an_epoch_counts_from_the_next_batch(
-    tmp_path: Path, small_run: ModuleType, name: str
-) -> None:
+def clip_and_accumulate(trainer: Any, module: Any) -> None:
+    trainer.gradient_clip_val, trainer.accumulate_grad_batches = 0.01, 2
+
+
+def add_a_callback(trainer: Any, module: Any) -> None:
+    trainer.callbacks.append(Reversing())
+
+
+CHANGES = [
+    clip_and_accumulate, unfreeze, replace_a_weight, replace_the_optimizer, clear_the_state, add_a_callback,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_takes_effect_at_the_next_batch(tmp_path: Path, small_run: ModuleType, change: Any) -> None:
     factory = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
     weights = []
-    for count, action in ((None, lambda *_: None), (1, CHANGES[name]), (None, CHANGES[name])):
+    for count, action in ((None, lambda *_: None), (1, change), (None, change)):
         network = small_run.network()
-        if name == "parameters":
+        if change is unfreeze:
             network[4].requires_grad_(False)
         small = small_run.Small(
-            tmp_path / str(len(weights)), steps_per_execution=count, model=network, max_epochs=2,
+            tmp_path / str(len(weights)), steps_per_execution=count, model=network, max_epochs=1,
             callbacks=(AtValidation(action),), val_check_interval=2, every_n_steps=None,
         )  # fmt: skip
         small.module.optimization = Optimization(optimizer_factory=factory)
         small.fit()
-        assert is_lean(small) == (count is None and not any(isinstance(c, Reversing) for c in small.trainer.callbacks))
+        assert small.is_lean == (count is None and not any(isinstance(c, Reversing) for c in small.trainer.callbacks))
         weights.append(small.weights())
     unchanged, own, lean = weights
     assert equal(own, lean)

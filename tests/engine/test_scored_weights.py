@@ -16,16 +16,12 @@ from exp.engine.checkpoint import read_checkpoint
 
 pytestmark = [
     pytest.mark.numeric,
-    pytest.mark.filterwarnings(
-        "ignore:The '(train|val|test)_dataloader' does not have many workers",
-        "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
-        "ignore:SWA is currently only supported every epoch",
-    ),
+    pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
 ]
 
 
 class Spoils(Callback):
-    """Changes every weight behind each validation, past the counters that torch keeps of changes."""
+    """Changes every weight at a hook, without torch's version counters."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self._spoil)
@@ -79,7 +75,7 @@ def test_the_best_checkpoint_has_the_value_that_was_measured(tmp_path: Path, sma
         assert value_of(small, tmp_path / "again", small_run, read_checkpoint(path)["state_dict"]) == value, path.name
 
 
-def test_a_run_goes_on_from_the_best_with_the_weights_that_were_trained(tmp_path: Path, small_run: ModuleType) -> None:
+def test_a_run_resumes_from_the_best_with_trained_weights(tmp_path: Path, small_run: ModuleType) -> None:
     def run(name: str, epochs: int, resume: Path | None = None) -> Any:
         small = small_run.Small(
             tmp_path / name, callbacks=(Spoils("on_train_epoch_end"),), max_epochs=epochs, saving=HOLDS

@@ -12,25 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-import exp
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
 from exp.engine.phased_module import PhasedModule
-from exp.errors import ConfigError
 from exp.objectives.objective import Term
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.filterwarnings(
-        "ignore:The '(train|val|test)_dataloader' does not have many workers",
-        "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
-    ),
-]
+pytestmark = pytest.mark.numeric
 OPTIMIZERS = {
     "first": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "second": functools.partial(torch.optim.SGD, lr=0.02),
@@ -55,14 +46,6 @@ class Two(nn.Module):
         return {"output": one, "sum": 2 * one + 3 * two, "difference": 3 * one - 5 * two}
 
 
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.batches: list[tuple[Tensor, Tensor]] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(batch.data)
-
-
 def phases(terms: dict[str, list[str]]) -> list[Phase]:
     return [
         Phase(
@@ -77,8 +60,8 @@ def phases(terms: dict[str, list[str]]) -> list[Phase]:
     ]
 
 
-def run(small_run: ModuleType, directory: Path, terms: dict[str, list[str]], **settings: Any) -> tuple[Any, Seen]:
-    seen, dtype = Seen(), settings.pop("dtype")
+def run(small_run: ModuleType, directory: Path, terms: dict[str, list[str]], **settings: Any) -> tuple[Any, Any]:
+    seen, dtype = small_run.Batches(), settings.pop("dtype")
     inputs = small_run.samples(96)[0].to(dtype)
     targets = inputs[:, :2].sin()
     small = small_run.Small(
@@ -99,7 +82,7 @@ def run(small_run: ModuleType, directory: Path, terms: dict[str, list[str]], **s
         **settings,
     )
     small.fit()
-    return small, seen
+    return small, [data for _, _, data in seen.seen]
 
 
 def by_hand(
@@ -142,33 +125,14 @@ def test_it_equals_the_loop_by_hand(
 ) -> None:
     dtype = torch.float64
     small, seen = run(small_run, tmp_path, terms, dtype=dtype, accumulate_grad_batches=count)
-    network = by_hand(seen.batches, terms, Two().to(dtype), count=count, scaled=False)
+    network = by_hand(seen, terms, Two().to(dtype), count=count, scaled=False)
     for name, tensor in network.state_dict().items():
         torch.testing.assert_close(small.weights()[name], tensor, rtol=0, atol=1e-12)
-    assert int(small.weights()["first.1.num_batches_tracked"]) == len(seen.batches)
+    assert int(small.weights()["first.1.num_batches_tracked"]) == len(seen)
 
 
 def test_it_does_so_with_one_loss_scale_where_one_optimizer_skips_a_step(tmp_path: Path, small_run: ModuleType) -> None:
     small, seen = run(small_run, tmp_path, OWN, dtype=torch.float32, word="fp16", model=Two(inf_at=4))
-    network = by_hand(seen.batches, OWN, Two(inf_at=4), count=1, scaled=True)
+    network = by_hand(seen, OWN, Two(inf_at=4), count=1, scaled=True)
     for name, tensor in network.state_dict().items():
         torch.testing.assert_close(small.weights()[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-SHORT = ["data=wine", "model=mlp", "phases=[body_and_head]", "phases.body.parameters=[stem.*,blocks.*]"]
-
-
-@pytest.mark.any_processor
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("+phases.head.simultaneous=true", "phases.head.simultaneous"),
-        ("+phases.body.simultaneous=true", "phases.body.every_n_steps"),
-        ("+phases.body.simultaneous=true;phases.body.every_n_steps=1;phases.body.parameters='*'",
-         "phases.body.parameters"),
-    ],
-)  # fmt: skip
-def test_what_is_not_simultaneous_is_told(override: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        exp.validate(exp.compose([*SHORT, *override.split(";")]))
-    assert [fault.key for fault in caught.value.faults] == [key]

@@ -24,11 +24,6 @@ from exp.engine.progress import seconds_of, take_limits
 from exp.errors import ConfigError, Interrupted
 from exp.signals import SignalFlag
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
-
 
 def wait_for(path: Path, text: str, *, seconds: float = 200) -> None:
     end = time.monotonic() + seconds
@@ -37,16 +32,15 @@ def wait_for(path: Path, text: str, *, seconds: float = 200) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_state_and_the_run_goes_on_exactly(
-    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any], signum: int
+def test_a_signal_saves_the_state_for_an_exact_resume(
+    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any]
 ) -> None:
     assert elsewhere.run(tmp_path / "whole", every_n_steps=None) == 0
     settings = {"every_n_steps": None, "resume": True}
     process = elsewhere.start(tmp_path / "parts", slow_steps=0.3, **settings)
     wait_for(tmp_path / "parts" / "values.0.jsonl", '"loss/train", 3')
-    os.kill(process.pid, signum)
-    assert elsewhere.end(process) == 128 + signum
+    os.kill(process.pid, signal.SIGTERM)
+    assert elsewhere.end(process) == 128 + signal.SIGTERM
     result = json.loads((tmp_path / "parts" / "result.0.json").read_text())
     assert "the state is in" in result["error"]
     assert 3 <= result["step"] < 28
@@ -55,41 +49,19 @@ def test_a_signal_saves_the_state_and_the_run_goes_on_exactly(
     assert {key: found[key] for key in expected} == expected
 
 
-def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(
-    tmp_path: Path, elsewhere: Any, logged: Callable[..., Any]
-) -> None:
-    assert elsewhere.run(tmp_path / "whole", schedule="plateau", callbacks=["ema"]) == 0
-    settings = {"schedule": "plateau", "callbacks": ["ema"], "resume": True}
-    process = elsewhere.start(tmp_path / "parts", slow_validation=1.0, **settings)
-    wait_for(tmp_path / "parts" / "values.0.jsonl", '"loss/train", 7')
-    os.kill(process.pid, signal.SIGTERM)
-    assert elsewhere.end(process) == 143
-    # Nothing of the validation counts, and it comes again.
-    assert ("loss/val", 7) not in logged(tmp_path / "parts")
-    assert elsewhere.run(tmp_path / "parts", **settings) == 0
-    expected, found = logged(tmp_path / "whole"), logged(tmp_path / "parts")
-    assert {key: found[key] for key in expected} == expected
-    weights = [torch.load(tmp_path / name / "weights.0.pt") for name in ("whole", "parts")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_a_signal_to_one_rank_ends_all_of_them(tmp_path: Path, elsewhere: Any) -> None:
-    ranks = elsewhere.ranks(tmp_path, 2, slow_steps=0.02, max_epochs=100, every_n_steps=None)
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_all_ranks(tmp_path: Path, elsewhere: Any) -> None:
+    ranks = elsewhere.ranks(tmp_path, 2, slow_steps=0.02, max_epochs=100_000, every_n_steps=None)
     wait_for(tmp_path / "values.0.jsonl", '"loss/train", 6')
-    began = time.monotonic()
     os.kill(ranks[1].pid, signal.SIGTERM)
     assert [elsewhere.end(rank) for rank in ranks] == [143, 143]
-    assert time.monotonic() - began < 60
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, elsewhere: Any) -> None:
-    process = elsewhere.start(tmp_path, slow_validation=300.0)
-    wait_for(tmp_path / "values.0.jsonl", '"loss/train", 7')
-    time.sleep(0.2)
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.2)
-    assert process.is_alive()
+@pytest.mark.slow
+def test_a_second_signal_ends_the_process(tmp_path: Path, elsewhere: Any) -> None:
+    process = elsewhere.start(tmp_path, slow_steps=1.0)
+    wait_for(tmp_path / "values.0.jsonl", '"loss/train", 1')
     # Again until it ends: on a busy machine two that follow each other may come as one.
     ends = time.monotonic() + 60
     while process.is_alive() and time.monotonic() < ends:
@@ -109,7 +81,7 @@ def test_handlers_are_put_back(tmp_path: Path, small_run: ModuleType) -> None:
     small_run.Small(tmp_path / "a", max_epochs=1, callbacks=(Look(),)).fit()
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
     assert seen[0] not in before
-    failing = small_run.At("on_train_batch_end", 2, lambda: (_ for _ in ()).throw(small_run.Killed))
+    failing = small_run.At("on_train_batch_end", 2)
     with pytest.raises(small_run.Killed):
         small_run.Small(tmp_path / "b", max_epochs=1, callbacks=(failing,)).fit()
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
@@ -132,7 +104,7 @@ def test_a_signal_behind_the_last_batch_is_not_lost(tmp_path: Path, small_run: M
     assert caught.value.checkpoint == str(small.last)
 
 
-def test_a_signal_between_accumulated_batches_waits_for_their_step(tmp_path: Path, small_run: ModuleType) -> None:
+def test_a_signal_waits_for_accumulated_batches(tmp_path: Path, small_run: ModuleType) -> None:
     kill = small_run.At("on_train_batch_start", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     small = small_run.Small(tmp_path, accumulate_grad_batches=3, every_n_steps=None, callbacks=(kill,))
     with pytest.raises(Interrupted, match="the state is in") as caught:
@@ -155,7 +127,7 @@ def test_a_signal_ends_the_test_stage(tmp_path: Path, small_run: ModuleType) -> 
         small.trainer.test(small.module, datamodule=small.data, verbose=False)
 
 
-def test_in_a_notebook_the_second_signal_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_leaves_a_notebook_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     flag = SignalFlag()
     flag.install()
@@ -176,22 +148,15 @@ def test_max_steps_ends_with_a_validation_and_a_checkpoint(tmp_path: Path, small
     assert torch.load(small.last)["exp_position"]["batch"] == 3
 
 
-def test_max_time_ends_the_run_and_counts_what_came_before_a_resume(tmp_path: Path, small_run: ModuleType) -> None:
-    small = small_run.Small(tmp_path, max_time={"seconds": 0.2}, max_epochs=100_000)
-    began = time.monotonic()
+def test_max_time_counts_over_a_resume(tmp_path: Path, small_run: ModuleType) -> None:
+    limits = {"max_time": {"seconds": 0.2}, "max_epochs": 100_000}
+    small = small_run.Small(tmp_path, **limits)
     small.fit()
-    assert 0.2 <= time.monotonic() - began < 60
     steps = small.trainer.global_step
     assert 0 < steps < 700_000
-    again = small_run.Small(tmp_path, max_time={"seconds": 0.2}, max_epochs=100_000)
+    again = small_run.Small(tmp_path, **limits)
     again.fit(resume=again.last)
     assert again.trainer.global_step == steps
-
-
-def test_no_limit_by_epochs_where_only_another_is_given() -> None:
-    arguments, limits = take_limits({"max_epochs": None, "max_steps": 5, "max_time": None})
-    assert (arguments, limits.max_steps, limits.max_seconds) == ({"max_epochs": -1}, 5, None)
-    assert take_limits({"max_epochs": 3, "max_steps": -1})[0] == {"max_epochs": 3}
 
 
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
@@ -201,14 +166,16 @@ def test_max_time_reads_what_it_writes(days: int, hours: int, minutes: int, seco
     assert seconds_of({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}) == expected
 
 
-def test_max_time_as_it_is_said() -> None:
-    said = {90: 90.0, 0.5: 0.5, "90s": 90.0, "30m": 1800.0, "1h30m": 5400.0, "2d1h": 176_400.0, "1h5s": 3605.0}
-    assert {time: seconds_of(time) for time in said} == said
+def test_limits_are_read_as_users_write_them() -> None:
+    written = {90: 90.0, 0.5: 0.5, "90s": 90.0, "30m": 1800.0, "1h30m": 5400.0, "2d1h": 176_400.0, "1h5s": 3605.0}
+    assert {time: seconds_of(time) for time in written} == written
+    # Without a limit by epochs, another one limits the run.
+    arguments, limits = take_limits({"max_epochs": None, "max_steps": 5, "max_time": None})
+    assert (arguments, limits.max_steps, limits.max_seconds) == ({"max_epochs": -1}, 5, None)
+    assert take_limits({"max_epochs": 3, "max_steps": -1})[0] == {"max_epochs": 3}
 
 
-@pytest.mark.parametrize(
-    "wrong", ["10", "", "1h30", "30m1h", "1:2:3", "a:b:c:d", {"weeks_": 1}, -7, True, {"seconds": -1}]
-)
-def test_a_max_time_that_cannot_be_read_is_a_fault(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
-        seconds_of(wrong)
+def test_an_unreadable_max_time_is_an_error() -> None:
+    for wrong in ("10", "", "1h30", "30m1h", "1:2:3", "a:b:c:d", {"weeks_": 1}, -7, True, {"seconds": -1}):
+        with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
+            seconds_of(wrong)

@@ -119,8 +119,9 @@ def test_several_objectives_have_a_front(search, tmp_path):
 def test_a_database_can_hold_the_record(search, tmp_path):
     url = f"sqlite:///{tmp_path}/trials.db"
     assert len(run(search(storage=url, trials=4))) == 4
-    (name,) = optuna.get_all_study_names(storage=url)
-    assert len(optuna.load_study(study_name=name, storage=url).trials) == 4
+    database = opened(tmp_path, url)
+    (name,) = optuna.get_all_study_names(storage=database)
+    assert len(optuna.load_study(study_name=name, storage=database).trials) == 4
     with pytest.raises(ConfigError, match=r"sweep\.storage: nosuch://x"):
         search(storage="nosuch://x")
 

@@ -32,8 +32,6 @@ SHOWN = 3
 CONTAINER = ("a mapping of ", "a list of ")
 NESTED = (Tensor, Mapping, list, tuple, Set)
 NUMBERS = frozenset({bool, int, float, type(None)})
-# A state of at most so many bytes becomes the bytes of its file in one go, some 1 ms a MB.
-PACKED_BYTES = 16 * 2**20
 # Where nobody says whether a thread writes: the largest state that is copied for it, of which two may wait.
 LARGEST_COPY = 2**30
 # How often a file is begun whose directory somebody removes under it.
@@ -53,6 +51,9 @@ class AtomicCheckpointIO(CheckpointIO):
     is_synced: whether a file is on the disk when it is saved; see exp.files.replacing.
     """
 
+    # A state of at most so many bytes is packed into the bytes of its file at once, which takes 1 ms a MB.
+    packed_bytes = 16 * 2**20
+
     def __init__(self, *, is_synced: bool = True) -> None:
         super().__init__()
         self._is_synced = is_synced
@@ -70,7 +71,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self._save(checkpoint, Path(path))
 
     def _save(self, checkpoint: State, path: Path) -> None:
-        self.write(packed(checkpoint) if bytes_of(checkpoint) <= PACKED_BYTES else checkpoint, path)
+        self.write(packed(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
         """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file.
@@ -178,7 +179,7 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
             return
         while self._pending and (len(self._pending) >= self.MOST or self._pending[0].done()):
             self._pending.popleft().result()
-        self._submit(self.write, packed(checkpoint) if size <= PACKED_BYTES else on_host(checkpoint), path)
+        self._submit(self.write, packed(checkpoint) if size <= self.packed_bytes else on_host(checkpoint), path)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         self._submit(super().remove_checkpoint, path)

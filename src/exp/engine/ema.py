@@ -97,6 +97,9 @@ class ExponentialMovingAverage(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._swap_in(pl_module)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._swap_in(pl_module)  # after a resume that has nothing left to train, too
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if not self._average:
             return

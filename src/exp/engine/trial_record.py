@@ -74,9 +74,12 @@ class _JournalLock:
 
 
 def opened(directory: Path, url: str | None) -> BaseStorage:
-    """The storage of a sweep's trials.
+    """Return the storage of a sweep's trials.
 
-    Raises: ConfigError for a URL that Optuna cannot open.
+    A database has no pool of connections, because Optuna never closes one, of which Python 3.13 warns.
+
+    Raises:
+        ConfigError: Optuna cannot open the URL.
     """
     from optuna import storages
     from optuna.storages.journal import JournalFileBackend
@@ -86,7 +89,11 @@ def opened(directory: Path, url: str | None) -> BaseStorage:
         path.touch()
         return storages.JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _JournalLock(path))))
     with readable(directory, url):
-        return storages.get_storage(url)
+        if url.startswith("redis"):
+            return storages.get_storage(url)
+        from sqlalchemy.pool import NullPool
+
+        return storages.RDBStorage(url, engine_kwargs={"poolclass": NullPool})
 
 
 @contextmanager
